@@ -184,7 +184,7 @@ fn second_writer_of_unit_is_rejected() {
     let (code, _, text) = home.run(&["attach", &other, "--nbd", &sockets[1]]);
     assert_eq!(code, 6, "{text}");
     assert!(
-        text.contains(&format!("in use at {}", sockets[0])),
+        text.contains(&format!("same logical unit at {}", sockets[0])),
         "{text}"
     );
     assert!(!Path::new(&sockets[1]).exists());

@@ -130,12 +130,12 @@ fn failures_have_status_and_message() {
         (
             &["attach", "mem:1000", "--nbd", "b"],
             2,
-            "not a number of whole blocks",
+            "not a multiple of the block size",
         ),
         (
             &["attach", "http://x/", "--nbd", "b"],
             2,
-            "must begin with `srp://`",
+            "must start with `srp://`",
         ),
         (&["read", "mem:1M", "--inject", "loss=200"], 2, "percentage"),
         (
@@ -237,7 +237,7 @@ fn ranges_are_read_and_written() {
     let _ = child.stdin.take().unwrap().write_all(&[1; 70_000]);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("the disk ended before"));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("the disk is too small"));
 }
 
 #[test]
@@ -359,7 +359,7 @@ fn unsuitable_disks_and_options_are_rejected() {
             2,
             "not the address of a target",
         ),
-        (&["read", &image], 2, "not a whole number of blocks"),
+        (&["read", &image], 2, "not a multiple of the block size"),
         (&["read", "/dev/null"], 2, "a character device"),
         (&["read", "/does/not/exist"], 5, "No such file"),
         (&["read", &gone], 3, "cannot connect"),
@@ -392,7 +392,7 @@ fn bench_wire_reports_measurements() {
     assert!(report["cases"][0]["operations"].as_u64().unwrap() > 0);
     let (exit, text) = home.fails(&["bench", "wire", "--to", "127.0.0.1", "--addr", "127.0.0.1"]);
     assert_eq!(exit, 2);
-    assert!(text.contains("own address"), "{text}");
+    assert!(text.contains("is the local address"), "{text}");
 }
 
 /// The test holds the lock of the attachment list.
@@ -419,7 +419,7 @@ fn lock_wait_is_reported_and_bounded() {
         let output = child.wait_with_output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(4), "{verb:?}: {text}");
-        let wanted = format!("waiting for the lock of {dir}, which ");
+        let wanted = format!("waiting for the lock of {dir}, held by ");
         assert!(text.contains(&wanted), "{verb:?}: {text}");
         if Path::new("/proc/locks").exists() {
             let holder = format!("process {} (", std::process::id());
@@ -786,7 +786,7 @@ fn failed_run_keeps_earlier_results() {
         errors["error"]["causes"][0]
             .as_str()
             .unwrap()
-            .contains("no header")
+            .contains("no verification header")
     );
 }
 
@@ -945,7 +945,7 @@ fn target_verb_executes_riserd() {
     let missing = run(&["ls"]);
     assert_eq!(missing.status.code(), Some(5), "{missing:?}");
     let said = String::from_utf8(missing.stderr).unwrap();
-    assert!(said.contains("there is no riserd"), "{said}");
+    assert!(said.contains("cannot find riserd"), "{said}");
     // A file in the same directory is called with unchanged arguments, and its exit status is
     // returned.
     let riserd = home.path("riserd");
@@ -1043,7 +1043,7 @@ fn unrunnable_program_has_shell_exit_status() {
         (
             &["--addr", "192.0.2.1", "true"],
             2,
-            "riser0 cannot be at 192.0.2.1",
+            "riser0 cannot use 192.0.2.1",
         ),
         (&["--device", "a=b", "true"], 2, "`b` is not an IP address"),
         (&["--inject", "loss=200", "true"], 2, "percentage"),

@@ -192,7 +192,7 @@ fn check_damage(place: Place, damage: Damage) {
         };
         eventually("the log names the reason", PATIENCE, || {
             let log = fs::read_to_string(&log).unwrap();
-            log.contains("cannot write down the state of the link") && log.contains(reason)
+            log.contains("cannot record the state of the link") && log.contains(reason)
         });
     }
     // A disk in use cannot be replaced.

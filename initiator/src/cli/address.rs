@@ -64,8 +64,8 @@ impl FromStr for Address {
 }
 
 /// Error if the address has an unknown format.
-const UNKNOWN: &str = "address must begin with `srp://`, `iscsi://`, `iser://`, `nbd://`, \
-    `nbd+unix://`, `file:` or `mem:`, or be a path that begins with `/`, `./` or `../`";
+const UNKNOWN: &str = "address must start with `srp://`, `iscsi://`, `iser://`, `nbd://`, \
+     `nbd+unix://`, `file:` or `mem:`, or be a path that starts with `/`, `./` or `../`";
 
 /// Parses `SIZE[,BLOCK]`.
 fn memory_disk(text: &str) -> Result<Address, String> {
@@ -74,11 +74,13 @@ fn memory_disk(text: &str) -> Result<Address, String> {
     let block_size = units::size(block_size)?;
     if !matches!(block_size, 512 | 4096) {
         return Err(format!(
-            "the block size {block_size} is neither 512 nor 4096"
+            "invalid block size {block_size}: expected 512 or 4096"
         ));
     }
     if capacity == 0 || !capacity.is_multiple_of(block_size) {
-        return Err(format!("{capacity} bytes are not a number of whole blocks"));
+        return Err(format!(
+            "{capacity} bytes are not a multiple of the block size"
+        ));
     }
     Ok(Address::Memory {
         capacity,
@@ -97,7 +99,7 @@ fn file_disk(text: &str) -> Result<Address, String> {
         Some(path) if path.starts_with('/') => path,
         Some(path) => {
             return Err(format!(
-                "`file://{path}` names a host; write `file:PATH` or `file:///PATH`"
+                "`file://{path}` contains a host; use `file:PATH` or `file:///PATH`"
             ));
         }
         None => path,
@@ -125,7 +127,7 @@ fn file_disk(text: &str) -> Result<Address, String> {
 fn file_at(path: &str, direct: bool) -> Result<Address, String> {
     match std::path::absolute(path) {
         Ok(path) => Ok(Address::File { path, direct }),
-        Err(_) if path.is_empty() => Err("the path of the file is missing".into()),
+        Err(_) if path.is_empty() => Err("missing path of the file".into()),
         Err(error) => Err(format!("path `{path}`: {error}")),
     }
 }
@@ -220,7 +222,8 @@ impl Address {
         };
         let error = format!("{self} is {what}, not the address of a target");
         Err(CliError::new(Exit::Usage, error).help(
-            "the verb asks a SCSI target, for example srp://HOST/LUN or iscsi://HOST/TARGET/LUN",
+            "this verb requires a SCSI target, for example srp://HOST/LUN or \
+             iscsi://HOST/TARGET/LUN",
         ))
     }
 }
@@ -280,10 +283,10 @@ mod tests {
     #[test]
     fn invalid_addresses_fail_with_reason() {
         for (text, words) in [
-            ("disk.img", "begins with `/`, `./` or `../`"),
-            ("nvme://x", "must begin with `srp://`"),
+            ("disk.img", "starts with `/`, `./` or `../`"),
+            ("nvme://x", "must start with `srp://`"),
             ("file:", "missing"),
-            ("file://host/a", "names a host"),
+            ("file://host/a", "contains a host"),
             ("file:/a?cache=off", "`cache=off`"),
             ("file:/a?direct=maybe", "`maybe`"),
             ("file:/a?direct=on&direct=on", "twice"),

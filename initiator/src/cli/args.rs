@@ -39,14 +39,14 @@ Addresses:
                                            in RISER_CHAP_PASSWORD or in a file (password_file=)
   iser://...                               the same, over RDMA
   ...&portal=HOST[:PORT]&portal=...        further portals of the target: all are used at once, and
-                                           commands of one that is lost go by the others
+                                           if one is lost, its commands use the others
   ...&paths=all                            every portal that an iSCSI target reports
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   nbd://HOST[:PORT]/EXPORT                 an export of an NBD server
   nbd+unix:///EXPORT?socket=PATH           the same on a Unix socket
-  PATH, file:PATH[?direct=on]              a file or block device of this host; direct=on goes past
-                                           the page cache. PATH alone begins with /, ./ or ../
-  mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
+  PATH, file:PATH[?direct=on]              a file or block device of this host; direct=on bypasses
+                                           the page cache. PATH alone starts with /, ./ or ../
+  mem:SIZE[,BLOCK]                         a disk in the memory of this process, for testing exports
 
 Sizes and offsets are bytes, or have a suffix K, M, G or T, alone or as KiB to TiB (powers of 1024),
 or KB to TB (powers of 1000). Durations are seconds, or have a suffix ms, s, m or h.";
@@ -402,7 +402,9 @@ impl UblkNumber {
         if text == "any" {
             return Ok(Self(None));
         }
-        let number = text.parse().map_err(|_| format!("`{text}` is no number"))?;
+        let number = text
+            .parse()
+            .map_err(|_| format!("`{text}` is not a number"))?;
         Ok(Self(Some(number)))
     }
 }
@@ -540,7 +542,7 @@ impl FromStr for BenchTarget {
         // All addresses contain a colon, except for paths.
         address.map_err(|why| match text.contains(':') {
             true => why,
-            false => format!("{why}; the name of a job file ends in `.fio`"),
+            false => format!("{why}; the name of a job file must end in `.fio`"),
         })
     }
 }
@@ -789,7 +791,7 @@ mod tests {
     #[test]
     fn job_file_requires_fio_extension() {
         let refused = |text: &str| text.parse::<BenchTarget>().unwrap_err();
-        assert!(refused("jobs.ini").contains("ends in `.fio`"));
+        assert!(refused("jobs.ini").contains("must end in `.fio`"));
         assert!(!refused("http://host/").contains(".fio"));
     }
 

@@ -48,7 +48,7 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
                 (None, None, Some(socket)) => serve_nbd(args, socket, &bytes(), events, ready),
                 (None, None, None) => Err(CliError::new(
                     Exit::Usage,
-                    "none of --fuse, --nbd and --ublk is given",
+                    "missing --fuse, --nbd or --ublk",
                 )),
             }
         })
@@ -99,7 +99,7 @@ fn serve_fuse(
         detached = mount.detach();
         if detached.is_ok() && !mount.is_ended() {
             tracing::warn!(
-                "the file is still open; it is served until it is closed, or another signal"
+                "the file is still open; serving it until it is closed, or until a second signal"
             );
             let _ = events.recv();
         }
@@ -120,8 +120,10 @@ fn serve_nbd(
     let name = args.url.name();
     let disk = device.device();
     let failed = |e| {
-        CliError::io(format!("cannot serve NBD on {}", socket.display()), e)
-            .help("the directory must exist, and the path must be free or a socket that no process listens on")
+        CliError::io(format!("cannot serve NBD on {}", socket.display()), e).help(
+            "the directory must exist, and the path must be unused or a socket without a \
+                 listening process",
+        )
     };
     let uri = NbdUri {
         server: NbdServer::Unix(socket.clone()),
@@ -141,6 +143,6 @@ fn serve_nbd(
     // The only possible event is a signal.
     let _ = events.recv();
     ready.end();
-    let what = format!("the NBD server on {} ended badly", socket.display());
+    let what = format!("the NBD server on {} failed", socket.display());
     server.stop().map_err(|e| CliError::io(what, e))
 }

@@ -38,7 +38,7 @@ const BUFFERS: u64 = 64 << 20;
 const MAX_BUFFERS: u64 = 16 << 30;
 
 /// Reason why a device can only be opened once for writing.
-const EXCLUSIVE: &str = "a block device that is written is opened exclusively";
+const EXCLUSIVE: &str = "block devices are opened exclusively for writing";
 
 pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     match &args.verb {
@@ -138,7 +138,7 @@ fn check_state(args: &BenchArgs, groups: &[Vec<Job>]) -> Result<(), CliError> {
     for job in groups.iter().flatten().filter(|job| job.state.is_some()) {
         let address = address(args, job)?;
         if matches!(address, Address::Memory { .. }) {
-            let what = format!("--state is not for {address}, which ends with this command");
+            let what = format!("--state is not supported for {address}, which is not persistent");
             return Err(CliError::new(Exit::Usage, what));
         }
     }
@@ -155,7 +155,7 @@ fn add_used(args: &BenchArgs, groups: &[Vec<Job>], used: &mut FilesInUse) {
             used.add("the state file", path);
         }
         if let Ok(Address::File { path, .. }) = address(args, job) {
-            used.add("the disk that is measured", &path);
+            used.add("the measured disk", &path);
         }
     }
 }
@@ -166,7 +166,7 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
     let usage = |what: String| CliError::new(Exit::Usage, what);
     let (mut groups, form) = match args.target() {
         BenchTarget::Url(_) if args.url.is_some() => {
-            let what = "two addresses are for a job file and a device: its name ends in .fio";
+            let what = "two addresses require a job file, with a name ending in .fio, and a device";
             return Err(usage(what.into()));
         }
         BenchTarget::Url(_) => (Vec::new(), Units::CommandLine),
@@ -189,7 +189,7 @@ fn groups(args: &BenchArgs) -> Result<Vec<Vec<Job>>, CliError> {
         }
         all.extend(round);
         if all.len() > MAX_RUNS {
-            return Err(usage(format!("these are more than {MAX_RUNS} runs")));
+            return Err(usage(format!("more than {MAX_RUNS} runs")));
         }
     }
     check_layouts(&all).map_err(usage)?;
@@ -213,7 +213,7 @@ fn set_options(args: &BenchArgs, groups: &mut Vec<Vec<Job>>) -> Result<(), Strin
     }
     if args.state.is_some() && verified != 1 {
         return Err(format!(
-            "--state is for one job with verify, and the file has {verified}"
+            "--state requires one job with verify, but the file has {verified}"
         ));
     }
     if args.verify_only {
@@ -252,7 +252,7 @@ fn check_layouts(groups: &[Vec<Job>]) -> Result<(), String> {
             Some(_) => {
                 return Err(format!(
                     "the runs with the state file {} differ in filename, block size, region, \
-                     checksum or content, and it is for one of each",
+                     checksum or content",
                     path.display()
                 ));
             }
@@ -326,7 +326,7 @@ fn base(of_file: Option<KbBase>, args: &BenchArgs) -> Result<KbBase, CliError> {
         Some(base) => Ok(base),
         None if args.sweep.is_empty() => Ok(KbBase::default()),
         None => {
-            let what = "--sweep needs the same kb_base in all sections of the job file";
+            let what = "--sweep requires the same kb_base in all sections of the job file";
             Err(CliError::new(Exit::Usage, what))
         }
     }
@@ -334,7 +334,7 @@ fn base(of_file: Option<KbBase>, args: &BenchArgs) -> Result<KbBase, CliError> {
 
 fn read_jobs(path: &Path, args: &BenchArgs) -> Result<JobFile, CliError> {
     if args.workload.is_any() {
-        let what = "options of the workload are in the job file, and not on the command line";
+        let what = "workload options must be set in the job file, not on the command line";
         return Err(CliError::new(Exit::Usage, what));
     }
     let name = path.display().to_string();
@@ -419,7 +419,7 @@ fn address(args: &BenchArgs, job: &Job) -> Result<Address, CliError> {
         }),
         (_, None, Some(url)) => Ok(url.clone()),
         (_, None, None) => Err(usage(format!(
-            "job `{}` has no filename, and no address is given",
+            "missing filename of job `{}`, and no address on the command line",
             job.name
         ))),
     };
@@ -490,9 +490,9 @@ fn check_apart(devices: &[(&Address, FileId)]) -> Result<(), CliError> {
         let mut before = devices[..index].iter();
         if let Some((other, _)) = before.find(|(_, other)| other == id) {
             let what = format!("{other} and {one} are the same device");
-            return Err(CliError::new(Exit::Usage, what).because(EXCLUSIVE).help(
-                "use the same path and the same `direct` in all jobs of a command that write it",
-            ));
+            return Err(CliError::new(Exit::Usage, what)
+                .because(EXCLUSIVE)
+                .help("use the same path and the same `direct` in all jobs that write to it"));
         }
     }
     Ok(())
@@ -504,10 +504,10 @@ fn check_exclusive(address: &Address, sessions: u32) -> Result<(), CliError> {
     if sessions == 1 {
         return Ok(());
     }
-    let what = format!("{address} cannot have {sessions} sessions");
+    let what = format!("cannot open {sessions} sessions for {address}");
     Err(CliError::new(Exit::Usage, what)
         .because(EXCLUSIVE)
-        .help("leave out --sessions: all jobs then use one session"))
+        .help("omit --sessions to use a single session for all jobs"))
 }
 
 /// Returns the buffer size required for each session of a disk in bytes. Jobs in a group run
@@ -670,10 +670,7 @@ mod tests {
         for sweep in ["filename=mem:1M,mem:2M", "name=a,b", "stonewall=0,1"] {
             let name = sweep.split('=').next().unwrap();
             let error = refused(sweep);
-            assert!(
-                error.contains(&format!("{name} cannot be swept")),
-                "{error}"
-            );
+            assert!(error.contains(&format!("cannot sweep {name}")), "{error}");
         }
         let error = parsed(&["mem:8M", "--sweep", "randseed=1..1000000", "--rounds=1000"]);
         assert!(error.unwrap_err().to_string().contains("more than"));
@@ -703,7 +700,10 @@ mod tests {
         };
         let error = check_state(&args, &groups(&args).unwrap()).unwrap_err();
         assert_eq!(error.exit, Exit::Usage);
-        assert!(error.what.contains("--state is not for mem:"), "{error}");
+        assert!(
+            error.what.contains("--state is not supported for mem:"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -712,7 +712,10 @@ mod tests {
         assert!(check_exclusive(&address, 1).is_ok());
         let error = check_exclusive(&address, 2).unwrap_err();
         assert_eq!(error.exit, Exit::Usage);
-        assert!(error.what.contains("/dev/sdx cannot have 2"), "{error}");
+        assert!(
+            error.what.contains("cannot open 2 sessions for /dev/sdx"),
+            "{error}"
+        );
         assert!(error.help.unwrap().contains("--sessions"));
         // Regular files can be opened multiple times, and memory is not a device.
         for address in ["/proc/version", "/does/not/exist", "mem:1M"] {

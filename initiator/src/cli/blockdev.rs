@@ -59,7 +59,7 @@ impl DeviceChoice {
             .and_then(|dir| dir.find(&device.to_string_lossy()))
             .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
         let refused = |what: String| {
-            Err(CliError::new(Exit::Busy, what).help("`riser detach` takes it away"))
+            Err(CliError::new(Exit::Busy, what).help("use `riser detach` to remove it"))
         };
         // The device has queued requests for its previous disk. These must never be sent to a
         // different disk, so the address must be the same.
@@ -78,14 +78,12 @@ impl DeviceChoice {
                 before: Box::new(before),
             }),
             (Some(attachment), Address::Target(_) | Address::Nbd(_) | Address::File { .. }) => {
-                refused(format!("{shown} waits for {}", attachment.url))
+                refused(format!("{shown} is waiting for {}", attachment.url))
             }
-            (Some(_), Address::Memory { .. }) => {
-                refused(format!("the contents of {shown} died with its process"))
-            }
-            (None, _) => refused(format!(
-                "{shown} waits for a process that we know nothing of"
+            (Some(_), Address::Memory { .. }) => refused(format!(
+                "the contents of {shown} were lost with its process"
             )),
+            (None, _) => refused(format!("{shown} is waiting for an unknown process")),
         }
     }
 
@@ -161,8 +159,8 @@ pub(super) fn serve(
         wait_for_users(&path, events);
     }
     let failed = |e| match event {
-        Ok(Event::Ended) => CliError::io(format!("{} could not be served", path.display()), e),
-        _ => CliError::io(format!("cannot take {} away", path.display()), e),
+        Ok(Event::Ended) => CliError::io(format!("cannot serve {}", path.display()), e),
+        _ => CliError::io(format!("cannot remove {}", path.display()), e),
     };
     let stopped = device.stop().map_err(failed);
     // Always flush data written by users.
@@ -175,7 +173,7 @@ pub(super) fn serve(
 fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
     if ublk::is_in_use(path) {
         let shown = path.display();
-        tracing::warn!("{shown} is in use; it is removed when it is idle, or at another signal");
+        tracing::warn!("{shown} is in use; removing it when it is idle, or on a second signal");
     }
     while ublk::is_in_use(path) && events.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {}
 }
@@ -197,11 +195,11 @@ fn check_same(
     };
     let differs = |what: &str, was: &dyn Display, is: &dyn Display| {
         let text = format!(
-            "{} waits for another disk: its {what} was {was}, and that of {} is {is}",
+            "{} is waiting for another disk: its {what} was {was}, and that of {} is {is}",
             device.display(),
             before.url
         );
-        Err(CliError::new(Exit::Refused, text).help("`riser detach` takes the device away"))
+        Err(CliError::new(Exit::Refused, text).help("use `riser detach` to remove the device"))
     };
     for name in ["ID_SERIAL", "ID_WWN", "ID_SCSI_SERIAL"] {
         let (was, is) = (old.get(name), properties.get(name));
@@ -226,12 +224,12 @@ fn check_same(
 
 fn cannot_start(error: io::Error) -> CliError {
     let help = match error.kind() {
-        io::ErrorKind::NotFound => "modprobe ublk_drv; it takes Linux 6.4 or later",
-        io::ErrorKind::PermissionDenied => "it takes root",
-        io::ErrorKind::AlreadyExists => "the number is taken; without one, a free one is",
-        _ => "does `dmesg` say why?",
+        io::ErrorKind::NotFound => "run `modprobe ublk_drv`; this requires Linux 6.4 or later",
+        io::ErrorKind::PermissionDenied => "this requires root",
+        io::ErrorKind::AlreadyExists => "the number is in use; omit it to use any unused number",
+        _ => "check `dmesg` for the reason",
     };
-    CliError::io("cannot make a block device", error).help(help)
+    CliError::io("cannot create a block device", error).help(help)
 }
 
 #[cfg(test)]

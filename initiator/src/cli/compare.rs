@@ -35,7 +35,7 @@ fn load(path: &Path) -> Result<Vec<RunSummary>, CliError> {
         .map_err(|error| CliError::io(format!("cannot read {shown}"), error))?;
     if len as u64 > MAX_FILE {
         let mib = MAX_FILE >> 20;
-        let what = format!("{shown} has more than {mib} MiB, the most that is compared");
+        let what = format!("{shown} exceeds the limit of {mib} MiB");
         return Err(CliError::new(Exit::Usage, what));
     }
     fio::read(&text).map_err(|error| CliError::new(Exit::Usage, format!("{shown}: {error}")))
@@ -64,7 +64,7 @@ mod tests {
         let other = load(&source("Cargo.toml")).unwrap_err();
         assert_eq!(other.exit, Exit::Usage);
         assert!(
-            other.what.contains("Cargo.toml: no JSON of fio"),
+            other.what.contains("Cargo.toml: not fio JSON output"),
             "{}",
             other.what
         );

@@ -71,7 +71,7 @@ fn range(disk: &Disk, offset: u64, length: Option<u64>) -> Result<u64, CliError>
             let size = units::show_size(capacity);
             let end = format!("beyond the end of the disk, which has {size} ({capacity} bytes)");
             let what = match length {
-                Some(length) => format!("{length} bytes from byte {offset} on reach {end}"),
+                Some(length) => format!("{length} bytes at byte {offset} extend {end}"),
                 None => format!("byte {offset} is {end}"),
             };
             Err(CliError::new(Exit::Usage, what))
@@ -177,7 +177,8 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     // Don't write any data if the file is too large.
     if let Some(len) = source.len.filter(|len| *len > most) {
         let (file, offset) = (args.file.display(), args.offset);
-        let what = format!("{file} has {len} bytes, and the disk {most} from byte {offset} on");
+        let what =
+            format!("{file} has {len} bytes, but the disk only has {most} from byte {offset}");
         return Err(CliError::new(Exit::Usage, what));
     }
     let bar = output::progress(source.len, global);
@@ -187,13 +188,16 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     let at = write_pieces(args, &mut source, &device, end, &bar)?;
     let written = at - args.offset;
     if args.length.is_some_and(|length| written < length) {
-        let what = format!("{} ended after {written} bytes", args.file.display());
+        let what = format!(
+            "unexpected end of {} after {written} bytes",
+            args.file.display()
+        );
         return Err(CliError::new(Exit::Failure, what));
     }
     // A stream of unknown length may be too large for the disk. Check whether there is another
     // byte.
     if args.length.is_none() && at == end && source.fill(&mut [0])? > 0 {
-        let what = format!("the disk ended before {} did", args.file.display());
+        let what = format!("the disk is too small for {}", args.file.display());
         return Err(CliError::new(Exit::Failure, what));
     }
     // Without a flush, completed writes could be lost in a volatile cache.

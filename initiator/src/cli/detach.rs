@@ -64,8 +64,8 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     let lost = down.map(|link| show_lost(link.pending, &attachment.export));
     if let (Some(link), Some(lost), false) = (down, &lost, args.force) {
         let error = link.last_error.clone().unwrap_or_default();
-        let what = format!("{} cannot be reached", attachment.url);
-        let help = format!("{lost}; --force detaches it all the same");
+        let what = format!("cannot reach {}", attachment.url);
+        let help = format!("{lost}; use --force to detach it anyway");
         return Err(CliError::new(Exit::Timeout, what).because(error).help(help));
     }
     if !args.force {
@@ -93,9 +93,9 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         // The reason is already known and will be reported below.
         let _ = StateDir::open().and_then(|dir| dir.remove_failed(&attachment));
     }
-    let killed = || "it was killed: writes that were not flushed may be lost".to_owned();
+    let killed = || "the process was killed: writes that were not flushed may be lost".to_owned();
     let lost = match lost {
-        Some(lost) => Some(format!("its target could not be reached: {lost}")),
+        Some(lost) => Some(format!("the target could not be reached: {lost}")),
         None => is_killed.then(killed),
     };
     print(&Detached { attachment, lost }, global)
@@ -248,8 +248,7 @@ fn is_unmounted(pid: u32, id: Option<MountId>) -> bool {
 }
 
 fn remove(number: u32, device: &Path) -> Result<(), CliError> {
-    ublk::remove(number)
-        .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))
+    ublk::remove(number).map_err(|e| CliError::io(format!("cannot remove {}", device.display()), e))
 }
 
 /// Waits until the process of an attachment has exited. If `mercy` is set, it's killed after this
@@ -276,8 +275,8 @@ fn wait(
         if waited >= timeout {
             let what = format!("process {} still serves {}", attachment.pid, attachment.url);
             let help = match is_killed {
-                true => "it was killed, and the kernel has not ended it yet".to_owned(),
-                false => format!("{}; --force ends that", show_users(attachment)),
+                true => "the process was killed, but has not exited yet".to_owned(),
+                false => format!("{}; use --force to stop it", show_users(attachment)),
             };
             return Err(CliError::new(Exit::Timeout, what).help(help));
         }
@@ -301,7 +300,7 @@ fn show_users(attachment: &Attachment) -> String {
     };
     let users = id.map_or_else(Vec::new, |id| mounts::users(id, attachment.pid));
     if users.is_empty() {
-        return "it waits for its target, or for a user of the disk".to_owned();
+        return "it is waiting for its target, or for a user of the disk".to_owned();
     }
     let shown: Vec<String> = users.iter().take(MAX_USERS).map(show_user).collect();
     let more = match users.len().saturating_sub(MAX_USERS) {
@@ -337,7 +336,7 @@ fn check_end(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
     let what = format!("{} was detached with an error", attachment.url);
     let log = attachment.log.as_ref().filter(|log| log.exists());
     let log = log.map_or_else(String::new, |log| {
-        format!("; {} has the log", log.display())
+        format!("; see the log {}", log.display())
     });
     let help = format!("writes that were not flushed may be lost{log}");
     Err(CliError::new(Exit::Failure, what)
@@ -366,7 +365,7 @@ fn print(detached: &Detached, global: &Global) -> Result<(), CliError> {
 fn show_lost(pending: Option<Pending>, export: &Export) -> String {
     // This is not reported by older versions.
     let Some(pending) = pending else {
-        return "what is lost is not known".to_owned();
+        return "the lost data is unknown".to_owned();
     };
     let operations = match pending.operations {
         0 => None,
@@ -378,7 +377,7 @@ fn show_lost(pending: Option<Pending>, export: &Export) -> String {
         .then(|| "acknowledged writes that were not flushed may be lost".to_owned());
     // The amount of data is only known to the kernel.
     let has_cache = matches!(export, Export::Mount { .. } | Export::Ublk { .. });
-    let host = has_cache.then(|| "what this host has not written back is lost".to_owned());
+    let host = has_cache.then(|| "data not written back by this host is lost".to_owned());
     let parts: Vec<String> = operations.into_iter().chain(cache).chain(host).collect();
     match parts.is_empty() {
         true => "nothing is lost".to_owned(),

@@ -173,8 +173,8 @@ fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
     }
     let exit = exit.filter(|_| failures.iter().all(|(_, other)| other == exit));
     let what = match ports.len() {
-        1 => format!("the target at {url} cannot be used"),
-        n => format!("none of the {n} targets at {url} can be used"),
+        1 => format!("cannot use the target at {url}"),
+        n => format!("cannot use any of the {n} targets at {url}"),
     };
     Err(CliError::new(exit.unwrap_or(Exit::Refused), what).because((*error).to_owned()))
 }
@@ -204,7 +204,7 @@ fn list(client: &Client, named: Vec<Named>, global: &Global) -> Vec<Port> {
 fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
     output::result(&ports, global, |out| {
         if ports.is_empty() {
-            return writeln!(out, "no target that this initiator may use is there");
+            return writeln!(out, "no targets available to this initiator");
         }
         for port in ports {
             let name = port.name.as_deref().unwrap_or("target");
@@ -239,14 +239,14 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, Cli
         Ok(Ok(found)) => found,
         // Queries are not supported by all targets.
         Ok(Err(EngineError::Discovery(DiscoveryError::NoAnswer))) | Err(_) => {
-            tracing::info!("{url} does not report its ports; logging in without them");
+            tracing::info!("{url} does not report its ports; logging in without discovery");
             return Ok(Vec::new());
         }
         Ok(Err(EngineError::Discovery(DiscoveryError::Unsupported))) => {
             return Err(login_failed(&url.into(), EngineError::Unnamed));
         }
         Ok(Err(error)) => {
-            return Err(CliError::new(Exit::Refused, format!("cannot ask {url}")).because(error));
+            return Err(CliError::new(Exit::Refused, format!("cannot query {url}")).because(error));
         }
     };
     let named = plan_logins(found).into_iter().map(|port| {

@@ -66,7 +66,7 @@ pub fn connect(
     {
         // Shared memory depends on an IP address, which may also be used by targets of other
         // processes.
-        tracing::info!(%error, "the process that shares memory does not serve {url}: the network is tried");
+        tracing::info!(%error, "no shared-memory listener for {url}; trying the network");
         let client = start_on_network(&url, link, &engine_builder(link, timeout))?;
         outcome = login(&client, &url, timeout);
     }
@@ -188,30 +188,32 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
     // causes, we suggest checking the target.
     let help = match &error {
         EngineError::Unnamed | EngineError::Ambiguous => {
-            "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; the target's administrator knows \
-             them, and `riser discover` on the software NIC finds them out"
+            "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; use `riser discover` on the \
+             software NIC to find them"
         }
         EngineError::NoTarget => "for example iscsi://HOST/iqn.2026-01.com.example:disk/0",
         EngineError::Login(Down::OtherUnit | Down::NoIdentity) => {
-            "all portals of an address must lead to one logical unit, which reports its serial number \
-             or a designator; `riser inquiry` with one portal shows them"
+            "all portals of an address must lead to the same logical unit, which must report a \
+             serial number or a designator; use `riser inquiry` with one portal to check"
         }
         EngineError::Login(Down::Connect(ConnectError::Tcp(libc::ECONNREFUSED))) => {
-            "no program listens at this port: is the target running, and is the port right?"
+            "no process is listening on this port: check the port, and whether the target is \
+             running"
         }
-        EngineError::Secret(_) => "a password may be in the address, a file or the environment",
+        EngineError::Secret(_) => "set the password in the address, a file or the environment",
         EngineError::Login(Down::Connect(ConnectError::IscsiLogin(IscsiLogin::Refused(
             LoginStatus::AUTHENTICATION_FAILURE,
-        )))) => "name and password must be those that the target has for this initiator",
+        )))) => "check the user name and password configured on the target for this initiator",
         EngineError::Login(Down::Connect(ConnectError::IscsiLogin(
             IscsiLogin::TargetNotProved,
-        ))) => "its name and password must be those of target_user",
+        ))) => "the target's user name and password must match target_user",
         EngineError::Login(Down::Connect(ConnectError::Login(SrpLoginError::Rejected(
             LoginRejReason::ChannelLimitReached,
-        )))) => {
-            "a Linux target says so as well of initiators that none of its access lists lets in"
+        )))) => "a Linux target also reports this for initiators missing from its access lists",
+        _ => {
+            "check whether the target is running, and whether its configuration allows this \
+             initiator"
         }
-        _ => "is a target running there, and does its configuration let this initiator in?",
     };
     CliError::new(exit, format!("cannot log in to {url}"))
         .because(error)
@@ -247,7 +249,7 @@ pub(super) fn start_engine(
     let builder = engine_builder(link, timeout);
     if !url.needs_device() {
         if link.inject.is_some() {
-            let what = "--inject makes the software NIC's wire bad, and TCP does not use it";
+            let what = "--inject requires the software NIC, which is not used for TCP";
             return Err(CliError::new(Exit::Usage, what));
         }
         return builder
@@ -277,10 +279,10 @@ fn start_on_iwarp(
 ) -> Result<Client, CliError> {
     let usage = |what: &str| Err(CliError::new(Exit::Usage, what));
     if matches!(url, TargetUrl::Srp(_)) {
-        return usage("SRP is not spoken over iWARP: use an address that begins with iser://");
+        return usage("SRP does not support iWARP: use an address that starts with iser://");
     }
     if link.inject.is_some() {
-        return usage("--inject makes the software NIC's wire bad, and iWARP uses TCP");
+        return usage("--inject requires the software NIC, which is not used for iWARP");
     }
     let addr = match link.addr.or(url.src()) {
         Some(addr) => addr,
@@ -311,12 +313,15 @@ fn start_on_network(
             Ok(_) if link.inject.is_some() => {
                 return Err(CliError::new(
                     Exit::Usage,
-                    "--inject makes the software NIC's wire bad, not that of an RDMA device",
+                    "--inject requires the software NIC, and cannot be used with an RDMA device",
                 ));
             }
             Ok(client) => return Ok(client),
             Err(error) if link.provider == ProviderChoice::Auto => {
-                tracing::info!(%error, "no RDMA device has the address {addr}, so the software NIC is used");
+                tracing::info!(
+                    %error,
+                    "no RDMA device has the address {addr}; using the software NIC"
+                );
             }
             Err(error) => return Err(no_rdma_device(addr, error)),
         }
@@ -352,7 +357,7 @@ fn start_on_loopback<C>(
     }
     Err(CliError::new(
         Exit::Busy,
-        "every loopback address from 127.0.0.2 to 127.0.0.254 is in use",
+        "all loopback addresses from 127.0.0.2 to 127.0.0.254 are in use",
     ))
 }
 
@@ -360,7 +365,7 @@ fn no_device(addr: IpAddr, error: EngineError) -> CliError {
     let what = format!("cannot open a software NIC at {addr}");
     match error {
         EngineError::Device(e) => CliError::io(what, e).help(format!(
-            "--addr chooses another local address; UDP port {ROCE_PORT} must be free on it"
+            "use --addr to select a local address where UDP port {ROCE_PORT} is unused"
         )),
         other => CliError::new(Exit::Failure, what).because(other),
     }
@@ -372,7 +377,7 @@ fn no_rdma_device(addr: IpAddr, error: EngineError) -> CliError {
         format!("cannot open an RDMA device at {addr}"),
     )
     .because(error)
-    .help("`rdma link` shows the devices of this host; --provider roce needs none")
+    .help("use `rdma link` to list the devices of this host, or --provider roce without a device")
 }
 
 fn resolve(url: &TargetUrl) -> Result<SocketAddr, CliError> {
@@ -396,11 +401,7 @@ pub(super) fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
         })
         .map(|local| local.ip())
         .map_err(|e| {
-            CliError::new(
-                Exit::Refused,
-                format!("there is no route to {}", target.ip()),
-            )
-            .because(e)
+            CliError::new(Exit::Refused, format!("no route to {}", target.ip())).because(e)
         })
 }
 
@@ -441,7 +442,7 @@ fn open_nbd(uri: &NbdUri, link: &ConnectOptions, access: Access) -> Result<Threa
         };
         let mut failed = CliError::new(exit, format!("cannot use {uri}")).because(error);
         if exit == Exit::NotFound {
-            failed = failed.help("`nbdinfo --list` shows the exports of a server");
+            failed = failed.help("use `nbdinfo --list` to list the exports of a server");
         }
         failed
     })
@@ -464,9 +465,10 @@ fn open_file(
         let what = format!("cannot use {} as a disk", path.display());
         match error {
             FileError::Open { source } => CliError::io(what, source),
-            FileError::InUse => CliError::new(Exit::Busy, what)
-                .because(error)
-                .help("unmount it, or take it out of what it is a part of; `lsblk` shows that"),
+            FileError::InUse => CliError::new(Exit::Busy, what).because(error).help(
+                "unmount it, or remove it from the device that contains it; use `lsblk` to \
+                     find it",
+            ),
             FileError::Kind(_) | FileError::NoDirect | FileError::Size { .. } => {
                 CliError::new(Exit::Usage, what).because(error)
             }
@@ -487,7 +489,7 @@ fn refuse_link(link: &ConnectOptions, what: &str) -> Result<(), CliError> {
         None => Ok(()),
         Some((_, option)) => Err(CliError::new(
             Exit::Usage,
-            format!("{option} is an option of the connection to a target, and {what} has none"),
+            format!("{option} only applies to connections to a target, not to {what}"),
         )),
     }
 }
@@ -527,7 +529,7 @@ impl Disk {
                 MemoryDevice::new(*capacity, *block_size)
                     .map(|disk| disk.with_buffer_budget(link.buffers.unwrap_or(disks::BUFFERS)))
                     .and_then(MemoryDevice::with_thread)
-                    .map_err(|e| CliError::io(format!("cannot make {address}"), e))?,
+                    .map_err(|e| CliError::io(format!("cannot create {address}"), e))?,
             ),
             Address::Nbd(uri) => Kind::Thread(open_nbd(uri, link, access)?),
             Address::File { path, direct } => {

@@ -30,16 +30,17 @@ pub(super) fn obstacle(program: &Path, library: &Path) -> Option<&'static str> {
     let program = Executable::open(program).ok()??;
     let library = Executable::open(library).ok()??;
     if program.architecture() != library.architecture() {
-        return Some("is for another architecture than the libraries, and will not load them");
+        return Some("has another architecture than the libraries, and cannot load them");
     }
     let Some(loader) = program.loader().ok()? else {
         return Some(
-            "is linked statically: it loads no libraries, and sees the host's RDMA devices",
+            "is linked statically: it loads no libraries, and uses the host's RDMA devices",
         );
     };
     let is_musl = loader.windows(7).any(|part| part == b"ld-musl");
-    (is_musl != cfg!(target_env = "musl"))
-        .then_some("has another C library (musl or glibc) than the libraries, and cannot load them")
+    (is_musl != cfg!(target_env = "musl")).then_some(
+        "uses another C library (musl or glibc) than the libraries, and cannot load them",
+    )
 }
 
 /// A little-endian ELF file.

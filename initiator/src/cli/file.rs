@@ -26,7 +26,8 @@ pub(super) fn mount(
     };
     FuseMount::new(device.clone(), options, ended).map_err(|e| {
         CliError::io(format!("cannot mount FUSE on {}", path.display()), e).help(
-            "the path must exist and be yours, /dev/fuse must be there, and fusermount3 unless you are root",
+            "this requires an existing path owned by you, /dev/fuse, and fusermount3 unless you \
+             are root",
         )
     })
 }
@@ -38,9 +39,9 @@ pub(super) fn finish(mount: FuseMount, device: &ByteDevice<Disk>) -> Result<(), 
         std::thread::sleep(Duration::from_millis(5));
     }
     if mount.is_ended() {
-        let what = format!("the FUSE mount on {} ended badly", mount.path().display());
+        let what = format!("the FUSE mount on {} failed", mount.path().display());
         return mount.wait().map_err(|e| CliError::io(what, e));
     }
-    tracing::warn!("the file is still open in another process, which gets errors from now on");
+    tracing::warn!("the file is still open in another process, whose I/O will fail");
     task::block_on(device.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
 }

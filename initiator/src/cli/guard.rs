@@ -37,7 +37,7 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     }
     let refuse = |why: String| {
         CliError::new(Exit::Busy, format!("{url} would be overwritten, and {why}"))
-            .help("--overwrite does it all the same")
+            .help("use --overwrite to write anyway")
     };
     let may_be = |why| refuse(format!("this host may have it attached: {why}"));
     let attachments = attachments(global, &may_be)?;
@@ -66,13 +66,13 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
     if let Address::File { path, .. } = url
         && let Some(name) = loop_device(Path::new("/sys/class/block"), path)
     {
-        return Err(refuse(format!("the loop device /dev/{name} is made of it")));
+        return Err(refuse(format!("the loop device /dev/{name} uses it")));
     }
     match content(disk) {
-        Ok(Some(what)) => Err(refuse(format!("it carries {what}"))),
+        Ok(Some(what)) => Err(refuse(format!("it contains {what}"))),
         Ok(None) => Ok(()),
         Err((which, error)) => {
-            let why = format!("its content is unknown: its {which} bytes cannot be read");
+            let why = format!("its content is unknown: cannot read its {which} bytes");
             Err(refuse(why).because(error))
         }
     }
@@ -143,7 +143,7 @@ fn attachments(
                 ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
             ) =>
         {
-            tracing::info!("cannot see what other users of this host have attached");
+            tracing::info!("cannot list attachments of other users of this host");
             return Ok(Vec::new());
         }
         Err(e) => return Err(CliError::io("cannot read the list of attachments", e)),
@@ -156,7 +156,7 @@ fn attachments(
         }
         Some(file) => {
             let file = file.display();
-            Err(refuse(format!("{file} cannot be read as an attachment")))
+            Err(refuse(format!("invalid attachment file {file}")))
         }
     }
 }
@@ -223,8 +223,8 @@ pub(super) fn check_unused(new: &Attachment, listing: &Listing) -> Result<(), Cl
         let file = file.display();
         let what = format!("{} may be in use already", new.url);
         return Err(CliError::new(Exit::Busy, what)
-            .because(format!("{file} cannot be read as an attachment"))
-            .help("remove that file if no riser serves it"));
+            .because(format!("invalid attachment file {file}"))
+            .help("remove the file if it is not in use by a riser process"));
     }
     let own = StateDir::open().map(|dir| dir.path().to_owned());
     // Ignore other users, as they could otherwise prevent root from attaching disks.
@@ -234,16 +234,16 @@ pub(super) fn check_unused(new: &Attachment, listing: &Listing) -> Result<(), Cl
     };
     let path = output::printable(&other.export.path().display());
     let state = match other.phase {
-        Phase::Ending => ", where its last user has not closed it yet",
+        Phase::Ending => ", where it is still open",
         _ => "",
     };
-    let what = format!("this host has the same logical unit in use at {path}{state}");
+    let what = format!("this host is using the same logical unit at {path}{state}");
     let bind = match (is_mount, &other.export) {
         (true, Export::Mount { .. }) => format!(", or `mount --bind {path}`"),
         _ => String::new(),
     };
     Err(CliError::new(Exit::Busy, what).help(format!(
-        "`riser detach {path}` first{bind}; --shared attaches it anyway"
+        "use `riser detach {path}` first{bind}, or --shared to attach it anyway"
     )))
 }
 

@@ -35,8 +35,9 @@ struct Document {
 pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
     let url = args.url.target()?;
     let number = args.url.lun();
-    let lun = LunId::new(number)
-        .ok_or_else(|| CliError::new(Exit::Usage, format!("{number} is no logical unit number")))?;
+    let lun = LunId::new(number).ok_or_else(|| {
+        CliError::new(Exit::Usage, format!("invalid logical unit number {number}"))
+    })?;
     let session = connect(url, &args.link, global.timeout)?;
     let failed = |e: LunError| lun_failed(format!("INQUIRY of {url} failed"), e);
     let malformed = |e| CliError::new(Exit::Failure, format!("INQUIRY data of {url}")).because(e);

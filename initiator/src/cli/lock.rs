@@ -44,7 +44,7 @@ pub(super) fn lock(file: &File, path: &Path, patience: Duration) -> io::Result<(
         if !is_said && waited >= SILENCE {
             is_said = true;
             let (path, holder) = (path.display(), holder(file));
-            tracing::warn!("waiting for the lock of {path}, which {holder} holds");
+            tracing::warn!("waiting for the lock of {path}, held by {holder}");
         }
         if waited >= patience {
             let what = format!("{} is locked by {}", path.display(), holder(file));

@@ -46,8 +46,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
     if !rustix::process::geteuid().is_root() {
         return Err(
-            CliError::new(Exit::Usage, "mounting a file system needs root")
-                .help("`riser attach --fuse` makes the logical unit a file without root"),
+            CliError::new(Exit::Usage, "mounting a file system requires root").help(
+                "use `riser attach --fuse` to attach the logical unit as a file without root",
+            ),
         );
     }
     if !args.dir.is_dir() {
@@ -58,7 +59,7 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         let dir = args
             .dir
             .canonicalize()
-            .map_err(|e| CliError::io(format!("{} cannot be resolved", args.dir.display()), e))?;
+            .map_err(|e| CliError::io(format!("cannot resolve {}", args.dir.display()), e))?;
         check_vacant(&dir, global)?;
         let access = serve::access(&args.serve, global, args.read_only);
         let port = serve::export_port(&dir, &args.url)?;
@@ -131,14 +132,14 @@ fn explain(error: CliError, args: &MountArgs, disk: &Arc<Disk>) -> CliError {
         Ok(None) => CliError::new(error.exit, format!("no file system found on {url}"))
             .because(cause)
             .help(format!(
-                "to make one, which erases the disk: `riser attach {url} --fuse DIR`, \
+                "to create one, which erases the disk: `riser attach {url} --fuse DIR`, \
                  `mkfs.ext4 DIR/{}`, `riser detach DIR`",
                 url.name()
             )),
         Ok(Some(what)) if what.starts_with("a partition table") => {
-            CliError::new(error.exit, format!("{url} carries {what}"))
+            CliError::new(error.exit, format!("{url} contains {what}"))
                 .because(cause)
-                .help("--partition N mounts one of its partitions")
+                .help("use --partition N to mount a partition")
         }
         _ => error,
     }
@@ -243,7 +244,7 @@ impl Below {
     }
 
     fn no_directory(error: io::Error) -> CliError {
-        CliError::io("cannot make a directory for the FUSE mount", error)
+        CliError::io("cannot create a directory for the FUSE mount", error)
     }
 
     fn new(
@@ -299,7 +300,7 @@ impl Below {
         unmounted.map_err(|error| {
             CliError::new(Exit::Busy, "the loop device was still in use")
                 .because(error)
-                .help("what this host had not written back is lost")
+                .help("data not written back by this host is lost")
         })
     }
 }
@@ -319,7 +320,8 @@ fn wait_while(
         let longer = (pause * 2).min(LONGEST_PAUSE);
         if pause < longer && longer == LONGEST_PAUSE {
             tracing::warn!(
-                "the file system is mounted elsewhere too, or in use; it is served until that ends, or another signal"
+                "the file system has another mount, or is in use; serving it until it is unused, \
+                 or until a second signal"
             );
         }
         pause = longer;
@@ -403,8 +405,8 @@ pub(super) fn read_mounts() -> Result<Mounts, CliError> {
 
 /// Returns the error if another file system is mounted on top.
 pub(super) fn covered(path: &Path) -> CliError {
-    let what = format!("something else is mounted on {}", path.display());
-    CliError::new(Exit::Busy, what).help("unmount that first")
+    let what = format!("another file system is mounted on {}", path.display());
+    CliError::new(Exit::Busy, what).help("unmount it first")
 }
 
 /// Unmounts the topmost file system at a path.
@@ -430,9 +432,9 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
     match mounts.top(&path) {
         None => Ok(()),
         Some(_) => {
-            let what = format!("something is mounted on {} already", path.display());
+            let what = format!("{} is already a mount point", path.display());
             Err(CliError::new(Exit::Busy, what).help(
-                "choose another path, or unmount it first; after a crash of riser, with `umount -l`",
+                "use another path, or unmount it first; use `umount -l` after a crash of riser",
             ))
         }
     }

@@ -86,7 +86,7 @@ fn open(verb: &Rping) -> Result<Box<dyn Provider>, CliError> {
             Err(e) if args.provider == ProviderChoice::RdmaCore => {
                 return Err(CliError::new(Exit::Failure, what()).because(e));
             }
-            Err(error) => tracing::info!(%error, "the software NIC is used"),
+            Err(error) => tracing::info!(%error, "using the software NIC"),
         }
     }
     let device = Roce::open(&RoceConfig::new(args.addr));

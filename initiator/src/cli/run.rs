@@ -63,8 +63,8 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
             let error = CliError::new(
                 Exit::NotExecutable,
                 format!(
-                    "{} is setuid or setgid, or has capabilities: the loader ignores {LOADER_PATH} \
-                     for it, so it would load the system's libraries",
+                    "{} is setuid or setgid, or has capabilities: the loader ignores \
+                     {LOADER_PATH}, so it would load the system's libraries",
                     path.display()
                 ),
             );
@@ -109,9 +109,11 @@ fn not_run(program: &OsStr, failed: io::Error) -> CliError {
     let what = format!("cannot run {}", Path::new(program).display());
     let error = CliError::new(exit, what).because(failed);
     match search(program) {
-        None if is_missing => error.help("no folder of PATH has it: install it, or give its path"),
+        None if is_missing => {
+            error.help("no such program in PATH: install it, or specify its path")
+        }
         Some(file) if is_missing && file.exists() => {
-            error.help("the file is there; its loader, or the interpreter of a script, is not")
+            error.help("the file exists, but its loader, or the interpreter of a script, does not")
         }
         _ => error,
     }
@@ -157,13 +159,13 @@ fn devices(args: &RunArgs, inherited: Option<&str>) -> Result<Vec<Device>, CliEr
     let (mut names, mut addrs) = (BTreeSet::new(), BTreeSet::new());
     for device in &devices {
         if !names.insert(device.name.as_str()) {
-            let what = format!("two devices have the name {}", device.name);
+            let what = format!("duplicate device name {}", device.name);
             return Err(CliError::new(Exit::Usage, what));
         }
         let mut own = BTreeSet::new();
         for addr in &device.addrs {
             let what = match (own.insert(addr), addrs.insert(*addr)) {
-                (false, _) => format!("{} has the address {addr} twice", device.name),
+                (false, _) => format!("duplicate address {addr} of {}", device.name),
                 (true, false) => format!("two devices have the address {addr}"),
                 (true, true) => continue,
             };
@@ -184,15 +186,15 @@ fn check_addresses(device: &Device) -> Result<(), CliError> {
 fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
     let is_broadcast = matches!(addr, IpAddr::V4(addr) if addr.is_broadcast());
     if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
-        let what = format!("{addr} is not the address of an interface, which {name} needs");
+        let what = format!("{name} requires the address of an interface, and {addr} is not one");
         return Err(CliError::new(Exit::Usage, what));
     }
     // The kernel allows a socket to use all local addresses, including loopback addresses that are
     // not listed.
     if let Err(error) = UdpSocket::bind((*addr, 0)) {
-        let what = format!("{name} cannot be at {addr}, which is not an address of this host");
+        let what = format!("{name} cannot use {addr}, which is not an address of this host");
         let error = CliError::new(Exit::Usage, what).because(error);
-        return Err(error.help("`riser devices` lists the addresses"));
+        return Err(error.help("use `riser devices` to list the addresses"));
     }
     Ok(())
 }
@@ -200,7 +202,7 @@ fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
 /// Returns the directory of this executable.
 fn own_folder() -> Result<PathBuf, CliError> {
     let own = std::env::current_exe();
-    let own = own.map_err(|e| CliError::io("cannot find the file of this program", e))?;
+    let own = own.map_err(|e| CliError::io("cannot find the path of this program", e))?;
     Ok(own.parent().map(Path::to_owned).unwrap_or_default())
 }
 
@@ -228,8 +230,9 @@ fn find_library(
     }
     let places: Vec<_> = places.iter().map(|p| p.display().to_string()).collect();
     let what = format!("no {LIBRARY} at {}", places.join(" or "));
-    let help =
-        format!("`cargo build --release -p riser-drop-in` builds it; {DROP_IN} says where it is");
+    let help = format!(
+        "build it with `cargo build --release -p riser-drop-in`, or set {DROP_IN} to its path"
+    );
     Err(CliError::new(Exit::NotFound, what).help(help))
 }
 
@@ -258,9 +261,10 @@ fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
             Err(why) => refused = Some(CliError::io(folder.display().to_string(), why)),
         }
     }
-    let what = "cannot make links to the library";
+    let what = "cannot create links to the library";
     let error = CliError::new(Exit::Failure, what).help(
-        "set TMPDIR to a folder that no other user can change, without `:`, `;` and `$` in its path",
+        "set TMPDIR to a directory that other users cannot modify, without `:`, `;` and `$` in \
+         its path",
     );
     Err(match refused {
         Some(why) => error.because(why),
@@ -286,7 +290,7 @@ fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Resul
     let above = fs::metadata(parent)?;
     let is_kept = !is_writable_by_others(&above) || above.mode() & libc::S_ISVTX != 0;
     if !is_kept || ![0, uid].contains(&above.uid()) {
-        let why = format!("other users may change {}", parent.display());
+        let why = format!("other users can modify {}", parent.display());
         return Err(io::Error::other(why));
     }
     own_dir(folder, uid)?;
@@ -318,7 +322,7 @@ fn own_dir(folder: &Path, uid: u32) -> io::Result<()> {
     }
     let is = fs::symlink_metadata(folder)?;
     if !is.is_dir() || is.uid() != uid || is_writable_by_others(&is) {
-        let why = "not a folder that only this user can write to";
+        let why = "not a directory that is only writable by this user";
         return Err(io::Error::other(why));
     }
     Ok(())
@@ -443,7 +447,7 @@ mod tests {
             (
                 &["--device", "a=127.0.0.1,127.0.0.1"],
                 None,
-                "a has the address 127.0.0.1 twice",
+                "duplicate address 127.0.0.1 of a",
             ),
             (
                 &["--device", "a=::1,127.0.0.1", "--device", "b=127.0.0.1"],
@@ -459,7 +463,7 @@ mod tests {
             (
                 &["--addr", "::1", "--device", "riser0=127.0.0.1"],
                 None,
-                "two devices have the name riser0",
+                "duplicate device name riser0",
             ),
             (
                 &["--addr", "::1,::1"],
@@ -615,16 +619,16 @@ mod tests {
         // If the parent is writable, anyone could rename the directory, unless the sticky bit is
         // set.
         mode(&dir.0, 0o777);
-        assert!(refused().to_string().contains("other users may change"));
+        assert!(refused().to_string().contains("other users can modify"));
         mode(&dir.0, 0o1777);
         links_in(&dir.0, &folder, &library, own_uid()).unwrap();
         mode(&folder, 0o770);
-        assert!(refused().to_string().contains("only this user"));
+        assert!(refused().to_string().contains("by this user"));
         // Links to our directories are not accepted.
         fs::remove_dir_all(&folder).unwrap();
         fs::create_dir(dir.0.join("real")).unwrap();
         symlink(dir.0.join("real"), &folder).unwrap();
-        assert!(refused().to_string().contains("only this user"));
+        assert!(refused().to_string().contains("by this user"));
         // Directory of another user.
         let other = links_in(&dir.0, &dir.0.join("b"), &library, own_uid() + 1);
         assert!(other.is_err());

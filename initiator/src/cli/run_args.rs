@@ -45,7 +45,7 @@ pub struct RunArgs {
 
 /// Parses an address.
 fn ip(text: &str) -> Result<IpAddr, String> {
-    let wrong = |_| format!("`{text}` is not an IP address; names of hosts are not looked up");
+    let wrong = |_| format!("`{text}` is not an IP address; host names are not resolved");
     text.parse().map_err(wrong)
 }
 
@@ -77,7 +77,8 @@ impl FromStr for Device {
             || name.starts_with('.')
         {
             return Err(format!(
-                "`{name}` is not a device's name: 1 to {NAME_MAX} letters, digits, `_`, `-` and `.`"
+                "invalid device name `{name}`: expected 1 to {NAME_MAX} letters, digits, `_`, `-` \
+                 and `.`"
             ));
         }
         Ok(Self {

@@ -100,7 +100,7 @@ pub(super) fn run(
     {
         // `riser detach` waits until this process has exited, and then reads the reason.
         if let Err(error) = registration.fail(error.to_line()) {
-            tracing::error!(%error, "cannot write down the failure");
+            tracing::error!(%error, "cannot record the failure");
         }
     }
     if let Some(log) = &args.supervised {
@@ -133,7 +133,7 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
                     std::process::exit(128 + signal);
                 }
                 // Log this last, so that a slow log doesn't cause a delay.
-                tracing::info!(signal, "asked to end");
+                tracing::info!(signal, "received a signal to stop");
             }
         })
         .map(drop)
@@ -163,7 +163,7 @@ impl Ready<'_> {
         export: Export,
         of: Option<&str>,
     ) -> Result<(), CliError> {
-        let failed = |e| CliError::io("cannot write down the attachment", e);
+        let failed = |e| CliError::io("cannot record the attachment", e);
         let attachment = self.starting(address, disk, export);
         let dir = StateDir::open().map_err(failed)?;
         let dir = dir.with_patience(self.global.timeout);
@@ -227,7 +227,7 @@ impl Ready<'_> {
         let registration = self.registration.as_ref().expect("it was claimed before");
         registration
             .enter(Phase::Serving, |a| a.export = export)
-            .map_err(|e| CliError::io("cannot write down the attachment", e))?;
+            .map_err(|e| CliError::io("cannot record the attachment", e))?;
         let attachment = registration.attachment();
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
         if self.args.supervised.is_some() {
@@ -250,7 +250,7 @@ impl Ready<'_> {
             return;
         };
         if let Err(error) = registration.enter(Phase::Ending, |_| ()) {
-            tracing::warn!(%error, "cannot write down that the attachment ends");
+            tracing::warn!(%error, "cannot record that the attachment is stopping");
         }
     }
 }
@@ -307,7 +307,7 @@ fn watch_link(
             match entry.update(known.clone(), note) {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(error) => tracing::warn!(%error, "cannot write down the state of the link"),
+                Err(error) => tracing::warn!(%error, "cannot record the state of the link"),
             }
             match status.wait_for_change(&known) {
                 Some(report) => known = report,
@@ -346,7 +346,7 @@ fn report(outcome: &Outcome) -> Result<(), CliError> {
         .map_err(io::Error::from)
         .and_then(|()| writeln!(out))
         .and_then(|()| out.flush())
-        .map_err(|e| CliError::io("no process listens to the background process", e))
+        .map_err(|e| CliError::io("cannot report to the parent process", e))
 }
 
 /// Starts the background process and waits for its report.
@@ -403,9 +403,9 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
                 .map_or_else(|e| e.to_string(), |s| s.to_string());
             Err(CliError::new(
                 Exit::Failure,
-                format!("the background process ended without a word: {status}"),
+                format!("the background process exited without a report: {status}"),
             )
-            .help(format!("its log is {}", log.display())))
+            .help(format!("see the log {}", log.display())))
         }
     }
 }
@@ -456,13 +456,13 @@ fn give_up(child: &mut Child, log: &Path) -> CliError {
     while matches!(child.try_wait(), Ok(None)) && Instant::now() < patience {
         thread::sleep(Duration::from_millis(10));
     }
-    let error = CliError::new(Exit::Timeout, "the attachment was not usable in time");
+    let error = CliError::new(Exit::Timeout, "timed out waiting for the attachment");
     match child.try_wait() {
         Ok(None) => error.help(format!(
-            "process {pid} ends when it has taken away what it made; its log is {}",
+            "process {pid} exits after cleaning up; see the log {}",
             log.display()
         )),
-        _ => error.help(format!("its log is {}", log.display())),
+        _ => error.help(format!("see the log {}", log.display())),
     }
 }
 
@@ -550,8 +550,8 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
 
 /// Returns the error if the path is used by another attachment.
 fn occupied(path: &Path, other: &Attachment) -> CliError {
-    let what = format!("{} shows {} already", path.display(), other.url);
-    let help = format!("choose another path, or `riser detach {}` first", other.id);
+    let what = format!("{} is already used by {}", path.display(), other.url);
+    let help = format!("use another path, or run `riser detach {}` first", other.id);
     CliError::new(Exit::Busy, what).help(help)
 }
 
@@ -567,7 +567,7 @@ pub(super) fn access(args: &ServeArgs, global: &Global, read_only: bool) -> Acce
 /// Returns an absolute path, which doesn't depend on the working directory.
 pub(super) fn absolute(path: &Path) -> Result<PathBuf, CliError> {
     std::path::absolute(path)
-        .map_err(|e| CliError::io(format!("{} cannot be resolved", path.display()), e))
+        .map_err(|e| CliError::io(format!("cannot resolve {}", path.display()), e))
 }
 
 #[cfg(test)]
@@ -590,7 +590,7 @@ mod tests {
         stdout.read_line(&mut ready).unwrap();
         let error = give_up(&mut child, Path::new("/a/log"));
         assert_eq!(error.exit, Exit::Timeout);
-        assert_eq!(error.help.as_deref(), Some("its log is /a/log"));
+        assert_eq!(error.help.as_deref(), Some("see the log /a/log"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "taken away\n");
         std::fs::remove_file(path).unwrap();
     }

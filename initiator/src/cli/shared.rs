@@ -31,7 +31,7 @@ pub(super) fn start(
 ) -> Result<Option<Client>, CliError> {
     let is_named = link.provider == ProviderChoice::Shm;
     if link.inject.is_some() {
-        let what = "--inject makes the software NIC's wire bad, and shared memory has none";
+        let what = "--inject requires the software NIC, which is not used for shared memory";
         return match is_named {
             true => Err(CliError::new(Exit::Usage, what)),
             false => Ok(None),
@@ -43,9 +43,9 @@ pub(super) fn start(
             // This is the normal case: the target is on another host, or doesn't support shared
             // memory.
             io::ErrorKind::AddrNotAvailable | io::ErrorKind::ConnectionRefused => {
-                tracing::debug!(%target, %error, "no memory is shared with the target");
+                tracing::debug!(%target, %error, "shared memory is not available for the target");
             }
-            _ => tracing::info!(%target, %error, "no memory is shared with the target"),
+            _ => tracing::info!(%target, %error, "shared memory is not available for the target"),
         }
         return Ok(None);
     }
@@ -65,19 +65,20 @@ pub(super) fn start(
         Ok(client) => {
             tracing::info!(
                 device = client.device(),
-                "memory is shared with the target (shm)"
+                "using shared memory with the target (shm)"
             );
             Ok(Some(client))
         }
         Err(error) if is_named => {
             let what = format!("cannot share memory from {addr}");
-            let help = "the target must be on this host, and its daemon have `shm: true` or `provider: shm`";
+            let help = "the target must be on this host, and its configuration must contain \
+                 `shm: true` or `provider: shm`";
             Err(CliError::new(Exit::NotFound, what)
                 .because(error)
                 .help(help))
         }
         Err(error) => {
-            tracing::info!(%error, "memory cannot be shared from {addr}");
+            tracing::info!(%error, "cannot share memory from {addr}");
             Ok(None)
         }
     }
@@ -160,7 +161,7 @@ pub(super) fn refusal(client: &Client, url: &TargetUrl) -> Option<String> {
     }
     let users = shm_users();
     let reason = check_offer(url, |addr| shm::ask_listener(addr, &users)).err()?;
-    Some(format!("no memory is shared: {reason}"))
+    Some(format!("shared memory is not available: {reason}"))
 }
 
 #[cfg(test)]

@@ -141,7 +141,7 @@ impl StateDir {
         fs::remove_file(&file)?;
         let failure = entry.failure;
         Ok(Some(failure.unwrap_or_else(|| {
-            format!("process {} ended unexpectedly", entry.pid)
+            format!("process {} exited unexpectedly", entry.pid)
         })))
     }
 
@@ -156,7 +156,7 @@ impl StateDir {
             unknown,
         } = self.scan()?;
         for file in unknown {
-            tracing::warn!("{} cannot be read as an attachment", file.display());
+            tracing::warn!("invalid attachment file {}", file.display());
         }
         Ok(attachments)
     }

@@ -17,7 +17,11 @@ impl Sweep {
     /// # Errors
     /// Fails if this is invalid, or the option can't be used in a sweep.
     pub(super) fn parse(text: &str, form: Units) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is not a sweep such as bs=4k,64k or depth=1..64");
+        let wrong = || {
+            format!(
+                "invalid sweep `{text}`: expected OPTION=VALUES, for example bs=4k,64k or depth=1..64"
+            )
+        };
         let (name, values) = text.split_once('=').ok_or_else(wrong)?;
         let name = match name.trim() {
             "depth" => "iodepth",
@@ -29,15 +33,17 @@ impl Sweep {
         let refused = match name {
             // This would have no effect, because the address from the command line is always used.
             "filename" if form == Units::CommandLine => {
-                Some("the address says which disk is measured; run the command for each disk")
+                Some("the address selects the disk; run the command for each disk")
             }
-            "name" => Some("it would change no operation"),
+            "name" => Some("it has no effect on operations"),
             // Jobs are grouped before they are expanded by a sweep.
-            "stonewall" | "wait_for_previous" => Some("the job file says which jobs run together"),
+            "stonewall" | "wait_for_previous" => {
+                Some("the job file determines which jobs run concurrently")
+            }
             _ => None,
         };
         if let Some(why) = refused {
-            return Err(format!("--sweep {text}: {name} cannot be swept: {why}"));
+            return Err(format!("--sweep {text}: cannot sweep {name}: {why}"));
         }
         let mut all = Vec::new();
         for value in values.split(',').map(str::trim) {
@@ -79,7 +85,7 @@ impl Sweep {
                 }
                 all.push(group);
                 if all.len() > limit {
-                    return Err(format!("these are more than {limit} runs"));
+                    return Err(format!("more than {limit} runs"));
                 }
             }
         }
@@ -123,7 +129,7 @@ mod tests {
             "depth=a..b",
         ] {
             assert!(
-                values(text).unwrap_err().contains("is not a sweep"),
+                values(text).unwrap_err().contains("invalid sweep"),
                 "{text}"
             );
         }

@@ -62,8 +62,11 @@ pub(super) fn run(args: &[OsString]) -> Result<(), CliError> {
     let program = beside().unwrap_or_else(|| RISERD.into());
     let failed = Command::new(&program).args(args).exec();
     if failed.kind() == std::io::ErrorKind::NotFound {
-        let error = CliError::new(Exit::NotFound, "there is no riserd beside riser or in PATH");
-        return Err(error.help("it is the target daemon, a program of the same package"));
+        let error = CliError::new(
+            Exit::NotFound,
+            "cannot find riserd next to riser or in PATH",
+        );
+        return Err(error.help("install the target daemon, which is part of the same package"));
     }
     Err(CliError::io(
         format!("cannot run {}", program.display()),

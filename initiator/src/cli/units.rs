@@ -10,7 +10,7 @@ pub(super) fn patience(text: &str) -> Result<Duration, String> {
     match text {
         "never" => Ok(CENTURY),
         _ => match duration(text)? {
-            Duration::ZERO => Err("nothing succeeds in no time; write a duration or never".into()),
+            Duration::ZERO => Err("invalid duration 0: use a positive duration or `never`".into()),
             duration => Ok(duration),
         },
     }

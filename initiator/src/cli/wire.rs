@@ -50,5 +50,5 @@ fn failed(error: WireError) -> CliError {
         }
         _ => Exit::Failure,
     };
-    CliError::new(exit, "the wire was not measured").because(error)
+    CliError::new(exit, "cannot measure the wire").because(error)
 }

@@ -54,7 +54,7 @@ fn discovery_lists_ports_once() {
     eventually("the daemon serves", || {
         let (code, out, errors) = ended(&mut pair.command(&args));
         assert_ne!(code, 0, "{out}");
-        if !errors.contains("cannot be used") {
+        if !errors.contains("cannot use ") {
             return false;
         }
         let found = parse(&out);
@@ -370,7 +370,7 @@ fn detach_fails_if_flush_fails() {
     assert_eq!(code, 1, "{out}{errors}");
     let log = errors.split([' ', ';']).find(|word| word.ends_with(".log"));
     let log = fs::read_to_string(log.expect("it names the log")).unwrap();
-    assert!(log.contains("ended badly"), "{log}");
+    assert!(log.contains("the NBD server on"), "{log}");
     assert!(errors.contains("may be lost"), "{errors}");
 }
 
@@ -475,7 +475,7 @@ fn unreadable_disk_is_not_overwritten() {
     disk.unwrap().set_len(0).unwrap();
     let (code, _, errors) = ended(&mut pair.command(&write));
     assert_eq!(code, 6, "{errors}");
-    assert!(errors.contains("cannot be read"), "{errors}");
+    assert!(errors.contains("cannot read its"), "{errors}");
     pair.kill();
 }
 
@@ -494,7 +494,7 @@ fn discovery_reports_missing_target() {
     eventually("the daemon serves", || {
         let (code, out, _) = ended(&mut pair.command(&discover));
         code == 0 && {
-            assert!(out.contains("no target"), "{out}");
+            assert!(out.contains("no targets available"), "{out}");
             true
         }
     });

@@ -32,7 +32,10 @@ fn filter(text: &str) -> (EnvFilter, Option<String>) {
     }
     match EnvFilter::try_new(text) {
         Ok(filter) => (filter, None),
-        Err(error) => (default(), Some(format!("{text:?} is no filter: {error}"))),
+        Err(error) => (
+            default(),
+            Some(format!("invalid log filter {text:?}: {error}")),
+        ),
     }
 }
 

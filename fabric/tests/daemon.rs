@@ -73,8 +73,8 @@ impl Daemon {
             .spawn()
             .unwrap();
         let daemon = Self { process, dir };
-        eventually("riser-sa answers", PATIENCE, || {
-            daemon.log().contains("answers")
+        eventually("riser-sa is running", PATIENCE, || {
+            daemon.log().contains("is running")
         });
         daemon
     }
@@ -288,7 +288,12 @@ fn rejecting_kernel_does_not_flood_log() {
         let sent = sendto(&kernel, &message.emit(), SendFlags::empty(), &group);
         assert!(matches!(sent, Ok(_) | Err(Errno::CONNREFUSED)), "{sent:?}");
     }
-    let lines = || daemon.log().matches("the kernel takes no answer").count();
+    let lines = || {
+        daemon
+            .log()
+            .matches("cannot send a response to the kernel")
+            .count()
+    };
     eventually("it is said", PATIENCE, || lines() > 0);
     // The last request receives a response, so all previous requests have been processed.
     let kernel = netlink().unwrap();
@@ -333,7 +338,7 @@ fn programs_wait_without_free_descriptors() {
         .unwrap();
     std::thread::sleep(Duration::from_millis(2500));
     assert!(used() - before < 50, "{} ticks", used() - before);
-    let lines = daemon.log().matches("programs wait").count();
+    let lines = daemon.log().matches("cannot accept programs").count();
     assert_eq!(lines, 1, "{}", daemon.log());
     limit(1024);
     program.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -417,7 +422,7 @@ fn startup_errors_are_reported() {
     assert!(said.contains(&own) && said.contains("riser-sa"), "{said}");
     let file = daemon.dir.join("hosts").display().to_string();
     let said = refused(&["--addr", &other, "--socket", &file]);
-    assert!(said.contains("no socket"), "{said}");
+    assert!(said.contains("not a socket"), "{said}");
     // A socket of the service manager that does not accept connections.
     let datagrams = std::os::unix::net::UnixDatagram::unbound().unwrap();
     let program = Command::new("sh")

@@ -382,7 +382,7 @@ fn invalid_options_are_explained() {
     asked
         .env("LD_PRELOAD", &link.shim)
         .env("RISER_TEST_NO_IPV6", "1");
-    refused(asked, 1, "no datagrams at [::]:3935");
+    refused(asked, 1, "cannot listen on [::]:3935");
     refused(
         ours(1, "--no-kernel --map 10.98.0.2:0"),
         2,
@@ -396,12 +396,12 @@ fn invalid_options_are_explained() {
     refused(
         ours(1, "query 10.98.0.2:1 [fd98::1]:1"),
         2,
-        "two IP versions",
+        "different IP versions",
     );
     refused(
         ours(1, "query 10.98.0.99:1 10.98.0.1:1"),
         2,
-        "no datagrams at 10.98.0.99:0",
+        "cannot listen on 10.98.0.99:0",
     );
     refused(ours(1, "query 10.98.0.2:1 10.98.0.1:1"), 1, "no mapping");
 }
@@ -626,5 +626,5 @@ fn missing_kernel_rdma_is_reported() {
     let output = output.unwrap();
     assert_eq!(output.status.code(), Some(1));
     let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(why.contains("no RDMA"), "{why}");
+    assert!(why.contains("does not support RDMA"), "{why}");
 }

@@ -107,7 +107,7 @@ echo 'RISER_IWPMD_OPTIONS=--no-kernel --map 127.0.0.10:3260=7300' >/etc/default/
 systemctl start riser-iwpmd
 [ "$(riser-iwpmd query 127.0.0.11:40000 127.0.0.10:3260)" = 127.0.0.10:7300 ] || fail "no mapping"
 sandboxed riser-iwpmd
-! journalctl -u riser-iwpmd | grep 'not given up' || fail "riser-iwpmd keeps capabilities"
+! journalctl -u riser-iwpmd | grep 'cannot drop capabilities' || fail "riser-iwpmd keeps capabilities"
 
 echo "--- configured"
 printf 'a secret of the test' >/etc/riser/credentials/host

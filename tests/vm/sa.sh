@@ -47,14 +47,14 @@ STARTED=()
 administrator() {
     ip netns exec peer "$RISER_BIN/riser-sa" --no-netlink --addr fd99::200:0:0:2 >>"$KEEP/administrator.log" 2>&1 &
     STARTED+=($!)
-    wait_for 60 grep -q answers "$KEEP/administrator.log"
+    wait_for 60 grep -q 'is running' "$KEEP/administrator.log"
 }
 
 # Starts riser-sa for the kernel, with a socket in this namespace: answers OPTION …. The kernel's
 # timeout is long enough for a busy machine, or $WAIT milliseconds.
 answers() {
     local before
-    before=$(grep -c ' answers ' "$KEEP/local.log" 2>/dev/null || true)
+    before=$(grep -c ' is running ' "$KEEP/local.log" 2>/dev/null || true)
     RISER_LOG=debug python3 "$RISER_ROOT/tests/vm/sa.py" given -- ip netns exec local \
         "$RISER_BIN/riser-sa" --addr ::1 --kernel-timeout "${WAIT:-60000}" "$@" >>"$KEEP/local.log" 2>&1 &
     LOCAL=$!
@@ -63,7 +63,7 @@ answers() {
 }
 
 says_more() {
-    [ "$(grep -c ' answers ' "$KEEP/local.log")" -gt "$1" ]
+    [ "$(grep -c ' is running ' "$KEEP/local.log")" -gt "$1" ]
 }
 
 answers_no_more() {
@@ -81,7 +81,7 @@ pings() {
 
 # Prints the number of kernel queries received so far.
 asked() {
-    grep -c 'the kernel asks' "$KEEP/local.log" || true
+    grep -c 'received a kernel request' "$KEEP/local.log" || true
 }
 
 # Sends a kernel query: route SOURCE DESTINATION [OPTION=NUMBER …]

@@ -85,9 +85,10 @@ impl FromStr for Map {
             None => (text, None),
         };
         let local = local.parse::<SocketAddr>();
-        let local = local.map_err(|_error| "an address is IP:PORT or [IP]:PORT".to_owned())?;
+        let local =
+            local.map_err(|_error| "invalid address: expected IP:PORT or [IP]:PORT".to_owned())?;
         let port = port.map(str::parse).transpose();
-        let wrong = || "a port is a number from 1 to 65535".to_owned();
+        let wrong = || "invalid port: expected a number from 1 to 65535".to_owned();
         let port = port.map_err(|_error| wrong())?;
         let is_port = local.port() != 0;
         is_port.then_some(Self { local, port }).ok_or_else(wrong)
@@ -129,7 +130,7 @@ fn confine(needed: CapabilitySet) {
         set_capabilities(None, sets)
     });
     if let Err(error) = given_up {
-        tracing::warn!("capabilities are not given up: {error}");
+        tracing::warn!("cannot drop capabilities: {error}");
     }
 }
 
@@ -139,7 +140,7 @@ fn addresses(listen: &[IpAddr]) -> Result<Vec<SocketAddr>, Failure> {
     let ips = if listen.is_empty() { &all } else { listen };
     let of_v4 = ips.iter().filter(|ip| ip.is_ipv4()).count();
     if of_v4 > 1 || ips.len() - of_v4 > 1 {
-        return Err("--listen takes one address of each IP version at most".into());
+        return Err("--listen accepts at most one address of each IP version".into());
     }
     Ok(ips.iter().map(|ip| SocketAddr::new(*ip, PORT)).collect())
 }
@@ -152,7 +153,7 @@ fn open(options: &Serve) -> Result<Daemon, Failure> {
         Err(StartError::Listen(SocketAddr::V6(_), error))
             if options.listen.is_empty() && error.raw_os_error() == Some(libc::EAFNOSUPPORT) =>
         {
-            tracing::info!("this host has no IPv6");
+            tracing::info!("IPv6 is not available, listening on IPv4 only");
             Ok(Daemon::open(!options.no_kernel, &addresses[..1])?)
         }
         opened => Ok(opened?),
@@ -181,7 +182,7 @@ fn serve(options: &Serve) -> Result<(), Failure> {
         signal_hook::low_level::pipe::register(signal, wakes.try_clone()?)?;
     }
     sd_notify::notify(&[NotifyState::Ready])?;
-    tracing::info!(with_kernel = !options.no_kernel, "the port mapper runs");
+    tracing::info!(with_kernel = !options.no_kernel, "port mapper is running");
     while !is_over.load(Ordering::Relaxed) {
         // Queries originate from the kernel here, which receives the responses.
         daemon.turn(Some(wake.as_fd()))?;
@@ -210,7 +211,7 @@ fn query(local: SocketAddr, remote: SocketAddr) -> Result<(), Failure> {
         .query(local, remote)
         .map_err(|error| match error {
             ErrorCode::InvalidMessage => {
-                format!("no connection leads from {local} to {remote}: they are of two IP versions, or one is not specified")
+                format!("cannot connect {local} to {remote}: different IP versions, or an unspecified address")
             }
             other => other.to_string(),
         })?;

@@ -27,19 +27,21 @@ const TURN: usize = 64;
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The kernel does not support `NETLINK_RDMA`.
-    #[error("this kernel has no RDMA (NETLINK_RDMA: {0}); load ib_core, or start with --no-kernel")]
+    #[error(
+        "the kernel does not support RDMA netlink (NETLINK_RDMA: {0}): load ib_core, or use --no-kernel"
+    )]
     NoRdma(io::Error),
     /// Permission to receive kernel requests was denied.
-    #[error("the kernel's questions take CAP_NET_ADMIN: start as root, or with --no-kernel")]
+    #[error("receiving kernel requests requires CAP_NET_ADMIN: run as root, or use --no-kernel")]
     NotPermitted,
     /// The netlink socket cannot be opened for any other reason.
-    #[error("no netlink socket of the kernel's RDMA: {0}")]
+    #[error("cannot open an RDMA netlink socket: {0}")]
     Netlink(io::Error),
     /// Another port mapper is running.
-    #[error("another port mapper, iwpmd or riser-iwpmd, has UDP port {} of {}", .0.port(), .0.ip())]
+    #[error("UDP port {} of {} is in use by another port mapper, iwpmd or riser-iwpmd", .0.port(), .0.ip())]
     InUse(SocketAddr),
     /// An address cannot be bound.
-    #[error("no datagrams at {0}: {1}")]
+    #[error("cannot listen on {0}: {1}")]
     Listen(SocketAddr, io::Error),
 }
 
@@ -168,7 +170,7 @@ impl Daemon {
             Output::Netlink(message) => {
                 let sent = self.netlink.as_ref().map(|socket| socket.send(&message));
                 if let Some(Err(error)) = sent {
-                    tracing::warn!("to the kernel: {error}");
+                    tracing::warn!("cannot send a message to the kernel: {error}");
                 }
             }
             Output::Wire {
@@ -189,8 +191,10 @@ impl Daemon {
                 let sent = socket.map(|socket| socket.send_to(&datagram, to));
                 match sent {
                     Some(Ok(_)) => {}
-                    Some(Err(error)) => tracing::debug!(%to, "not sent: {error}"),
-                    None => tracing::debug!(%to, "not sent: no socket of its IP version"),
+                    Some(Err(error)) => tracing::debug!(%to, "cannot send a datagram: {error}"),
+                    None => {
+                        tracing::debug!(%to, "cannot send a datagram: no socket for its IP version")
+                    }
                 }
             }
         }
@@ -223,7 +227,7 @@ impl Daemon {
                 Ok(Some(datagram)) => self.mapper.handle_netlink(Instant::now(), datagram),
                 Ok(None) => break,
                 // The kernel's client will time out and connect without a mapping.
-                Err(error) => tracing::warn!("from the kernel: {error}"),
+                Err(error) => tracing::warn!("cannot receive from the kernel: {error}"),
             }
         }
     }
@@ -239,7 +243,7 @@ impl Daemon {
                     }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     // ICMP error for a previous datagram.
-                    Err(error) => tracing::debug!("from a peer: {error}"),
+                    Err(error) => tracing::debug!("cannot receive from a peer: {error}"),
                 }
             }
         }

@@ -116,10 +116,10 @@ pub struct Answer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The remote host has no mapping.
-    #[error("the other host has no mapping of the address")]
+    #[error("the remote host has no mapping for the address")]
     Rejected,
     /// The remote host does not respond.
-    #[error("the other host does not answer")]
+    #[error("the remote host does not respond")]
     Silent,
 }
 
@@ -273,7 +273,7 @@ impl<H: Host> Mapper<H> {
                 }
                 Ok(Message::Error { errno, request }) => self.on_error(errno, request),
                 Ok(Message::Done | Message::Control) => {}
-                Err(error) => tracing::warn!("from the kernel: {error}"),
+                Err(error) => tracing::warn!("cannot parse a message from the kernel: {error}"),
             }
         }
     }
@@ -287,11 +287,7 @@ impl<H: Host> Mapper<H> {
         };
         if let Err(code) = done {
             let operation = header.kind.operation;
-            tracing::info!(
-                client,
-                operation,
-                "a request of the kernel is refused: {code}"
-            );
+            tracing::info!(client, operation, "rejected a kernel request: {code}");
             let response = Response::HandleErr {
                 sequence: header.sequence,
                 code: code.number(),
@@ -308,14 +304,14 @@ impl<H: Host> Mapper<H> {
         }
         let kind = request.kind;
         if kind.client == IWCM && kind.operation == operation::HELLO {
-            tracing::info!(errno, "the kernel knows version 3 of the messages at most");
+            tracing::info!(errno, "the kernel supports messages up to version 3 only");
             self.on_abi(ABI_MIN);
         } else if kind.client == IWCM && kind.operation == operation::MAPINFO {
             // It does not support this operation either: the connection manager is not loaded yet.
-            tracing::info!(errno, "the kernel has no iWARP so far");
+            tracing::info!(errno, "iWARP is not loaded in the kernel");
             self.abi = ABI;
         } else {
-            tracing::debug!(errno, ?kind, "the kernel refuses a message");
+            tracing::debug!(errno, ?kind, "the kernel rejected a message");
         }
     }
 
@@ -368,7 +364,7 @@ impl<H: Host> Mapper<H> {
             Request::RemoveMapping { local, .. } => {
                 // The kernel also removes mappings that it failed to add.
                 if !self.mappings.release(Some(client), local) {
-                    tracing::debug!(client, %local, "no mapping to remove");
+                    tracing::debug!(client, %local, "unknown mapping in a remove request");
                 }
                 Ok(())
             }
@@ -405,7 +401,7 @@ impl<H: Host> Mapper<H> {
         if library != LIBRARY {
             return Err(ErrorCode::UserLibraryInfo);
         }
-        tracing::info!(client, device, "a client of the kernel has registered");
+        tracing::info!(client, device, "registered a kernel client");
         self.register(client);
         let response = Response::RegPid {
             sequence,
@@ -478,7 +474,7 @@ impl<H: Host> Mapper<H> {
         port: Option<u16>,
     ) -> Result<(u16, H::Reservation), ErrorCode> {
         self.host.reserve(ip, port).map_err(|error| {
-            tracing::warn!(%ip, port, "no TCP port is reserved: {error}");
+            tracing::warn!(%ip, port, "cannot reserve a TCP port: {error}");
             ErrorCode::CreateMapping
         })
     }
@@ -741,7 +737,7 @@ impl<H: Host> Mapper<H> {
     fn on_accept(&mut self, now: Instant, from: SocketAddr, message: WireMessage) {
         let query = self.answered(&message);
         let Some(query) = query.filter(|query| query.remote.ip() == message.ap.ip()) else {
-            tracing::debug!(%from, "an accept of no request, or of another host's address");
+            tracing::debug!(%from, "unexpected accept: no matching request, or an address of another host");
             return;
         };
         let ack = WireMessage {

@@ -46,7 +46,7 @@ pub mod operation {
 /// Invalid message: an attribute is missing or has an invalid length or value, or the operation is
 /// not valid in this direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("message of the port mapper that is not valid")]
+#[error("invalid port mapper message")]
 pub struct Invalid;
 
 /// Message from the kernel. Version 3 messages have no flags. `echo` is the sequence number of the

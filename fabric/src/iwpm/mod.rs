@@ -54,25 +54,25 @@ pub enum ErrorCode {
     #[error("invalid message")]
     InvalidMessage = 10,
     /// No free port is available, or there are too many mappings.
-    #[error("no mapping could be made")]
+    #[error("cannot create a mapping")]
     CreateMapping,
     /// Another mapping uses the address.
-    #[error("there is a mapping of this address")]
+    #[error("mapping for this address already exists")]
     DuplicateMapping,
     /// The remote host did not respond.
-    #[error("the mapping of the remote address is unknown")]
+    #[error("unknown mapping of the remote address")]
     UnknownMapping,
     /// The client is not registered.
-    #[error("the client is not registered")]
+    #[error("unregistered client")]
     ClientDeviceInfo,
     /// Unknown service name or version.
-    #[error("another name or version of the port mapper")]
+    #[error("unsupported name or version of the port mapper")]
     UserLibraryInfo,
     /// The remote host has no mapping of the address.
-    #[error("the other host has no mapping of the address")]
+    #[error("the remote host has no mapping for the address")]
     RemoteQueryReject,
     /// The kernel uses an unsupported message version.
-    #[error("unknown version of the messages")]
+    #[error("unsupported message version")]
     VersionMismatch,
 }
 

@@ -63,7 +63,7 @@ pub struct WireMessage {
 
 /// Invalid datagram: truncated, or with an unknown protocol or IP version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("datagram that is no message of a port mapper")]
+#[error("invalid port mapper datagram")]
 pub struct Malformed;
 
 impl WireMessage {

@@ -142,7 +142,7 @@ pub struct PathData {
 
 /// The peer could not execute the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-#[error("the request was refused")]
+#[error("the peer rejected the request")]
 pub struct Refused;
 
 /// Message body.
@@ -180,25 +180,25 @@ pub struct Message {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum LsError {
     /// The header or an attribute is truncated.
-    #[error("a netlink message that is cut off")]
+    #[error("truncated netlink message")]
     Truncated,
     /// The message type belongs to another service.
-    #[error("a netlink message of type {0:#06x}, of another service")]
+    #[error("unsupported netlink message type {0:#06x}: another service")]
     Service(u16),
     /// Unknown operation.
-    #[error("operation {0} of local services is not known")]
+    #[error("unknown local service operation {0}")]
     Operation(u16),
     /// Unknown path use.
-    #[error("use {0} of paths is not known")]
+    #[error("unknown path use {0}")]
     PathUse(u8),
     /// Invalid attribute length.
-    #[error("attribute {0} of local services has a wrong length")]
+    #[error("invalid length of local service attribute {0}")]
     Length(u16),
     /// Mandatory attribute that is unknown or not valid for this operation.
-    #[error("attribute {0} of local services is mandatory and not known")]
+    #[error("unknown mandatory local service attribute {0}")]
     Mandatory(u16),
     /// A required attribute is missing.
-    #[error("attribute {0} of local services is missing")]
+    #[error("missing local service attribute {0}")]
     Missing(u16),
 }
 

@@ -15,7 +15,7 @@ const ALIGNMENT: usize = 4;
 
 /// Invalid message or attribute: shorter than its header, or longer than the enclosing buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("netlink bytes with a length that is wrong")]
+#[error("invalid netlink length")]
 pub struct Malformed;
 
 /// Splits an item of `len` bytes, including padding, from the front of `rest`.

@@ -81,17 +81,17 @@ pub enum SaError {
     #[error("the query was canceled")]
     Canceled,
     /// No response arrived, despite retransmissions.
-    #[error("subnet administration does not answer")]
+    #[error("subnet administration does not respond")]
     TimedOut,
     /// The administrator rejected the request with a status of [`MadStatus`] or
     /// [`SaStatus`](super::wire::SaStatus).
-    #[error("subnet administration refuses: status {0:#06x}")]
+    #[error("subnet administration rejected the request: status {0:#06x}")]
     Status(u16),
     /// The response is malformed, too long or was aborted.
-    #[error("an answer of subnet administration that makes no sense")]
+    #[error("malformed response of subnet administration")]
     Malformed,
     /// [`MAX_QUERIES`] queries are already pending.
-    #[error("too many queries wait for subnet administration")]
+    #[error("too many pending queries to subnet administration")]
     Busy,
 }
 

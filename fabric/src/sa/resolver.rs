@@ -18,13 +18,13 @@ use super::wire::path::{PathMask, PathRecord};
 pub enum Unresolved {
     /// The source is not an address of this host, or no local address matches the destination's
     /// family.
-    #[error("no source address of this host")]
+    #[error("invalid source: not an address of this host")]
     Source,
     /// The destination is an unknown name or not a host address.
-    #[error("no destination address")]
+    #[error("invalid destination: unknown name, or not a host address")]
     Destination,
     /// Subnet administration knows no such path.
-    #[error("no path")]
+    #[error("no path to the destination")]
     NoPath,
 }
 

@@ -308,7 +308,7 @@ impl EthernetManager {
             (*asked, *since) = (0, now);
         }
         if *asked >= MAX_REQUESTS * member.ports.len() as u32 {
-            tracing::debug!(host = %member.address.gid, "a member is asked too often");
+            tracing::debug!(host = %member.address.gid, "too many requests to a member, retrying later");
             member.waits = Some(*since + interval);
             return None;
         }
@@ -383,17 +383,17 @@ impl EthernetManager {
             Some(member) if member.address == from => member.heard = now,
             Some(member) if member.found_by == searched => {}
             Some(member) => {
-                tracing::info!(host = %from.gid, "a member has restarted");
+                tracing::info!(host = %from.gid, "member restarted");
                 (member.address, member.found_by) = (from, searched);
                 member.restart(ports, now);
                 self.is_changed = true;
             }
             None if !is_full => {
-                tracing::info!(host = %from.gid, "a member was found");
+                tracing::info!(host = %from.gid, "found a new member");
                 self.members.push(Member::new(from, searched, ports, now));
             }
             None if !self.is_full => {
-                tracing::warn!(host = %from.gid, "there are too many members");
+                tracing::warn!(host = %from.gid, "too many members, ignoring further hosts");
                 self.is_full = true;
             }
             None => {}
@@ -434,7 +434,7 @@ impl EthernetManager {
             && self.warned != Some(manager)
         {
             let members = 1 + others.count();
-            tracing::warn!(%host, %manager, members, "a member takes orders from another manager");
+            tracing::warn!(%host, %manager, members, "member is controlled by another manager");
         }
         self.warned = found.map(|(_, manager)| manager);
     }
@@ -445,7 +445,7 @@ impl EthernetManager {
         self.members.retain(|member| {
             let is_alive = now < member.heard + dead_after;
             if !is_alive {
-                tracing::info!(host = %member.address.gid, "a member is gone");
+                tracing::info!(host = %member.address.gid, "member timed out, removing it");
             }
             is_alive
         });
@@ -481,7 +481,7 @@ impl EthernetManager {
             header.status.get() == status::OK && self.take(index, &request, data, now).is_some();
         if !is_done {
             let (attr, status) = (request.attr, header.status.get());
-            tracing::info!(host = %from.gid, attr, status, "a member refuses a request");
+            tracing::info!(host = %from.gid, attr, status, "member rejected a request");
             let member = &mut self.members[index];
             // The member may have lost its state, or is controlled by another manager.
             member.restart(self.tables.len(), now);

@@ -491,7 +491,7 @@ impl VirtualPort {
     pub(super) fn poll_notice(&mut self, now: Instant) -> Option<NoticeAttr> {
         let opcode = self.traps.pop_first()?;
         if !self.limit.admit(now) {
-            tracing::debug!(?opcode, "more traps than may be sent");
+            tracing::debug!(?opcode, "trap rate limit exceeded");
             return None;
         }
         let trap = VeswPortTrap {

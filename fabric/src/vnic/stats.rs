@@ -10,16 +10,16 @@ use zerocopy::FromZeros;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TxDrop {
     /// The port is not forwarding.
-    #[error("the port does not forward")]
+    #[error("port is not forwarding")]
     DropState,
     /// The port may not use the frame's source address.
-    #[error("the port may not send from the frame's address")]
+    #[error("source address of the frame is not permitted")]
     SmacFilter,
     /// The destination address is unknown and there is no default port.
-    #[error("nothing says where the frame's address is")]
+    #[error("unknown destination address of the frame")]
     DlidZero,
     /// The frame is malformed or too long for its priority, or its destination is this port.
-    #[error("the frame cannot be sent")]
+    #[error("invalid frame")]
     Logic,
 }
 
@@ -27,22 +27,22 @@ pub enum TxDrop {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RxDrop {
     /// The packet belongs to another virtual switch.
-    #[error("the packet is of another virtual switch")]
+    #[error("packet of another virtual switch")]
     BadVeswId,
     /// The frame is shorter than the Ethernet minimum.
-    #[error("the frame is too short")]
+    #[error("frame is too short")]
     Runt,
     /// The frame is longer than the MTU.
-    #[error("the frame is longer than the MTU")]
+    #[error("frame exceeds the MTU")]
     Oversize,
     /// The interface is down.
-    #[error("the interface is down")]
+    #[error("interface is down")]
     EthDown,
     /// The port is not forwarding.
-    #[error("the port does not forward")]
+    #[error("port is not forwarding")]
     DropState,
     /// The headers are invalid, or a fragment is missing.
-    #[error("the packet is wrong")]
+    #[error("invalid packet")]
     Logic,
 }
 

@@ -131,7 +131,7 @@ impl Vema {
     pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) -> Option<Vec<u8>> {
         let (request, data) = VemaHeader::parse(mad)?;
         if self.config.manager.is_some_and(|gid| gid != from.gid) {
-            tracing::debug!(from = %from.gid, "another manager asks");
+            tracing::debug!(from = %from.gid, "ignored a request of another manager");
             return None;
         }
         let is_request = matches!(request.method, method::GET | method::SET);

@@ -92,4 +92,4 @@ for kind in ours theirs; do
     comes_to 7175 7175
 done
 kill $server $peer
-grep "a client of the kernel has registered" "$KEEP/ours.log"
+grep "registered a kernel client" "$KEEP/ours.log"

@@ -16,7 +16,7 @@ stays() {
     RISER_LOG=debug "$RISER_BIN/riser-sa" --addr 127.0.0.1 "$@" >/tmp/sa.log 2>&1 &
     SA=$!
     STARTED+=($!)
-    wait_for 60 grep -q ' answers .*kernel=true' /tmp/sa.log
+    wait_for 60 grep -q ' is running .*kernel=true' /tmp/sa.log
     cat /tmp/sa.log
 }
 
@@ -44,7 +44,7 @@ stays
 # Another process with a separate address also joins the group.
 "$RISER_BIN/riser-sa" --addr 127.0.0.2 >/tmp/other.log 2>&1 &
 STARTED+=($!)
-wait_for 60 grep -q answers /tmp/other.log
+wait_for 60 grep -q 'is running' /tmp/other.log
 # Restart it immediately.
 kill -KILL $SA
 wait $SA || true
@@ -61,7 +61,7 @@ acknowledged() {
         "$RISER_BIN/riser-sa" --addr 127.0.0.1 "$@" >/tmp/sa.log 2>&1 &
     sa=$!
     STARTED+=($sa)
-    wait_for 120 grep -q answers /tmp/sa.log
+    wait_for 120 grep -q 'is running' /tmp/sa.log
     grep -E 'nlmsg_type=(0x10|NLMSG_ERROR)' /tmp/strace.log || true
     grep -Eq "$messages" /tmp/strace.log || fail "no message $messages"
     grep -q 'NLMSG_ERROR.*error=0' /tmp/strace.log || fail "no acknowledgement"
@@ -77,8 +77,8 @@ does_not_start CAP_NET_ADMIN setpriv --reuid 65534 --regid 65534 --clear-groups
 does_not_start CAP_NET_ADMIN setpriv --bounding-set -net_admin --inh-caps -net_admin
 ip netns add other
 ip -n other link set lo up
-does_not_start "first network namespace" ip netns exec other
+does_not_start "initial network namespace" ip netns exec other
 # It must still respond to other hosts there.
 ip netns exec other "$RISER_BIN/riser-sa" --addr 127.0.0.1 --no-netlink >/tmp/sa.log 2>&1 &
 STARTED+=($!)
-wait_for 60 grep -q ' answers .*kernel=false' /tmp/sa.log
+wait_for 60 grep -q ' is running .*kernel=false' /tmp/sa.log

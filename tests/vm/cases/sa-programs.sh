@@ -12,7 +12,7 @@ administrator() {
     : >"$KEEP/a.log"
     ip netns exec a "$RISER_BIN/riser-sa" --no-netlink --addr 10.98.0.1 --socket /mnt/socket "$@" 2>"$KEEP/a.log" &
     SA=$!
-    wait_for 60 grep -q answers "$KEEP/a.log"
+    wait_for 60 grep -q 'is running' "$KEEP/a.log"
 }
 
 # Runs a program that uses libibumad on a host to query riser-sa: asks NAME NUMBER COMMAND …

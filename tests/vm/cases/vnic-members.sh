@@ -23,7 +23,7 @@ ip netns exec b ping -q -i 0.1 192.168.50.1 >"$KEEP/steady" &
 steady=$!
 kill -KILL "${MEMBER[c]}"
 wait "${MEMBER[c]}" || true
-wait_for 10 grep -q 'a member is gone' "$KEEP/a.log"
+wait_for 10 grep -q 'member timed out' "$KEEP/a.log"
 refused on a ping -q -c 1 -W 1 192.168.50.3
 # When it returns, other hosts still use its previous address.
 member c 10.98.0.3
@@ -36,7 +36,7 @@ kill -KILL "${MEMBER[c]}"
 wait "${MEMBER[c]}" || true
 member c 10.98.0.3
 joined c 3
-wait_for 10 grep -q 'a member has restarted' "$KEEP/a.log"
+wait_for 10 grep -q 'member restarted' "$KEEP/a.log"
 soon a 3
 [ "$(on c cat /sys/class/net/vnic0/address)" = "$before" ] || fail "the address has changed"
 
@@ -90,8 +90,8 @@ soon a 3
 
 # Another manager is rejected, and a member that only accepts its own manager has no carrier.
 member d 10.98.0.4 --manage --switch 9
-wait_for 10 grep -q 'refuses a request' "$KEEP/d.log"
-wait_for 30 grep -q 'orders from another manager' "$KEEP/d.log"
+wait_for 10 grep -q 'rejected a request' "$KEEP/d.log"
+wait_for 30 grep -q 'controlled by another manager' "$KEEP/d.log"
 reaches b 192.168.50.3
 leave d
 member d 10.98.0.4 --manager 10.98.0.77

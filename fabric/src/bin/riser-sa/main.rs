@@ -133,7 +133,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         return Ok(program::write_manual(Cli::command(), dir.as_deref())?);
     }
     // The argument parser requires one of them.
-    let serve = cli.serve.ok_or("an address is needed (--addr)")?;
+    let serve = cli.serve.ok_or("missing address (--addr)")?;
     Daemon::open(serve)?.run()
 }
 
@@ -164,7 +164,9 @@ impl Daemon {
         }
         if let (None, Some(path)) = (&listener, &cli.socket) {
             let opened = listen(path);
-            listener = Some(opened.map_err(|e| format!("the socket {}: {e}", path.display()))?);
+            listener = Some(
+                opened.map_err(|e| format!("cannot listen on socket {}: {e}", path.display()))?,
+            );
         }
         let mut device =
             Roce::open(&RoceConfig::new(cli.addr)).map_err(|error| explain(cli.addr, &error))?;
@@ -178,7 +180,7 @@ impl Daemon {
         let state = cli.state.map(|path| {
             let name = path.display().to_string();
             State::open(path, &mut administrator, Instant::now()).map_err(|error| {
-                let text = format!("the state {name}: {error}");
+                let text = format!("cannot load state file {name}: {error}");
                 if error.kind() == io::ErrorKind::InvalidData {
                     // The file is not a state file: restarting the service would not help.
                     Cli::command()
@@ -211,7 +213,7 @@ impl Daemon {
             match kernel.send(&ls::hello(timeout, kernel.port())) {
                 // A socket of another protocol, without a kernel listener.
                 Err(error) if error.raw_os_error() == Some(libc::ECONNREFUSED) => {}
-                sent => sent.map_err(|error| format!("netlink for RDMA: {error}"))?,
+                sent => sent.map_err(|error| format!("cannot use RDMA netlink: {error}"))?,
             }
             // A kernel that does not accept responses has already rejected this one.
             if let Some(refusal) = daemon.answer_kernel(Instant::now()) {
@@ -222,7 +224,7 @@ impl Daemon {
             addr = %cli.addr,
             kernel = daemon.kernel.is_some(),
             programs = daemon.programs.is_some(),
-            "answers"
+            "riser-sa is running"
         );
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         Ok(daemon)
@@ -314,10 +316,7 @@ impl Daemon {
                 Ok(received) => received?,
                 Err(error) => {
                     // ENOBUFS: messages were lost, and the kernel will continue after a timeout.
-                    self.warn(
-                        now,
-                        &format_args!("messages of the kernel are lost: {error}"),
-                    );
+                    self.warn(now, &format_args!("kernel requests were lost: {error}"));
                     return None;
                 }
             };
@@ -331,9 +330,12 @@ impl Daemon {
             let Some(answer) = ls::answer(bytes, port, &self.resolver, &self.administrator) else {
                 continue;
             };
-            debug!(from, "the kernel asks");
+            debug!(from, "received a kernel request");
             if let Err(error) = kernel.send_to(from, &answer) {
-                self.warn(now, &format_args!("the kernel takes no answer: {error}"));
+                self.warn(
+                    now,
+                    &format_args!("cannot send a response to the kernel: {error}"),
+                );
             }
         }
         None
@@ -375,10 +377,10 @@ impl Daemon {
 
 /// Parses a unicast host address.
 fn host_addr(text: &str) -> Result<IpAddr, String> {
-    let addr: IpAddr = text.parse().map_err(|_| "no IP address".to_owned())?;
+    let addr: IpAddr = text.parse().map_err(|_| "invalid IP address".to_owned())?;
     let is_broadcast = matches!(addr, IpAddr::V4(v4) if v4.is_broadcast());
     if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
-        return Err("no address of one host, by which others find it".to_owned());
+        return Err("invalid address: expected the unicast address of this host".to_owned());
     }
     Ok(addr)
 }
@@ -388,13 +390,13 @@ fn explain(addr: IpAddr, error: &io::Error) -> String {
     let hint = match error.kind() {
         io::ErrorKind::AddrNotAvailable => ": no interface of this host has the address",
         io::ErrorKind::AddrInUse => {
-            ": another program has UDP port 4791 there, such as riserd or another riser-sa, or \
-                rdma_rxe has it at all addresses; give riser-sa an address of its own, and beside \
-                rdma_rxe a network namespace"
+            ": UDP port 4791 is in use by another program, such as riserd or another riser-sa, \
+             or by rdma_rxe, which uses all addresses; use a separate address for riser-sa, and with \
+             rdma_rxe a separate network namespace"
         }
         _ => "",
     };
-    format!("no device at {addr}: {error}{hint}")
+    format!("cannot open a device at {addr}: {error}{hint}")
 }
 
 /// Returns the sockets passed by the service manager: for netlink and for programs.
@@ -415,8 +417,8 @@ fn inherited() -> Result<(Option<RdmaNetlink>, Option<UnixListener>), Failure> {
             }
             _ => {
                 return Err(format!(
-                    "socket {at} of the service manager is of no use: one of netlink (ListenNetlink) and \
-                        one for programs (ListenStream, with a path) are"
+                    "unsupported socket {at} of the service manager: expected one netlink socket (ListenNetlink) \
+             and one for programs (ListenStream, with a path)"
                 )
                 .into());
             }
@@ -437,16 +439,23 @@ fn open_netlink() -> Result<RdmaNetlink, Failure> {
 /// Describes an error of the RDMA netlink interface.
 fn refusal(errno: i32) -> String {
     match errno {
-        libc::EPROTONOSUPPORT => "this kernel has no netlink for RDMA (NETLINK_RDMA): load its \
-            module ib_core, or start with --no-netlink"
+        libc::EPROTONOSUPPORT => {
+            "the kernel does not support RDMA netlink (NETLINK_RDMA): load its module \
+             ib_core, or use --no-netlink"
+                .to_owned()
+        }
+        libc::EPERM => "responding to the kernel requires CAP_NET_ADMIN: run as root, or use \
+             --no-netlink"
             .to_owned(),
-        libc::EPERM => "the kernel takes answers with CAP_NET_ADMIN only: start as root, or with \
-            --no-netlink"
-            .to_owned(),
-        libc::EINVAL => "the kernel takes answers in its first network namespace only: start \
-            there, or with --no-netlink"
-            .to_owned(),
-        _ => format!("netlink for RDMA: {}", io::Error::from_raw_os_error(errno)),
+        libc::EINVAL => {
+            "the kernel accepts responses only from the initial network namespace: run \
+             there, or use --no-netlink"
+                .to_owned()
+        }
+        _ => format!(
+            "cannot use RDMA netlink: {}",
+            io::Error::from_raw_os_error(errno)
+        ),
     }
 }
 
@@ -458,10 +467,12 @@ fn listen(path: &PathBuf) -> io::Result<UnixListener> {
     let in_use = |what| Err(io::Error::new(io::ErrorKind::AddrInUse, what));
     match std::fs::symlink_metadata(path) {
         Ok(file) if !file.file_type().is_socket() => {
-            return in_use("a file that is no socket is there already");
+            return in_use("the path exists and is not a socket");
         }
         Ok(_) if UnixStream::connect(path).is_ok() => {
-            return in_use("a program answers there already, such as ibacm or another riser-sa");
+            return in_use(
+                "the socket is in use by another program, such as ibacm or another riser-sa",
+            );
         }
         Ok(_) => std::fs::remove_file(path)?,
         Err(_) => {}
@@ -474,7 +485,7 @@ fn listen(path: &PathBuf) -> io::Result<UnixListener> {
 /// Reads host names, each with its first address. Returns an empty map if the file cannot be read.
 fn read_names(file: &PathBuf) -> BTreeMap<String, IpAddr> {
     let text = std::fs::read_to_string(file).unwrap_or_else(|error| {
-        info!(%error, "no names from {}", file.display());
+        info!(%error, "cannot read host names from {}", file.display());
         String::new()
     });
     let mut names = BTreeMap::new();

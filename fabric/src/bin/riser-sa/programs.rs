@@ -81,7 +81,7 @@ impl Programs {
     fn rest(&mut self, now: Instant, error: &io::Error) {
         if error.raw_os_error() != Some(libc::EMFILE) || !self.make_room() {
             if !std::mem::replace(&mut self.has_failed, true) {
-                warn!(%error, "programs wait");
+                warn!(%error, "cannot accept programs");
             }
             self.rests = Some(now + REST);
         }
@@ -132,7 +132,7 @@ impl Programs {
             .retain_mut(|program| match program.turn(&service) {
                 Ok(()) => true,
                 Err(error) => {
-                    debug!(%error, "a program is gone");
+                    debug!(%error, "program disconnected");
                     false
                 }
             });

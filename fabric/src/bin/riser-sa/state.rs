@@ -61,13 +61,13 @@ impl State {
                 let aside = with_suffix(&path, ".bad");
                 std::fs::rename(&path, &aside)?;
                 warn!(
-                    "the state is damaged, and what hosts have registered is lost: it is now {}",
+                    "damaged state file: the registrations of hosts are lost; renamed it to {}",
                     aside.display()
                 );
                 [].chunks_exact(ENTRY)
             }
             None if !bytes.is_empty() => {
-                let what = "it is no file of riser-sa, or one of another version";
+                let what = "not a state file of riser-sa, or unsupported version";
                 return Err(io::Error::new(ErrorKind::InvalidData, what));
             }
             entries => entries.unwrap_or_default().chunks_exact(ENTRY),
@@ -82,7 +82,7 @@ impl State {
         }
         info!(
             requests = count,
-            "hosts are asked whether they are still there: {}",
+            "loaded registrations, verifying that their hosts are reachable: {}",
             path.display()
         );
         Ok(Self {
@@ -110,7 +110,7 @@ impl State {
         match &result {
             Err(error) if !self.has_failed => self.warn(error),
             Ok(()) if self.has_failed => info!(
-                "what hosts have registered is written again: {}",
+                "registrations of hosts are saved again: {}",
                 self.path.display()
             ),
             _ => {}
@@ -140,7 +140,7 @@ impl State {
     fn warn(&self, error: &io::Error) {
         warn!(
             %error,
-            "a restart will forget what hosts have registered: {}",
+            "cannot save the registrations of hosts, a restart will lose them: {}",
             self.path.display()
         );
     }

@@ -332,7 +332,7 @@ impl Administrator {
             self.changes += u64::from(result.is_ok());
             if let Err(Refusal(status)) = result {
                 let attribute = header.mad.attribute();
-                tracing::info!(%host, attribute, status, "what a host had before a restart is refused");
+                tracing::info!(%host, attribute, status, "rejected a record that a host registered before a restart");
             }
         }
     }

@@ -79,7 +79,7 @@ impl EthernetManager {
             let is_one = !mac.is_zero() && !mac.is_multicast();
             let is_first = is_one && seen.insert(*mac);
             if is_one && !is_first {
-                tracing::debug!(%mac, ?lid, "an address is another member's");
+                tracing::debug!(%mac, ?lid, "ignored an address of another member");
             }
             is_first
         });

@@ -117,16 +117,16 @@ struct RawFragment {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PacketError {
     /// The packet is shorter than its headers.
-    #[error("the packet is shorter than its headers")]
+    #[error("packet is shorter than its headers")]
     Short,
     /// The link type or L2 type is unknown.
-    #[error("the packet has no header of 16 bytes")]
+    #[error("invalid packet: no 16-byte header")]
     Format,
     /// The L4 type is unknown.
-    #[error("the L4 type {0:#x} is not Ethernet")]
+    #[error("unsupported L4 type {0:#x}: not Ethernet")]
     L4Type(u8),
     /// The length in the header does not match the packet.
-    #[error("the packet has another length than its header says")]
+    #[error("packet length does not match its header")]
     Length,
 }
 

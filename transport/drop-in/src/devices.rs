@@ -91,7 +91,7 @@ pub(crate) fn devices() -> &'static [Device] {
             Ok(configs)
         });
         let configs = configs.unwrap_or_else(|reason| {
-            error!("there are no devices: {reason}");
+            error!("cannot configure devices: {reason}");
             Vec::new()
         });
         let capture = value("RISER_PCAP");
@@ -142,7 +142,7 @@ fn read_link_layer(layer: Option<&OsStr>) -> Result<LinkLayer, String> {
         b"ethernet" => Ok(LinkLayer::Ethernet),
         b"infiniband" => Ok(LinkLayer::InfiniBand),
         _ => Err(format!(
-            "RISER_LINK_LAYER: {layer:?} is none of ethernet and infiniband"
+            "RISER_LINK_LAYER: unknown link layer {layer:?}: expected ethernet or infiniband"
         )),
     }
 }
@@ -152,7 +152,7 @@ fn read_administrator(addr: Option<&OsStr>) -> Result<Option<IpAddr>, String> {
         return Ok(None);
     };
     let parsed = addr.to_str().and_then(|addr| addr.parse().ok());
-    let wrong = || format!("RISER_SA: {addr:?} is not an address");
+    let wrong = || format!("RISER_SA: invalid address {addr:?}");
     parsed.map(Some).ok_or_else(wrong)
 }
 
@@ -194,7 +194,7 @@ fn start_log() {
         .log_internal_errors(false)
         .try_init();
     if let Some(wrong) = wrong {
-        warn!("RISER_LOG: {chosen:?} is no filter: {wrong}");
+        warn!("RISER_LOG: invalid filter {chosen:?}: {wrong}");
     }
 }
 
@@ -202,7 +202,7 @@ fn start_log() {
 fn read(listed: Option<&OsStr>, faults: Option<&OsStr>) -> Result<Vec<Config>, String> {
     let text = |name: &str, value: &OsStr| {
         let text = value.to_str().map(str::to_owned);
-        text.ok_or_else(|| format!("{name}: {value:?} is not UTF-8"))
+        text.ok_or_else(|| format!("{name}: invalid UTF-8 in {value:?}"))
     };
     let listed = listed.map_or(Ok("riser0=127.0.0.1".to_owned()), |listed| {
         text("RISER_DEVICES", listed)
@@ -225,11 +225,11 @@ fn parse(text: &str) -> Result<Vec<Config>, String> {
         let (name, addr) = match (part.split_once('='), configs.last()) {
             (Some((name, addr)), _) => (Some(name), addr),
             (None, Some(_)) => (None, part),
-            (None, None) => return Err(format!("{part:?} is not NAME=ADDRESS")),
+            (None, None) => return Err(format!("invalid device {part:?}: expected NAME=ADDRESS")),
         };
         let addr: IpAddr = addr
             .parse()
-            .map_err(|_| format!("{addr:?} is not an address"))?;
+            .map_err(|_| format!("invalid address {addr:?}"))?;
         if configs.iter().any(|c| c.addrs().any(|other| other == addr)) {
             return Err(format!("{part:?}: duplicate address"));
         }
@@ -240,7 +240,7 @@ fn parse(text: &str) -> Result<Vec<Config>, String> {
             continue;
         };
         if name.is_empty() || name.len() > 63 || name.contains('/') {
-            return Err(format!("{name:?} is no name of a device"));
+            return Err(format!("invalid device name {name:?}"));
         }
         if configs.iter().any(|c| c.name == name) {
             return Err(format!("{part:?}: duplicate name"));

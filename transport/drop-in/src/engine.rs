@@ -442,7 +442,7 @@ impl Engine {
         if ready < 0 {
             if !is_interrupted {
                 let error = io::Error::from_raw_os_error(-ready);
-                error!(%error, "the device's thread cannot wait");
+                error!(%error, "cannot wait in the device's thread");
                 thread::sleep(TICK);
             }
             return Woken {
@@ -503,7 +503,8 @@ fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<R
             return Err(error);
         }
         warn!(
-            "{} has the address {} alone here: further addresses are one process's at a time, and \
+            "opened {} with only its first address {}: its further \
+             addresses can be used by one process at a time: \
              {error} (`ss -aunp 'sport = {ROCE_PORT}'` lists processes)",
             device.name, device.addr
         );

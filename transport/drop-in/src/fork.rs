@@ -61,7 +61,7 @@ fn add_handlers() {
     if error != 0 {
         tracing::warn!(
             error,
-            "processes that are forked use the device of their parent"
+            "cannot register fork handlers: forked processes will use their parent's device"
         );
     }
 }

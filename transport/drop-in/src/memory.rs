@@ -107,7 +107,7 @@ pub(crate) unsafe fn foreign(
     }
     check_range(addr, length, rights)?;
     if let Err(error) = fault::catch() {
-        debug!("memory that is unmapped while it is registered ends the process: {error}");
+        debug!("cannot catch faults: unmapping registered memory will crash the process: {error}");
     }
     // SAFETY: guaranteed by the caller.
     Ok(unsafe { Memory::foreign(addr.cast(), length) })

@@ -191,7 +191,7 @@ impl PortTable {
         self.clear();
         let slot = self.own.slot();
         if let Err(error) = lock(&self.life, libc::F_OFD_SETLK, slot, libc::F_UNLCK) {
-            warn!(%error, slot, "a slot of an address that is gone stays taken");
+            warn!(%error, slot, "cannot release a slot of a closed address");
         }
     }
 

@@ -158,7 +158,10 @@ impl Share {
                 Err(error) => Some(Err(error.into())),
             })
             .unwrap_or_else(|| {
-                let why = format!("{} processes have the address already", SLOTS - 1);
+                let why = format!(
+                    "too many processes use the address: the limit is {}",
+                    SLOTS - 1
+                );
                 Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
             })?;
         let (group, table) = match join(&mailbox, addr, slot, silent)? {
@@ -216,7 +219,7 @@ impl Share {
         // Replace the mailbox with an unnamed one.
         match new_mailbox() {
             Ok(mailbox) => self.mailbox = mailbox,
-            Err(error) => warn!(%error, "a slot of an address that is gone stays taken"),
+            Err(error) => warn!(%error, "cannot release a slot of a closed address"),
         }
     }
 
@@ -493,7 +496,7 @@ impl Share {
             let mut all: Vec<BorrowedFd<'_>> = self.group.iter().map(AsFd::as_fd).collect();
             all.push(self.ports.memory());
             if let Err(error) = send_with(to, None, Message::Welcome, &all) {
-                debug!(%error, "cannot answer a process");
+                debug!(%error, "cannot reply to a process");
             }
         }
         if message == Message::Packet as u8

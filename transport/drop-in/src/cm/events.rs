@@ -60,7 +60,7 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
                 kind,
             }),
             Err(errno) => {
-                tracing::warn!("a connection request is lost: error {}", errno.0);
+                tracing::warn!("cannot deliver a connection request: error {}", errno.0);
                 // The peer will retransmit its request or give up.
                 let _ = state.nic.destroy_id(id);
             }

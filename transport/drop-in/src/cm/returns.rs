@@ -102,7 +102,7 @@ pub(super) fn await_return(device: &'static Device) {
     if let Err(error) = crate::thread::spawn(name, move || wait(device)) {
         unpoisoned(AWAITED.lock()).get().remove(&device.index);
         let name = &device.config.name;
-        warn!(%error, "nothing will listen on {name} when it is back");
+        warn!(%error, "cannot wait for device {name}: its listeners will not be restored");
     }
 }
 
@@ -170,10 +170,7 @@ fn put_on(ids: &[Ref<Id>], device: &'static Device, engine: &Arc<Engine>) -> boo
     for id in ids {
         if let Err(errno) = put_one_on(*id, shared) {
             let name = &device.config.name;
-            warn!(
-                "a listener is not on {name}, which is back: error {}",
-                errno.0
-            );
+            warn!("cannot restore a listener on {name}: error {}", errno.0);
         }
     }
     true

@@ -211,7 +211,7 @@ fn discard_in_thread(mailbox: &OwnedFd) -> io::Result<()> {
         Ok(()) => drop(is_done.recv_timeout(TAKEN)),
         Err(error) => {
             DISCARDING.fetch_sub(1, Ordering::Relaxed);
-            warn!(%error, "closing descriptors of another user may stop the device");
+            warn!(%error, "cannot start a thread that closes received descriptors: the device may block");
         }
     }
     begun
@@ -222,7 +222,7 @@ pub(super) fn reply(mailbox: &OwnedFd, to: Option<&SocketAddrUnix>, kind: Messag
     if let Some(to) = to
         && let Err(error) = send_with(mailbox, Some(to), kind, &[])
     {
-        debug!(%error, "cannot answer a process");
+        debug!(%error, "cannot reply to a process");
     }
 }
 

@@ -113,7 +113,7 @@ pub(super) fn await_openers(
 
 /// The error if the address is being opened by another process, which does not finish.
 fn unfinished() -> io::Error {
-    in_use("a process has begun to open it and does not finish; it may be stopped")
+    in_use("another process is opening it and does not finish; it may be stopped")
 }
 
 /// The error if the port of the address is in use, with a reason that helps to free it.
@@ -294,10 +294,11 @@ pub(super) enum Joined {
 }
 
 /// Reasons why an address is in use.
-const NO_LIBRARY: &str = "a process without this library has it, such as riserd, or one as a further \
-                          address of its device, or the kernel for rdma_rxe, at all addresses";
-pub(super) const OTHER_VERSION: &str = "a process with another version of this library has it";
-const OTHER_USER: &str = "a process of another user has it";
+const NO_LIBRARY: &str = "it belongs to a process without this library, such as riserd, to a \
+             device that has it as a further address, or to the kernel's rdma_rxe, which uses all addresses";
+pub(super) const OTHER_VERSION: &str =
+    "it belongs to a process with another version of this library";
+const OTHER_USER: &str = "it belongs to a process of another user";
 
 /// A socket pair for the response of one process. A malicious process that uses the name of its
 /// slot also gets one end, but the pair is permanently connected, so it can't be used by other
@@ -338,7 +339,7 @@ pub(super) fn join(
             Inquired::Mail => {}
             Inquired::Vacant => break None,
             Inquired::Silence(slot) => {
-                warn!(%addr, slot, "a process with this address does not answer");
+                warn!(%addr, slot, "unresponsive process with this address");
                 break Some(slot);
             }
         }
@@ -386,7 +387,9 @@ pub(super) fn join(
     let why = match (refusal, silent) {
         (Some(why), _) => why.into(),
         (None, Some(slot)) => {
-            format!("the process in slot {slot}, which has it, does not answer; it may be stopped")
+            format!(
+                "it belongs to the process in slot {slot}, which does not respond; it may be stopped"
+            )
         }
         (None, None) => NO_LIBRARY.into(),
     };

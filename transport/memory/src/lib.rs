@@ -219,7 +219,7 @@ impl Memory {
         // The end of the mapping is allowed, because an empty range can be there.
         assert!(
             offset <= self.0.len,
-            "offset {offset} beyond {}",
+            "offset {offset} exceeds length {}",
             self.0.len
         );
         // A foreign range can be the whole address space, for which `add` is undefined behavior.
@@ -320,7 +320,7 @@ impl Memory {
 
     #[cold]
     pub(crate) fn note_fault(&self) {
-        assert!(self.0.is_foreign, "a mapping of ours is not mapped");
+        assert!(self.0.is_foreign, "own mapping must be mapped");
         self.0.has_faulted.store(true, Ordering::Release);
         fault::note();
     }
@@ -378,7 +378,7 @@ impl Memory {
     fn check(&self, offset: usize, len: usize) {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.0.len),
-            "range {offset}+{len} beyond {}",
+            "range {offset}+{len} exceeds length {}",
             self.0.len
         );
     }
@@ -530,7 +530,7 @@ impl MemSlice {
     fn check(&self, offset: usize, len: usize) {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
-            "range {offset}+{len} beyond {}",
+            "range {offset}+{len} exceeds length {}",
             self.len
         );
     }

@@ -70,15 +70,15 @@ impl SharedMemory {
         let bad = |what| io::Error::new(io::ErrorKind::InvalidData, what);
         // Only memory files have seals. For other files, the kernel returns an error.
         let seals = rustix::fs::fcntl_get_seals(file)
-            .map_err(|_| bad("shared memory is not a memory file"))?;
+            .map_err(|_| bad("invalid shared memory: not a memory file"))?;
         if !seals.contains(SealFlags::SHRINK) {
-            return Err(bad("shared memory could become shorter"));
+            return Err(bad("invalid shared memory: missing seal against shrinking"));
         }
         if rustix::fs::fstatfs(file)?.f_type != TMPFS {
-            return Err(bad("shared memory is of huge pages"));
+            return Err(bad("unsupported shared memory: huge pages"));
         }
         if rustix::fs::fstat(file)?.st_size != (PAGE + len) as i64 {
-            return Err(bad("shared memory has another length"));
+            return Err(bad("invalid length of shared memory"));
         }
         // SAFETY: a new mapping at an address chosen by the kernel does not affect existing
         // mappings.
@@ -114,7 +114,7 @@ impl SharedMemory {
     /// Panics if `index` is not less than [`WORDS`].
     #[must_use]
     pub fn word(&self, index: usize) -> &AtomicU32 {
-        assert!(index < WORDS, "word {index} beyond the page");
+        assert!(index < WORDS, "word {index} exceeds the page");
         // SAFETY: within the page of words, aligned, mapped while `self` exists, and only accessed
         // as atomic words.
         unsafe { self.base.cast::<AtomicU32>().add(index).as_ref() }
@@ -157,7 +157,7 @@ impl SharedMemory {
     fn data(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
-            "range {offset}+{len} beyond {}",
+            "range {offset}+{len} exceeds length {}",
             self.len
         );
         // SAFETY: within the mapping, as checked above.
@@ -200,13 +200,13 @@ mod tests {
     fn faulting_files_are_rejected() {
         let text = |file: &OwnedFd, len| SharedMemory::map(file, len).unwrap_err().to_string();
         let (_ours, file) = SharedMemory::create("riser-test", PAGE).unwrap();
-        assert!(text(&file, 2 * PAGE).contains("another length"));
+        assert!(text(&file, 2 * PAGE).contains("invalid length"));
         // It can't be truncated after it was checked either.
         assert!(rustix::fs::ftruncate(&file, 0).is_err());
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let open = rustix::fs::memfd_create("riser-test", flags).unwrap();
         rustix::fs::ftruncate(&open, 2 * PAGE as u64).unwrap();
-        assert!(text(&open, PAGE).contains("shorter"));
+        assert!(text(&open, PAGE).contains("shrinking"));
         let plain = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         assert!(text(&plain, PAGE).contains("not a memory file"));
     }

@@ -18,7 +18,7 @@ pub enum RingError {
         "io_uring is forbidden to this process (EPERM): sysctl kernel.io_uring_disabled is {}; \
          0 allows it to everyone, 1 to the group in kernel.io_uring_group and to CAP_SYS_ADMIN, \
          2 to no process. A seccomp filter can have the same effect", 
-        .sysctl.as_deref().unwrap_or("not readable")
+        .sysctl.as_deref().unwrap_or("unreadable")
     )]
     Forbidden {
         /// The value of `kernel.io_uring_disabled`, if `/proc` shows it.
@@ -28,7 +28,7 @@ pub enum RingError {
     /// user's `RLIMIT_MEMLOCK`, so all rings should be created before much memory is registered
     /// with any ring.
     #[error(
-        "no memory for an io_uring of {capacity} operations (raise ulimit -l, LimitMEMLOCK= in a systemd unit): {source}"
+        "cannot allocate an io_uring of {capacity} operations (raise ulimit -l, LimitMEMLOCK= in a systemd unit): {source}"
     )]
     Memory {
         /// The requested capacity.
@@ -40,7 +40,7 @@ pub enum RingError {
     #[error("cannot set up an io_uring: {0}")]
     Setup(#[source] io::Error),
     /// The requested capacity is zero or larger than the kernel's limit.
-    #[error("an io_uring capacity must be between 1 and {max}, not {asked}")]
+    #[error("invalid io_uring capacity {asked}: must be between 1 and {max}")]
     Capacity {
         /// The requested capacity.
         asked: u32,
@@ -76,17 +76,17 @@ impl RingError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
     /// All slots are in use. Completions must be reaped first.
-    #[error("every slot of the ring is in use")]
+    #[error("too many operations in flight: every slot of the ring is in use")]
     Full,
     /// The scatter list has more pieces, after merging adjacent pieces, than the ring supports.
-    #[error("a scatter list of more than {max} pieces")]
+    #[error("too many scatter-gather entries: the limit is {max}")]
     TooManySlices {
         /// The limit, in pieces.
         max: usize,
     },
     /// The scatter list is empty, or longer than the maximum length of an operation (2 GiB minus
     /// one page).
-    #[error("a transfer of {len} bytes cannot be one operation")]
+    #[error("transfer too long for one operation: {len} bytes")]
     Length {
         /// Total length in bytes.
         len: usize,
@@ -101,9 +101,9 @@ pub enum SubmitError {
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     /// The ring's table has no free entry, or the kernel is too old for such tables.
-    #[error("the ring has no room to register this")]
+    #[error("the registration table of the ring is full")]
     NoRoom,
     /// The kernel rejected the registration. `ENOMEM` means that `RLIMIT_MEMLOCK` was exceeded.
-    #[error("the kernel did not register this (ulimit -l limits it): {0}")]
+    #[error("the kernel rejected the registration (ulimit -l limits it): {0}")]
     Kernel(#[source] io::Error),
 }

@@ -68,7 +68,7 @@ pub enum SendError<T> {
     #[error("the worker's mailbox is full")]
     Full(T),
     /// The receiving half was dropped.
-    #[error("the worker is gone")]
+    #[error("the worker has exited")]
     Closed(T),
 }
 

@@ -103,7 +103,7 @@ impl Helper for SystemHelper {
         let jobs = self.jobs.as_ref().expect("present until drop");
         jobs.try_send(job).map_err(|error| match error {
             TrySendError::Full(job) => job,
-            TrySendError::Disconnected(_) => panic!("the helper thread died"),
+            TrySendError::Disconnected(_) => panic!("the helper thread panicked"),
         })
     }
 }

@@ -94,7 +94,7 @@ impl Waker {
         // This write does not block. The counter is always small, because `pending` allows only one
         // write between two reads by the ring.
         let written = rustix::io::write(counter, &1u64.to_ne_bytes());
-        assert_eq!(written, Ok(8), "an eventfd refused a write");
+        assert_eq!(written, Ok(8), "cannot write to an eventfd");
     }
 
     /// Acknowledges a wake-up. Stores of the waking thread before its `wake` are visible after this

@@ -21,7 +21,7 @@ pub(crate) fn run() -> Result<(), Failure> {
         .filter_map(|line| line.strip_suffix(": test"))
         .collect();
     if cases.is_empty() {
-        return Err("there are no cases".into());
+        return Err("found no cases".into());
     }
     let mut tally = Tally::default();
     // Discard skips that were left by an earlier process with the same ID.

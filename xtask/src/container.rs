@@ -46,7 +46,7 @@ pub(crate) fn run() -> Result<(), Failure> {
 /// Builds the image, if this machine supports it, and starts its programs.
 pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     let Some(engine) = engine() else {
-        let why = format!("none of {} works here", ENGINES.join(", "));
+        let why = format!("no usable container engine: tried {}", ENGINES.join(", "));
         return Ok(Ended::Unavailable(why));
     };
     let file = root().join("deploy/container/Containerfile");
@@ -62,7 +62,7 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
         if let Err(e) = sh::output(&mut cmd(engine, ["pull", "--quiet", base])) {
             let e = e.to_string();
             let last = e.lines().last().unwrap_or_default();
-            let why = format!("{engine} cannot have the base image {base}: {last}");
+            let why = format!("{engine} cannot pull the base image {base}: {last}");
             return Ok(Ended::Unavailable(why));
         }
     }
@@ -72,7 +72,7 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
         if let Err(e) = sh::output(cmd(engine, try_it).args([base, "true"])) {
             let e = e.to_string();
             let last = e.lines().last().unwrap_or_default();
-            let why = format!("{engine} cannot run a container here: {last}");
+            let why = format!("{engine} cannot run a container: {last}");
             return Ok(Ended::Unavailable(why));
         }
     }

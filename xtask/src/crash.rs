@@ -98,7 +98,7 @@ pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
     let lines = skips
         .iter()
         .map(|skip| format!("\n{}: {}", skip.name, skip.why));
-    Err(format!("not all was tried:{}", lines.collect::<String>()).into())
+    Err(format!("system calls not tested:{}", lines.collect::<String>()).into())
 }
 
 /// Returns a Cargo command to run a test with the `release` profile; the caller can add arguments

@@ -122,9 +122,11 @@ impl Daemon {
                 return Ok(daemon);
             }
             if let Some(status) = daemon.child.try_wait()? {
-                return Err(
-                    format!("riserd ended at its start ({status}):\n{}", daemon.tail()).into(),
-                );
+                return Err(format!(
+                    "riserd exited during startup ({status}):\n{}",
+                    daemon.tail()
+                )
+                .into());
             }
         }
         Err(format!(
@@ -147,7 +149,7 @@ impl Daemon {
             match self.child.try_wait()? {
                 Some(status) if status.success() => return Ok(()),
                 Some(status) => {
-                    return Err(format!("riserd ended with {status}:\n{}", self.tail()).into());
+                    return Err(format!("riserd exited with {status}:\n{}", self.tail()).into());
                 }
                 None => std::thread::sleep(Duration::from_millis(20)),
             }

@@ -48,7 +48,7 @@ const LOSSY: &str = "loss=2,reorder=5,seed=7";
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let missing = ensure(NEEDS);
     if let Some(n) = missing.first() {
-        return Err(format!("the demo needs {} ({})", n.program, n.package).into());
+        return Err(format!("the demo requires {} ({})", n.program, n.package).into());
     }
     let mut demo = Demo::prepare(options)?;
     demo.serve("serve a 1 GiB file on 127.0.0.1")?;
@@ -123,7 +123,7 @@ impl Demo {
             &self.scratch.join("riserd.yaml"),
             &self.scratch.join("riserd.log"),
         )?;
-        println!("  {name}: riserd is process {}", daemon.pid());
+        println!("{name}: PID of riserd is {}", daemon.pid());
         self.rows
             .push((name.to_owned(), started.elapsed(), "ready".to_owned()));
         self.daemon = Some(daemon);
@@ -138,7 +138,7 @@ impl Demo {
         self.rows.push((
             name.to_owned(),
             started.elapsed(),
-            "ended by itself on SIGTERM".to_owned(),
+            "exited on SIGTERM".to_owned(),
         ));
         Ok(())
     }
@@ -166,7 +166,7 @@ impl Demo {
             Ok(if sh::is_root() {
                 "made"
             } else {
-                "made, with the tree in it"
+                "created, with the tree"
             }
             .to_owned())
         })?;
@@ -294,7 +294,7 @@ impl Demo {
         let mut entries = fs::read_dir(self.scratch.join("mnt"))?;
         Ok(entries
             .next()
-            .ok_or("the attached folder is empty")??
+            .ok_or("the attached directory is empty")??
             .path())
     }
 

@@ -82,7 +82,7 @@ impl Results {
         // will not run.
         let failure = match (ok, ended > 0 && ended >= begun) {
             (true, true) => None,
-            (true, false) => Some(format!("a harness ended without its result\n{text}")),
+            (true, false) => Some(format!("a harness exited without a result\n{text}")),
             (false, _) => Some(text),
         };
         Self {
@@ -100,7 +100,7 @@ impl Results {
             text += &format!("\n    {name}");
         }
         if self.failure.is_some() && self.failed.is_empty() {
-            text += "\n    its process failed";
+            text += "\n    the process failed";
         }
         text
     }
@@ -147,7 +147,7 @@ pub(crate) fn building_release(args: &[&str]) -> Command {
 pub(crate) fn run_all(lanes: usize) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
-            return Results::of(Err("Cargo names no harness".into()));
+            return Results::of(Err("Cargo reports no harness".into()));
         }
         Ok(harnesses) => harnesses,
         Err(e) => return Results::of(Err(e)),
@@ -321,7 +321,7 @@ mod tests {
         let results = Results::of(Ok(began.to_owned()));
         let failure = results.failure.unwrap();
         assert!(
-            failure.starts_with("a harness ended without its result"),
+            failure.starts_with("a harness exited without a result"),
             "{failure}"
         );
         assert!(failure.contains("test a ... ok"), "{failure}");

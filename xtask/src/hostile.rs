@@ -32,7 +32,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     if !sh::is_root() {
-        return Err("only root may make network namespaces".into());
+        return Err("creating network namespaces requires root".into());
     }
     let mut command = crash::release_test("adversary")?;
     command.args(["--ignored", "--nocapture"]);

@@ -43,7 +43,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         counts.split_once(" passed")?.0.parse::<u64>().ok()
     });
     match passed.sum::<u64>() {
-        0 => Err(format!("no test has {} in its name", options.name).into()),
+        0 => Err(format!("unknown test: no name contains {}", options.name).into()),
         _ => Ok(()),
     }
 }

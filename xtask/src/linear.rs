@@ -20,7 +20,7 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(NEEDS);
     if !sh::is_root() {
-        return Err("only root may make network namespaces".into());
+        return Err("creating network namespaces requires root".into());
     }
     let numbers = [
         ("RISER_LINEAR_OPERATIONS", options.operations),

@@ -71,7 +71,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     };
     let chosen: Vec<_> = SUBJECTS.iter().filter(is_chosen).collect();
     if chosen.is_empty() {
-        return Err("no crate has such a name".into());
+        return Err("unknown crate".into());
     }
     for subject in chosen {
         println!("── {}", subject.package);

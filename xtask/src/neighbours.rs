@@ -61,11 +61,15 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let scratch = sh::Scratch::new("neighbours")?;
     let rows = measure(options, &programs, scratch.path())?;
     let alone = median(&rows[0]);
-    println!("\n| 4 KiB random reads at depth 1 | p50 | p99 | p99 beside alone |");
+    println!("\n| 4 KiB random reads at depth 1 | p50 | p99 | p99 relative to alone |");
     println!("| --- | --- | --- | --- |");
-    for (name, figures) in ["alone", "beside a noisy one", "beside a limited one"]
-        .iter()
-        .zip(&rows)
+    for (name, figures) in [
+        "alone",
+        "with a noisy neighbour",
+        "with a limited neighbour",
+    ]
+    .iter()
+    .zip(&rows)
     {
         let Figure { p50, p99 } = median(figures);
         let ratio = p99 / alone.p99;
@@ -73,8 +77,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
     let (runs, seconds, iops) = (options.runs, options.seconds, options.iops);
     println!(
-        "\nMedians of {runs} runs of {seconds} s each. The noisy one reads 4 KiB at depth 32, from another \
-         unit; limited, {iops} times a second."
+        "\nMedians of {runs} runs of {seconds} s each. The noisy neighbour reads 4 KiB at depth 32 from another unit; \
+             the limited one at most {iops} times per second."
     );
     check_quiet(alone, median(&rows[2]))
 }
@@ -86,7 +90,7 @@ fn check_quiet(alone: Figure, beside: Figure) -> Result<(), Failure> {
     if ratio < TOO_MUCH {
         return Ok(());
     }
-    Err(format!("beside a limited one, the p99 is {ratio:.2} times that alone").into())
+    Err(format!("with a limited neighbour, the p99 is {ratio:.2} times the p99 alone").into())
 }
 
 fn measure(
@@ -153,7 +157,9 @@ fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
     let report: Value = serde_json::from_str(&json)?;
     let micros = |name: &str| {
         let nanos = report["jobs"][0]["read"]["clat_ns"]["percentile"][name].as_f64();
-        nanos.map(|n| n / 1e3).ok_or("no latency in the result")
+        nanos
+            .map(|n| n / 1e3)
+            .ok_or("missing latency in the result")
     };
     Ok(Figure {
         p50: micros("50.000000")?,
@@ -173,7 +179,7 @@ fn check_noisy(done: Done, is_limited: bool, options: &Options) -> Result<(), Fa
         return Ok(());
     }
     let what = if is_limited { "limited" } else { "noisy" };
-    Err(format!("the {what} one has read {commands} times in {seconds:.1} s").into())
+    Err(format!("the {what} neighbour has executed {commands} reads in {seconds:.1} s").into())
 }
 
 /// Work completed by the noisy initiator: the number of commands, and the maximum run time in
@@ -210,7 +216,7 @@ impl Noisy {
     /// Waits until the process exits, which must not have happened before, and returns its work.
     fn finish(mut self) -> Result<Done, Failure> {
         if let Some(status) = self.child.try_wait()? {
-            return Err(format!("the noisy one has ended too early: {status}").into());
+            return Err(format!("the noisy neighbour exited too early: {status}").into());
         }
         let mut json = String::new();
         let mut out = self.child.stdout.take().ok_or("it has an output")?;
@@ -219,11 +225,11 @@ impl Noisy {
         let status = self.child.wait()?;
         let seconds = self.since.elapsed().as_secs_f64();
         if !status.success() {
-            return Err(format!("the noisy one has failed: {status}").into());
+            return Err(format!("the noisy neighbour failed: {status}").into());
         }
         let report: Value = serde_json::from_str(&json)?;
         let commands = report["jobs"][0]["read"]["total_ios"].as_f64();
-        let commands = commands.ok_or("no commands in the result")?;
+        let commands = commands.ok_or("missing number of commands in the result")?;
         Ok(Done { commands, seconds })
     }
 }

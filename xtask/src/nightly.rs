@@ -41,7 +41,7 @@ pub(crate) fn ensure(components: &[&str]) -> Result<(), Failure> {
         },
         false => "it may not be installed".to_owned(),
     };
-    Err(format!("Rust {toolchain} lacks {what}, which `{shown}` brings: {why}").into())
+    Err(format!("Rust {toolchain} lacks {what}, install it with `{shown}`: {why}").into())
 }
 
 /// Lists the components of a toolchain, one per line. Returns `None` if the toolchain is not
@@ -77,7 +77,7 @@ pub(crate) fn host() -> Result<String, Failure> {
     let text = sh::output(&mut sh::cmd("rustup", ["run", &toolchain, "rustc", "-vV"]))?;
     let host = text.lines().find_map(|line| line.strip_prefix("host: "));
     host.map(str::to_owned)
-        .ok_or_else(|| "rustc names no host".into())
+        .ok_or_else(|| "rustc does not report its host".into())
 }
 
 #[cfg(test)]

@@ -64,7 +64,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 }
 
 /// Reason why we must be root to test the package.
-pub(crate) const WANTS_ROOT: &str = "a Debian root is made and entered by root only";
+pub(crate) const WANTS_ROOT: &str = "creating and entering a Debian root requires root";
 
 /// Builds the package twice, with programs from the given Cargo profile, and tests both in a new
 /// Debian root.
@@ -209,7 +209,7 @@ fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
         let _ = fs::remove_dir_all(&dir);
         Ok(())
     } else {
-        Err(format!("the installation ended with {status}").into())
+        Err(format!("the installation test failed with {status}").into())
     }
 }
 
@@ -219,7 +219,7 @@ fn debian(tar: &Path) -> Result<(), Failure> {
     let suite = release
         .lines()
         .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
-        .ok_or("/etc/os-release names no suite")?;
+        .ok_or("/etc/os-release contains no suite")?;
     // Use a temporary name until the root is complete, so that we never use the result of an
     // interrupted run.
     let half = tar.with_extension("half");

@@ -133,14 +133,14 @@ pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
     };
     if find().is_none() {
         if !may_install(&format!("{package} into {}", archives.display())) {
-            return Err(format!("the Debian package {package} is not there").into());
+            return Err(format!("the Debian package {package} is missing").into());
         }
         let mut download = sh::cmd("apt-get", ["download", package]);
         // The cache may be in a home directory that apt's own user can't access.
         download.args(["-o", "APT::Sandbox::User=root"]);
         sh::output(download.current_dir(&archives))?;
     }
-    let archive = find().ok_or_else(|| format!("the package {package} did not arrive"))?;
+    let archive = find().ok_or_else(|| format!("apt did not download the package {package}"))?;
     sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(into)).map(drop)
 }
 
@@ -185,11 +185,13 @@ pub(crate) fn may_install(what: &str) -> bool {
         // Check both input and output: if the prompt is redirected to a file or can't be read, the
         // run would block.
         None if io::stdin().is_terminal() && io::stdout().is_terminal() => {
-            println!("These are missing: {what}");
-            let _ = DECISION.set(is_yes("Install them, and what else this run needs? [Y/n] "));
+            println!("Missing: {what}");
+            let _ = DECISION.set(is_yes(
+                "Install them, and all other packages of this run? [Y/n] ",
+            ));
         }
         None => {
-            println!("installing {what}\n(--no-install skips what needs them)");
+            println!("installing {what}\n(--no-install skips steps that need them)");
             let _ = DECISION.set(true);
         }
     }

@@ -121,7 +121,7 @@ pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
         .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok())
         .filter(|m| m["target"]["name"] == name)
         .find_map(|m| m["executable"].as_str().map(PathBuf::from));
-    program.ok_or_else(|| format!("cargo names no program {name}").into())
+    program.ok_or_else(|| format!("cargo reports no program {name}").into())
 }
 
 /// Returns the path of a program, based on `PATH` and the system directories.

@@ -20,7 +20,7 @@ pub(crate) struct Options {
 /// (`TCP_REPAIR`).
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {
-        return Err("only root may drop a TCP connection without closing it".into());
+        return Err("dropping a TCP connection without closing it requires root".into());
     }
     let numbers = [
         ("RISER_SOAK_CONNECTS", options.connects),

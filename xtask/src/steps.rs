@@ -247,7 +247,7 @@ fn chosen<'a>(
     let only = &selection.only;
     for word in only {
         if !steps.iter().any(|step| step.name.contains(word)) {
-            return Err(format!("no step's name contains \"{word}\"; --list names them").into());
+            return Err(format!("unknown step \"{word}\"; --list shows all steps").into());
         }
     }
     let is_wanted = |step: &&Step| {
@@ -344,7 +344,7 @@ mod tests {
     #[test]
     fn unknown_step_name_fails() {
         let why = names(&["one", "fuzz"], Suite::All).unwrap_err().to_string();
-        assert_eq!(why, "no step's name contains \"fuzz\"; --list names them");
+        assert_eq!(why, "unknown step \"fuzz\"; --list shows all steps");
     }
 
     #[test]

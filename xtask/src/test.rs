@@ -25,12 +25,12 @@ const NEEDS: &[Need] = &[
     need(
         "qemu-img",
         "qemu-utils",
-        "qemu-img and qemu-io as judges of the NBD export",
+        "checking the NBD export with qemu-img and qemu-io",
     ),
     need(
         "nbdcopy",
         "libnbd-bin",
-        "nbdcopy and nbdinfo as judges of the NBD export",
+        "checking the NBD export with nbdcopy and nbdinfo",
     ),
     need("fio", "fio", "fio with its nbd engine"),
     need(
@@ -49,13 +49,9 @@ const NEEDS: &[Need] = &[
     need(
         "promtool",
         "prometheus",
-        "metrics and alert rules before Prometheus",
+        "metrics and alert rules in Prometheus",
     ),
-    need(
-        "prometheus",
-        "prometheus",
-        "the dashboard before Prometheus",
-    ),
+    need("prometheus", "prometheus", "the dashboard in Prometheus"),
     need("chromium", "chromium", "the status page in a browser"),
     need("targetcli", "targetcli-fb", "targetcli on LIO's tree"),
     need("dbus-run-session", "dbus-daemon", "targetcli on LIO's tree"),
@@ -170,7 +166,7 @@ const STEPS: &[Step] = &[
     full("sessions and connection cycles", |_| again(&CYCLES)),
     full("configuration changes during I/O", |_| again(&CHANGES)),
     // These functions are ignored in `tests`, so we need to count them here.
-    full("a stranger on the network", |_| {
+    full("a hostile host on the network", |_| {
         let args = "--workspace --test adversary -- --ignored --nocapture";
         let args: Vec<_> = args.split(' ').collect();
         functions(cargo_test(&args, &[("RISER_ADVERSARY_SECONDS", "12")]))
@@ -254,7 +250,7 @@ fn book() -> Result<(), Failure> {
     )?;
     match scratch.join("introduction.html").is_file() {
         true => Ok(()),
-        false => Err("mdbook has rendered no introduction".into()),
+        false => Err("mdbook did not render the introduction".into()),
     }
 }
 
@@ -268,7 +264,7 @@ fn deny() -> Outcome {
         return Outcome::of(Err(why));
     }
     if sh::output(&mut sh::cargo(["deny", "-L", "error", "fetch", "db"])).is_err() {
-        let why = "the advisory database cannot be fetched";
+        let why = "cannot fetch the advisory database";
         note(Kind::Check, "deny advisories", why);
         return Outcome::of(Ok(()));
     }

@@ -55,7 +55,7 @@ pub(crate) fn collect(to: &Path, enough: u64) -> Result<u64, Failure> {
             return Ok(bytes);
         }
     }
-    Err(format!("found only {bytes} bytes of files to copy, {enough} wanted").into())
+    Err(format!("found only {bytes} bytes of files to copy, {enough} required").into())
 }
 
 fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Failure> {
@@ -125,7 +125,7 @@ pub(crate) fn compare(expected: &Tree, found: &Tree) -> Result<(), Failure> {
         .keys()
         .find(|p| !expected.entries.contains_key(*p))
     {
-        Some(path) => Err(format!("{} was not there before", path.display()).into()),
+        Some(path) => Err(format!("unexpected file {}", path.display()).into()),
         None => Ok(()),
     }
 }

@@ -40,7 +40,7 @@ impl Step {
             Rule::Grows(multiple) => format!("at most {multiple}"),
         };
         format!(
-            "{}: {label}: {from} to {to}: {median:.2} ({min:.2} to {max:.2}), not {bound}",
+            "{}: {label}: {from} to {to}: {median:.2} ({min:.2} to {max:.2}), required {bound}",
             self.curve.id
         )
     }

@@ -19,7 +19,7 @@ const LOOK: Duration = Duration::from_secs(2);
 pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure> {
     let idle_percent = idle_percent()?;
     if idle_percent < 100.0 - BUSY {
-        println!("the processors are only {idle_percent:.0} % idle: figures will be too low");
+        println!("the processors are only {idle_percent:.0} % idle: results will be too low");
     }
     let scratch = &rig.place.scratch;
     let mut stat = sh::cmd("stat", ["-f", "-c", "%T"]);
@@ -149,7 +149,7 @@ fn line(command: &mut std::process::Command) -> Result<String, Failure> {
 fn idle_percent() -> Result<f64, Failure> {
     let look = || -> Result<_, Failure> {
         let text = fs::read_to_string("/proc/stat")?;
-        idle_of_all(&text).ok_or_else(|| "/proc/stat has no line of all processors".into())
+        idle_of_all(&text).ok_or_else(|| "/proc/stat has no line for all processors".into())
     };
     let (idle_before, all_before) = look()?;
     std::thread::sleep(LOOK);

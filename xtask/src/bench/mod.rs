@@ -70,7 +70,7 @@ pub(crate) struct Options {
 fn rounds(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(rounds) if (1..=1000).contains(&rounds) => Ok(rounds),
-        _ => Err("a number from 1 to 1000 is needed".to_owned()),
+        _ => Err("invalid number: expected 1 to 1000".to_owned()),
     }
 }
 
@@ -85,7 +85,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.render {
         let results = Results::load(&kept())?;
         if results == Results::default() {
-            return Err(format!("there are no results in {}", kept().display()).into());
+            return Err(format!("found no results in {}", kept().display()).into());
         }
         return publish(&results);
     }
@@ -125,7 +125,7 @@ fn check_kept(options: &Options, replace: impl FnOnce(&mut Results)) -> Result<(
     if options.is_try_out() {
         return Ok(());
     }
-    let help = "this run keeps what it does not measure: measure that first, or delete it there";
+    let help = "this run keeps the results it does not replace: measure them first, or delete them";
     Results::load_with(&kept(), replace)
         .map(drop)
         .map_err(|error| format!("{error}; {help}").into())
@@ -151,7 +151,7 @@ fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failu
 /// Returns an error if there are not enough rounds to check the targets.
 fn check_rounds(options: &Options) -> Result<(), Failure> {
     if !options.no_judge && options.rounds < MIN_ROUNDS {
-        let why = "rounds do not show noise, which judging takes: more rounds, or --no-judge";
+        let why = "rounds are too few to estimate noise: use more rounds, or --no-judge";
         return Err(format!("{} {why}", options.rounds).into());
     }
     Ok(())
@@ -190,7 +190,7 @@ fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec
     let missed = missed.map(|one| {
         let (subject, ratio) = (render::subject(one), render::ratio(one));
         let (beside, bound) = (one.target.beside, one.target.at_least);
-        format!("{subject}: {ratio} beside {beside}, not {bound}")
+        format!("{subject}: {ratio} relative to {beside}, required {bound}")
     });
     let is_judged = |target: &targets::Target| {
         let same = |one: &targets::Judged| {

@@ -79,7 +79,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         return Err("perf is missing".into());
     }
     if !Path::new(EVENTS).is_dir() {
-        return Err("there is no tracefs: `mount -t tracefs nodev /sys/kernel/tracing`".into());
+        return Err("tracefs is not mounted: `mount -t tracefs nodev /sys/kernel/tracing`".into());
     }
     let selection = select::of(&options.only)?;
     // Without a server, there is no data path.
@@ -162,7 +162,7 @@ fn counts(text: &str, operations: f64) -> Result<Counts, String> {
         let event = event.ok_or_else(|| format!("perf printed `{line}`"))?;
         let count: f64 = count
             .parse()
-            .map_err(|_| format!("perf could not count {event}: {count}"))?;
+            .map_err(|_| format!("perf cannot count {event}: {count}"))?;
         counts.push((event.to_owned(), count / operations));
     }
     for event in TOTALS {

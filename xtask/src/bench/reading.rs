@@ -24,7 +24,7 @@ impl Reading {
     /// Returns an error if there were no operations, because the other values would be meaningless.
     pub(super) fn some(self) -> Result<Self, Failure> {
         if self.operations < 1.0 {
-            return Err("the client did no operation".into());
+            return Err("the client executed no operation".into());
         }
         Ok(self)
     }
@@ -60,7 +60,7 @@ pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
 fn direction(figures: &Value) -> Result<Reading, Failure> {
     let number = |name: &str| {
         let number = figures[name].as_f64();
-        number.ok_or_else(|| format!("no {name} in the result"))
+        number.ok_or_else(|| format!("missing {name} in the result"))
     };
     let first = |places: &[&str]| {
         let mut places = places.iter();
@@ -81,7 +81,7 @@ pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
     let document: Value = serde_json::from_str(text)?;
     let cases = document["cases"]
         .as_array()
-        .ok_or("no cases in the result")?;
+        .ok_or("missing cases in the result")?;
     let is_like = |case: &&Value| {
         case["icrc"] == true && case["reply_bytes"].as_u64() == Some(load.block_size.into())
     };
@@ -90,10 +90,10 @@ pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
         .iter()
         .filter(is_like)
         .max_by(|a, b| bandwidth(a).total_cmp(&bandwidth(b)))
-        .ok_or_else(|| format!("the wire has no case of {} bytes", load.block_size))?;
+        .ok_or_else(|| format!("missing wire case of {} bytes", load.block_size))?;
     let number = |name: &str| {
         let number = case[name].as_f64();
-        number.ok_or_else(|| format!("no {name} in the result"))
+        number.ok_or_else(|| format!("missing {name} in the result"))
     };
     Ok(Reading {
         operations: number("operations")?,
@@ -113,7 +113,7 @@ pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Readin
     let iops: f64 = digits
         .and_then(|digits| digits.parse().ok())
         .filter(|iops| *iops > 0.0)
-        .ok_or("the average of iscsi-perf is no number above 0")?;
+        .ok_or("invalid average of iscsi-perf: expected a number above 0")?;
     Ok(Reading {
         operations: iops * seconds,
         iops,

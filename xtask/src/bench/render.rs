@@ -91,7 +91,7 @@ pub(super) fn write_readme(results: &Results, readme: &Path) -> Result<(), Failu
 /// Replaces the text between the markers.
 fn inserted(text: &str, part: &str) -> Result<String, String> {
     let [begin, end] = MARKS;
-    let missing = |mark| format!("there is no line `{mark}`");
+    let missing = |mark| format!("missing line `{mark}`");
     let (head, rest) = text.split_once(begin).ok_or_else(|| missing(begin))?;
     let (_, tail) = rest.split_once(end).ok_or_else(|| missing(end))?;
     Ok(format!("{head}{begin}\n\n{}\n\n{end}{tail}", part.trim()))

@@ -124,10 +124,10 @@ impl Results {
         let mut points = self.scaling.iter().flat_map(|part| &part.points);
         let names = samples.clone().map(|sample| &sample.system);
         for name in names.chain(points.clone().map(|point| &point.system)) {
-            systems::named(name).ok_or_else(|| format!("there is no system {name}"))?;
+            systems::named(name).ok_or_else(|| format!("unknown system {name}"))?;
         }
         for Sample { workload, .. } in samples {
-            workloads::named(workload).ok_or_else(|| format!("there is no workload {workload}"))?;
+            workloads::named(workload).ok_or_else(|| format!("unknown workload {workload}"))?;
         }
         points.try_for_each(Point::check)
     }
@@ -148,12 +148,12 @@ impl Point {
     fn check(&self) -> Result<(), String> {
         let Self { curve, system, .. } = self;
         let known = CURVES.iter().find(|known| known.id == curve.as_str());
-        let known = known.ok_or_else(|| format!("there is no curve {curve}"))?;
+        let known = known.ok_or_else(|| format!("unknown curve {curve}"))?;
         if !known.systems.contains(&system.as_str()) {
-            return Err(format!("curve {curve} has no system {system}"));
+            return Err(format!("curve {curve}: unknown system {system}"));
         }
         if !known.xs.contains(&self.x) {
-            return Err(format!("curve {curve} has no place {}", self.x));
+            return Err(format!("curve {curve}: unknown point {}", self.x));
         }
         Ok(())
     }
@@ -318,8 +318,8 @@ pub(super) mod tests {
         }
         for (curve, system, x, why) in [
             ("nope", "srp", 4.0, "curve nope"),
-            ("depth", "srp", 3.0, "curve depth has no place 3"),
-            ("depth", "tgt", 4.0, "curve depth has no system tgt"),
+            ("depth", "srp", 3.0, "curve depth: unknown point 3"),
+            ("depth", "tgt", 4.0, "curve depth: unknown system tgt"),
         ] {
             let point = Point {
                 curve: curve.into(),

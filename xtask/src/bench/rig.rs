@@ -74,7 +74,7 @@ impl Rig {
         };
         let needs = NEEDS.iter().filter(|need| wants(need.program));
         if ensure(needs).iter().any(|need| need.program == "fio") {
-            return Err("without fio, there is nothing to fill the file with".into());
+            return Err("fio is required to fill the file".into());
         }
         let programs = match &setup.programs {
             Some(folder) => folder.clone(),

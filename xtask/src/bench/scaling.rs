@@ -63,7 +63,7 @@ pub(super) fn measure(
     let curves: Vec<_> = curves.collect();
     if curves.is_empty() {
         let names: Vec<_> = CURVES.iter().map(|curve| curve.id).collect();
-        return Err(format!("no curve is named so; there are {}", names.join(", ")).into());
+        return Err(format!("unknown curve; valid curves: {}", names.join(", ")).into());
     }
     let mut scaling = Scaling {
         measured: machine::provenance(rig, rounds)?,
@@ -148,7 +148,7 @@ fn tail<'a>(
         match tail_once(run, share, &measure)? {
             Ok(tail) => return Ok(tail),
             Err(short) => {
-                println!("{short}; this is tried {TRIES} times");
+                println!("{short} in each of {TRIES} attempts");
                 why = short;
             }
         }
@@ -177,7 +177,10 @@ fn tail_once<'a>(
     // The standard deviation of a Poisson process is the square root of the number of arrivals.
     let deviation = (wanted as f64 / f64::from(run.seconds)).sqrt();
     if read.iops < SERVED * wanted as f64 - DEVIATIONS * deviation {
-        let why = format!("{:.0} of {wanted} arrivals a second were served", read.iops);
+        let why = format!(
+            "only {:.0} of {wanted} arrivals per second were served",
+            read.iops
+        );
         return Ok(Err(why));
     }
     let (Some(busy), Some(median), Some(tail)) = (peak.p50_ns, read.p50_ns, read.p99_9_ns) else {
@@ -257,7 +260,7 @@ fn many(
         let clients: Vec<_> = (0..processes).map(start).collect();
         let ended = clients.into_iter().map(thread::ScopedJoinHandle::join);
         ended
-            .map(|joined| joined.unwrap_or_else(|_| Err("a thread ended badly".to_owned())))
+            .map(|joined| joined.unwrap_or_else(|_| Err("a thread panicked".to_owned())))
             .sum::<Result<f64, String>>()
     });
     served.stop()?;

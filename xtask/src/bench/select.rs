@@ -21,7 +21,7 @@ pub(super) fn of(words: &[String]) -> Result<Selection, Failure> {
         };
         if !ids().any(|id| id.contains(word.as_str())) {
             let all: Vec<_> = ids().collect();
-            return Err(format!("{word} names none of {}", all.join(", ")).into());
+            return Err(format!("unknown name {word}: expected one of {}", all.join(", ")).into());
         }
     }
     let is_any_system = !SYSTEMS.iter().any(|system| has(system.id));
@@ -73,7 +73,7 @@ mod tests {
     fn unknown_selection_word_is_error() {
         let error = of(&["nope".to_owned()]).err().unwrap().to_string();
         assert!(
-            error.starts_with("nope names none of file, nbdkit"),
+            error.starts_with("unknown name nope: expected one of file, nbdkit"),
             "{error}"
         );
     }

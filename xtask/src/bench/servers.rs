@@ -79,7 +79,7 @@ impl Place {
     /// Starts a server for the given files. Only our target supports more than one file, and
     /// exports each as a unit of the same target.
     pub(super) fn serve(&self, server: Server, images: &[PathBuf]) -> Result<Served, Failure> {
-        let image = images.first().ok_or("there is no file to serve")?;
+        let image = images.first().ok_or("missing file to serve")?;
         match server {
             Server::None => Ok(Served::at(Address::File {
                 path: image.clone(),

@@ -189,7 +189,7 @@ impl Stage<'_> {
         };
         let passed = run.tests.iter().filter(|t| t.verdict == Verdict::Passed);
         if passed.clone().count() < FEWEST.min(names.len() / 2) {
-            return Err(format!("hardly a test passed over iSER: {}", passed.count()).into());
+            return Err(format!("too few tests passed over iSER: {}", passed.count()).into());
         }
         Ok(run)
     }
@@ -244,7 +244,9 @@ fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
             return match listed {
                 // This must fail, so that we remove the test from the list when the client is
                 // fixed.
-                Some(_) => Verdict::Failed(vec![format!("it is listed, and ended by {verdict:?}")]),
+                Some(_) => {
+                    Verdict::Failed(vec![format!("it is listed, but its result is {verdict:?}")])
+                }
                 None => verdict,
             };
         }
@@ -252,7 +254,9 @@ fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
     };
     match listed {
         Some(listed) if listed.how == how && ended.said.contains(&listed.words) => {
-            Verdict::Skipped(vec!["libiscsi's client cannot do it over iSER".to_owned()])
+            Verdict::Skipped(vec![
+                "not supported by libiscsi's client over iSER".to_owned(),
+            ])
         }
         _ => {
             // Return the reason given by the test, or the last line of output.

@@ -113,24 +113,24 @@ const CLIENT_FAULTS: [(&str, &str); 4] = [
     ),
     (
         "GetLBAStatus.UnmapSingle",
-        "it asks for the status of the block after the unmapped ones, and expects that of the next \
-         physical block, which is another one where these have several logical blocks",
+        "it requests the status of the block after the unmapped blocks, and expects that of the next \
+             physical block, which differs if physical blocks have several logical blocks",
     ),
     (
         "iSCSISendTargets.Simple",
-        "it expects an answer to SendTargets=All in a normal session, where RFC 7143 Appendix C forbids it",
+        "it expects a response to SendTargets=All in a normal session, where RFC 7143 Appendix C forbids it",
     ),
     (
         "iSCSITMF.AbortTaskSimpleAsync",
-        "it expects its command in libiscsi's queue of what is to be sent, but libiscsi sends at once",
+        "it expects its command in libiscsi's send queue, but libiscsi sends immediately",
     ),
 ];
 
 /// A test that hangs, and the reason.
 const CLIENT_HANGS: (&str, &str) = (
     "iSCSISendTargets.Invalid",
-    "it closes its connection when a key that it made up is answered by NotUnderstood, as RFC 7143 section 6.2 \
-     demands, and then waits for ever for an answer by the connection that it has closed",
+    "it closes its connection when the response to an invented key is NotUnderstood, as required by RFC 7143 \
+             section 6.2, and then waits forever for a response on the closed connection",
 );
 
 /// LUN size in bytes, which must be large enough for tests that read and write 32 MiB in a single
@@ -200,7 +200,7 @@ fn ended(options: &Options, ours: Ours) -> Ended {
                 let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
                 // The packaged version doesn't have these bugs, so if it fails, this is our bug.
                 if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
-                    println!("{name} fails, but not by our fault: {why}");
+                    println!("{name} fails for another reason: {why}");
                     continue;
                 }
                 suite.failed += 1;
@@ -243,7 +243,7 @@ fn over_iser(
     match iser::run(options, programs, scratch)? {
         Ok(run) => ours.iser = Some(run),
         Err(why) => {
-            println!("the suite over iSER is left out: {why}");
+            println!("skipping the suite over iSER: {why}");
             note(Kind::SuiteTest, "all of libiscsi's suite over iSER", &why);
         }
     }
@@ -326,7 +326,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
         said.extend(fs::read(scratch.join("riser.out"))?);
         failures.extend(ended.map(|how| format!("iscsi-test-cu {how} in {tests}")));
         if !part.is_complete {
-            failures.push(format!("{tests} did not come to its end"));
+            failures.push(format!("{tests} did not finish"));
         }
         run.tests.extend(part.tests);
     }
@@ -361,7 +361,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
         before.kib, after.kib
     );
     if after.fds > before.fds {
-        failures.push("riserd keeps file descriptors of sessions that are gone".to_owned());
+        failures.push("riserd leaks file descriptors of closed sessions".to_owned());
     }
     if let Err(error) = daemon.stop() {
         failures.push(error.to_string());
@@ -416,7 +416,7 @@ fn all_tests(options: &Options) -> Result<Vec<String>, Failure> {
     {
         let is_split = suite_of(name) == split;
         if name == hangs {
-            println!("{name} is left out: {why}");
+            println!("skipping {name}: {why}");
         } else if name.contains('.') == is_split {
             tests.push(format!("ALL.{name}"));
         }
@@ -459,7 +459,7 @@ fn run_suite(
         if started.elapsed() > patience {
             let _ = child.kill();
             let _ = child.wait();
-            break Some(format!("had not ended after {patience:?}"));
+            break Some(format!("did not exit within {patience:?}"));
         }
         std::thread::sleep(Duration::from_millis(50));
     };
@@ -644,7 +644,7 @@ fn print_table(ours: &Ours, theirs: Option<&Run>) {
     if let Some(theirs) = theirs
         && !theirs.is_complete
     {
-        println!("(the client did not come to its end against tgt)");
+        println!("(the client did not finish against tgt)");
     }
 }
 

@@ -29,6 +29,6 @@ pub(super) fn run(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
         Ok(run)
     };
     run()
-        .inspect_err(|error| println!("tgt cannot be tried: {error}"))
+        .inspect_err(|error| println!("cannot compare with tgt: {error}"))
         .ok()
 }

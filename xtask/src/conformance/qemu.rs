@@ -70,9 +70,11 @@ pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>
         ));
     }
     if !has_driver() {
-        return Err(format!("qemu-img knows no iSCSI (Debian package {DRIVER})"));
+        return Err(format!(
+            "qemu-img lacks iSCSI support (Debian package {DRIVER})"
+        ));
     }
-    let booted = kernel::ensure().map_err(|e| format!("no kernel for the guest: {e}"))?;
+    let booted = kernel::ensure().map_err(|e| format!("cannot prepare the guest's kernel: {e}"))?;
     Ok(vec![
         (CHECKS[0], images(programs, scratch)),
         (CHECKS[1], boot(programs, scratch, &booted)),
@@ -179,7 +181,7 @@ fn images(programs: &Path, scratch: &sh::Scratch) -> Result<String, Failure> {
     // We also need to check the file itself: if the same client uses a wrong offset for both write
     // and read, its own comparison would still succeed.
     if fs::read(&disk)? != bytes {
-        return Err("what qemu-img wrote is not in riserd's file".into());
+        return Err("data written by qemu-img are missing in riserd's file".into());
     }
     let mut changed = File::options().write(true).open(&image)?;
     changed.seek(SeekFrom::Start(SIZE / 2))?;
@@ -234,14 +236,14 @@ fn boot(
     )?;
     daemon.stop()?;
     if !said.contains(&format!("DISK {sum}")) {
-        return Err(format!("the guest does not see its disk as it is:\n{said}").into());
+        return Err(format!("the guest read wrong data from its disk:\n{said}").into());
     }
     let mut end = File::open(&disk)?;
     end.seek(SeekFrom::End(-512))?;
     let mut block = Vec::new();
     end.read_to_end(&mut block)?;
     if !block.starts_with(MARK.as_bytes()) {
-        return Err("what the guest wrote is not in riserd's file".into());
+        return Err("data written by the guest are missing in riserd's file".into());
     }
     Ok("a guest booted, read its whole disk and wrote to it".to_owned())
 }

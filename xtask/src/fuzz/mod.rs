@@ -64,7 +64,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         return Ok(());
     }
     if !ensure(NEEDS).is_empty() {
-        return Err("libFuzzer cannot be built".into());
+        return Err("cannot build libFuzzer".into());
     }
     let programs = build()?;
     let program = |target: &Target| -> &PathBuf { &programs[&(target.package, target.program)] };
@@ -81,7 +81,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
             corpus::minimize(program(target), target)
         })?;
         println!(
-            "kept beside the seeds: {} inputs",
+            "kept in addition to the seeds: {} inputs",
             found.iter().sum::<usize>()
         );
     }
@@ -94,7 +94,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 fn selected(names: &[String]) -> Result<Vec<Target>, Failure> {
     let unknown = names.iter().find(|n| TARGETS.iter().all(|t| t.name != **n));
     if let Some(name) = unknown {
-        return Err(format!("there is no target {name}; --list names them").into());
+        return Err(format!("unknown target {name}; --list shows all targets").into());
     }
     let is_selected = |t: &&Target| names.is_empty() || names.iter().any(|n| n == t.name);
     Ok(TARGETS.iter().filter(is_selected).copied().collect())
@@ -114,7 +114,7 @@ fn build() -> Result<Programs, Failure> {
     let text = sh::output(compiler(&args)?.stderr(Stdio::inherit()))?;
     let program = |target: &Target| {
         let path = executable(&text, target);
-        let path = path.ok_or_else(|| format!("cargo names no program of {}", target.name))?;
+        let path = path.ok_or_else(|| format!("cargo reports no program of {}", target.name))?;
         Ok(((target.package, target.program), path))
     };
     TARGETS.iter().map(program).collect()
@@ -126,7 +126,7 @@ fn build() -> Result<Programs, Failure> {
 fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
     let version = sh::output(&mut sh::cmd("rustc", ["-vV"]))?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-    let host = host.ok_or("rustc does not say its host")?;
+    let host = host.ok_or("rustc does not report its host")?;
     let fixed = [
         "test",
         "--no-run",

@@ -122,7 +122,7 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
     // If there is no test with this name, the harness still returns success.
     let failure = match status.success() {
         true if executions > 0 => None,
-        true => Some(format!("nothing was executed, see {}", relative(&log))),
+        true => Some(format!("no input was executed, see {}", relative(&log))),
         false => Some(format!("{status}, see {}", relative(&log))),
     };
     Ok(Figures {

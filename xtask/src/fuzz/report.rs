@@ -67,7 +67,7 @@ pub(super) fn keep(
         Err(error) if error.kind() == ErrorKind::NotFound => Report::default(),
         Err(error) => return Err(format!("{}: {error}", path.display()).into()),
         Ok(text) => serde_json::from_str(&text).unwrap_or_else(|error| {
-            println!("{} cannot be read and is replaced: {error}", path.display());
+            println!("cannot read {}, replacing it: {error}", path.display());
             Report::default()
         }),
     };

@@ -147,7 +147,7 @@ pub(super) const TARGETS: &[Target] = &[
         LOCAL_SERVICE,
         "ls::tests::",
         "local_service",
-        "the kernel's questions for paths over netlink",
+        "the kernel's path requests over netlink",
     ),
     unit(
         ACM,
@@ -171,7 +171,7 @@ pub(super) const TARGETS: &[Target] = &[
         VNIC_MANAGER,
         "vnic::manager::tests::",
         "vnic_manager",
-        "manager of a virtual Ethernet: answers",
+        "manager of a virtual Ethernet: responses",
     ),
     test(
         "fuzz_srp",
@@ -265,34 +265,34 @@ pub(super) const TARGETS: &[Target] = &[
         SRP_SESSION,
         "srp::session::tests::",
         "hostile_srp_target",
-        "SRP initiator before a hostile target",
+        "SRP initiator with a hostile target",
     ),
     unit(
         ISCSI_SESSION,
         "iscsi::session::tests::",
         "hostile_iscsi_target",
-        "iSCSI initiator before a hostile target",
+        "iSCSI initiator with a hostile target",
     ),
     unit(
         ENGINE,
         "engine::tests::hostile_iser::",
         "hostile_iser_target",
-        "iSER initiator before a hostile target",
+        "iSER initiator with a hostile target",
     ),
     reference(
         "unit::",
         "unit_beside_model",
-        "answers to CDBs beside a model",
+        "responses to CDBs compared with a model",
     ),
     reference(
         "reports::",
         "reports_beside_standards",
-        "INQUIRY, MODE SENSE and others beside SPC-4 and SBC-3",
+        "INQUIRY, MODE SENSE and others compared with SPC-4 and SBC-3",
     ),
     reference(
         "negotiation::",
         "login_beside_rules",
-        "iSCSI negotiation beside its rules",
+        "iSCSI negotiation compared with its rules",
     ),
 ];
 

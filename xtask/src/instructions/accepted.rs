@@ -137,7 +137,7 @@ impl Accepted {
         let others = self.other_versions(&made_with);
         if !others.is_empty() {
             if !are_all {
-                let why = "all paths must be counted again, so give no words";
+                let why = "all paths must be counted again: omit the words";
                 return Err(format!("{}; {why}", others.join("; ")).into());
             }
             self.paths.clear();
@@ -159,7 +159,7 @@ impl Accepted {
         let differ = differ.filter(|name| self.made_with.get(*name) != here.get(*name));
         let said = differ.map(|name| {
             let (theirs, ours) = (of(&self.made_with, name), of(here, name));
-            format!("{name}: the counts were accepted with {theirs}, here is {ours}")
+            format!("{name}: the accepted counts require {theirs}, found {ours}")
         });
         said.collect()
     }
@@ -233,7 +233,7 @@ fn line(what: &str, before: Option<f64>, after: f64) -> String {
             let percent = 100.0 * (after - before) / before;
             format!("{what}: {before:.0} before, {after:.0} after ({percent:+.1} %)")
         }
-        None => format!("{what}: not named before, {after:.0} after"),
+        None => format!("{what}: new, {after:.0}"),
     }
 }
 
@@ -285,7 +285,7 @@ mod tests {
             "srp read 1: 10000 before, 10430 after (+4.3 %)",
             "srp read 1, rc: 5000 before, 5450 after (+9.0 %)",
             "    rc::cut: 3000 before, 3350 after (+11.7 %)",
-            "    rc::new: not named before, 100 after",
+            "    rc::new: new, 100",
         ];
         assert_eq!(lines, expected);
     }
@@ -357,7 +357,7 @@ mod tests {
         assert_eq!(why, "p, rc: 5000 before, 5300 after (+6.0 %)");
         let new = cost(&[("rc", 4000.0), ("scsi", 4900.0), ("audit", 1100.0)], &[]);
         let why = growth("p", &accepted(), &new).unwrap();
-        assert_eq!(why, "p, audit: not named before, 1100 after");
+        assert_eq!(why, "p, audit: new, 1100");
     }
 
     #[test]
@@ -428,9 +428,9 @@ mod tests {
         assert_eq!(read.paths["srp read 1"], accepted());
         assert!(read.other_versions(&file.made_with).is_empty());
         let newer = BTreeMap::from([("rustc".to_owned(), "2".to_owned())]);
-        let why = "rustc: the counts were accepted with 1, here is 2";
+        let why = "rustc: the accepted counts require 1, found 2";
         assert_eq!(read.other_versions(&newer), [why]);
-        let none = "rustc: the counts were accepted with 1, here is none";
+        let none = "rustc: the accepted counts require 1, found none";
         assert_eq!(read.other_versions(&BTreeMap::new()), [none]);
     }
 

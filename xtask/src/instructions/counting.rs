@@ -35,7 +35,7 @@ fn within_limit(share: f64) -> Result<(), Failure> {
     if share > 0.0 && share <= LIMIT {
         return Ok(());
     }
-    Err(format!("counting takes {share:.2} %, and may take {LIMIT} %").into())
+    Err(format!("counting costs {share:.2} %, the limit is {LIMIT} %").into())
 }
 
 /// Returns the number of instructions per command, based on the difference between many and few

@@ -71,7 +71,7 @@ impl Dump {
         for line in text.lines() {
             reader
                 .take(line)
-                .ok_or_else(|| format!("not a line of callgrind: `{line}`"))?;
+                .ok_or_else(|| format!("invalid callgrind line: `{line}`"))?;
         }
         reader.finish()
     }
@@ -218,19 +218,22 @@ impl Reader {
 
     fn finish(mut self) -> Result<Dump, String> {
         if !self.has_events {
-            return Err("the dump does not count instructions alone".into());
+            return Err("the dump must only count instructions".into());
         }
         let sum: u64 = self.functions.values().map(|function| function.own).sum();
         if self.total != Some(sum) {
             let total = self.total;
             return Err(format!(
-                "lines of {sum} instructions, and a total of {total:?}"
+                "the lines add up to {sum} instructions, but the total is {total:?}"
             ));
         }
         // Without our own groups, all calls from polling functions would be treated as library
         // calls.
         if !self.groups.keys().any(|group| group.contains('/')) {
-            return Err(format!("no line of a source file below {}", self.root));
+            return Err(format!(
+                "found no line of a source file below {}",
+                self.root
+            ));
         }
         let rounds = self.functions.get(ROUND).map_or(0, |round| round.calls);
         let mut polling = 0;
@@ -382,12 +385,12 @@ mod tests {
         let why = |text: &str| Dump::parse(text, "/w").unwrap_err();
         assert!(why(&TEXT.replace("totals: 2350", "totals: 2351")).contains("2351"));
         assert!(why(&TEXT.replace("totals: 2350", "")).contains("None"));
-        assert!(why(&TEXT.replace("events: Ir", "events: Ir Dr")).contains("alone"));
+        assert!(why(&TEXT.replace("events: Ir", "events: Ir Dr")).contains("must only"));
         assert!(why(&TEXT.replace("430 100", "jump=3 430")).contains("jump=3"));
         assert!(why(&TEXT.replace("fl=(2)\n", "fl=(77)\n")).contains("fl=(77)"));
         assert!(why("1 2").contains("1 2"));
         let elsewhere = Dump::parse(TEXT, "/somewhere").unwrap_err();
-        assert_eq!(elsewhere, "no line of a source file below /somewhere");
+        assert_eq!(elsewhere, "found no line of a source file below /somewhere");
     }
 
     #[test]

@@ -67,7 +67,7 @@ pub(crate) enum Ended {
 /// Measures and prints the counts, then compares or accepts them.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !ensure(NEEDS).is_empty() {
-        return Err("there is no valgrind".into());
+        return Err("valgrind is missing".into());
     }
     if options.counting {
         return counting::run();
@@ -76,7 +76,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         .filter(|path| path.is_named(&options.only))
         .collect();
     if chosen.is_empty() {
-        return Err(format!("no path has the words {}", options.only.join(" ")).into());
+        return Err(format!("unknown path: no name contains {}", options.only.join(" ")).into());
     }
     if options.accept {
         return accept(&chosen);
@@ -100,7 +100,7 @@ pub(crate) fn counting() -> Result<(), Failure> {
 fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
     let accepted = Accepted::load()?;
     if accepted.paths.is_empty() {
-        let why = "no counts were accepted; `cargo xtask instructions --accept` measures them";
+        let why = "missing accepted counts; run `cargo xtask instructions --accept`";
         return Ok(Ended::Unavailable(why.to_owned()));
     }
     let others = accepted.other_versions(&versions()?);
@@ -112,7 +112,7 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
     for path in chosen {
         let name = path.to_string();
         let before = accepted.paths.get(&name);
-        let before = before.ok_or_else(|| format!("no counts of {name} were accepted"))?;
+        let before = before.ok_or_else(|| format!("missing accepted counts of {name}"))?;
         let mut runs = rig.measure(*path, RUNS)?;
         let mut after = Cost::least(runs.clone());
         if growth(&name, before, &after).is_some() {

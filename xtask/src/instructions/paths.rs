@@ -269,7 +269,7 @@ fn operations_of(output: &str, direction: &str) -> Result<u64, Failure> {
     let start = output.find('{').ok_or("riser printed no JSON")?;
     let document: Value = serde_json::from_str(&output[start..])?;
     let done = document["jobs"][0][direction]["total_ios"].as_u64();
-    done.ok_or_else(|| "the result of riser has no number of operations".into())
+    done.ok_or_else(|| "missing number of operations in riser's result".into())
 }
 
 #[cfg(test)]

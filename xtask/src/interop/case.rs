@@ -54,7 +54,7 @@ impl Case {
                 })
                 .map(str::trim)
         };
-        let needed = |name: &str| field(name).ok_or_else(|| format!("no line '#: {name}: …'"));
+        let needed = |name: &str| field(name).ok_or_else(|| format!("missing line '#: {name}: …'"));
         Ok(Self {
             name: name.to_owned(),
             group: needed("group")?.to_owned(),
@@ -108,14 +108,12 @@ pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> 
             .iter()
             .any(|c| c.is_named_by(std::slice::from_ref(word)))
         {
-            return Err(
-                format!("no case has the name or group \"{word}\"; --list names them").into(),
-            );
+            return Err(format!("unknown case or group \"{word}\"; --list shows all cases").into());
         }
     }
     cases.retain(|c| (!short || c.short) && c.is_named_by(words));
     if cases.is_empty() {
-        return Err("no short case of that name; --list names them".into());
+        return Err("unknown short case; --list shows all cases".into());
     }
     Ok(cases)
 }

@@ -191,7 +191,7 @@ impl Guest {
         let started = Instant::now();
         while self.qemu.try_wait()?.is_none() {
             if started.elapsed() > limit {
-                return Err(format!("the guest is not off after {limit:?}").into());
+                return Err(format!("the guest did not power off within {limit:?}").into());
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -217,13 +217,13 @@ impl Guest {
                 });
             }
             if let Some(status) = self.qemu.try_wait()? {
-                return Err(format!("the guest ended ({status})").into());
+                return Err(format!("the guest exited ({status})").into());
             }
             std::thread::sleep(Duration::from_millis(50));
         }
         let sofar = fs::read(at("out")).unwrap_or_default();
         Err(format!(
-            "no end within {limit:?}; so far:\n{}",
+            "not finished within {limit:?}; output so far:\n{}",
             String::from_utf8_lossy(&sofar)
         )
         .into())

@@ -23,11 +23,11 @@ pub(crate) const NEEDS: &[Need] = &[
     need("ping", "iputils-ping", "ping over the virtual Ethernet"),
     need("arping", "arping", "ARP over the virtual Ethernet"),
     need("iperf3", "iperf3", "traffic over the virtual Ethernet"),
-    need("ib_acme", "ibacm", "questions to riser-sa"),
-    need("saquery", "infiniband-diags", "questions to riser-sa"),
+    need("ib_acme", "ibacm", "requests to riser-sa"),
+    need("saquery", "infiniband-diags", "requests to riser-sa"),
     need("python3", "python3", "a program with libibumad"),
     need("tcpdump", "tcpdump", "captures of the cases"),
-    need("tshark", "tshark", "judging the captures of the cases"),
+    need("tshark", "tshark", "checking the captures of the cases"),
 ];
 
 /// Time to wait after SIGTERM before we kill a case.

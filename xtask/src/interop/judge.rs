@@ -150,17 +150,17 @@ pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure
             objections.push(format!("{name}: packet {line}"));
         }
         if reader.wrong.len() > SHOWN {
-            objections.push(format!("{name}: {} packets in all", reader.wrong.len()));
+            objections.push(format!("{name}: {} packets in total", reader.wrong.len()));
         }
     }
     let Judged { packets, iser } = judged;
     // An empty capture has no invalid packets, so we need to check the number of packets as well.
     match expected.least {
         None if packets > 0 => {
-            objections.push(format!("{packets} packets, and none were expected"));
+            objections.push(format!("{packets} packets, expected none"));
         }
         Some(least) if packets < least => {
-            objections.push(format!("{packets} packets, fewer than {least}"));
+            objections.push(format!("only {packets} packets, expected at least {least}"));
         }
         Some(least) if expected.is_iser && iser < least.min(10) => {
             objections.push(format!("{iser} iSER messages among {packets} packets"));
@@ -170,7 +170,7 @@ pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure
     if objections.is_empty() {
         Ok(judged)
     } else {
-        Err(format!("tshark objects to:\n{}", objections.join("\n")).into())
+        Err(format!("tshark reports:\n{}", objections.join("\n")).into())
     }
 }
 
@@ -335,7 +335,7 @@ impl Reader {
             self.judged.packets += 1;
             match Packet::parse(line) {
                 Some(packet) => self.packet(&packet),
-                None => self.wrong.push(format!("not understood: {line}")),
+                None => self.wrong.push(format!("cannot parse line: {line}")),
             }
         }
         Ok(())
@@ -751,15 +751,11 @@ mod tests {
         let none = Expected { least: None, ..ANY };
         for empty in [capture(&[]), Vec::new()] {
             assert!(judged(&empty, none).is_ok());
-            assert!(judged(&empty, ANY).unwrap_err().contains("fewer than 1"));
+            assert!(judged(&empty, ANY).unwrap_err().contains("at least 1"));
         }
         let one = capture(&[frame(&ack())]);
         assert!(judged(&one, ANY).is_ok());
-        assert!(
-            judged(&one, none)
-                .unwrap_err()
-                .contains("none were expected")
-        );
+        assert!(judged(&one, none).unwrap_err().contains("expected none"));
     }
 
     #[test]

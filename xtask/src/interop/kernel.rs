@@ -40,7 +40,7 @@ pub(crate) fn ensure() -> Result<Kernel, Failure> {
     let package = depends
         .lines()
         .find_map(|l| l.trim().strip_prefix("Depends: "))
-        .ok_or("the backports suite names no kernel")?
+        .ok_or("the backports suite has no kernel")?
         .to_owned();
     println!("fetching Debian package {package}");
     let archive = apt.download(&package)?;
@@ -106,7 +106,7 @@ impl PrivateApt {
         let codename = release
             .lines()
             .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
-            .ok_or("/etc/os-release names no release")?
+            .ok_or("/etc/os-release contains no release")?
             .to_owned();
         // Use the same mirror as this host, because it may require a proxy or use a local copy. No
         // other apt settings are used.
@@ -143,7 +143,7 @@ impl PrivateApt {
             .filter_map(Result::ok)
             .map(|e| e.path())
             .find(is_it)
-            .ok_or_else(|| format!("the package {package} did not arrive").into())
+            .ok_or_else(|| format!("apt did not download the package {package}").into())
     }
 
     fn run(&self, program: &str, args: &[&str]) -> Result<String, Failure> {

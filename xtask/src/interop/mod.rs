@@ -51,7 +51,7 @@ pub(crate) const NEEDS: &[Need] = &[
     need(
         "ibv_devinfo",
         "ibverbs-utils",
-        "looking at devices in the guest",
+        "showing devices in the guest",
     ),
     need("fio", "fio", "verified I/O in the guest"),
     need("sg_inq", "sg3-utils", "SCSI commands in the guest"),
@@ -68,8 +68,8 @@ pub(crate) const NEEDS: &[Need] = &[
     need("tgtd", "tgt", "tgt's iSER target"),
     need("multipath", "multipath-tools", "dm-multipath in the guest"),
     need("mkfs.ext4", "e2fsprogs", "file systems in the guest"),
-    need("qemu-img", "qemu-utils", "a judge of riser's NBD export"),
-    need("nbdcopy", "libnbd-bin", "a judge of riser's NBD export"),
+    need("qemu-img", "qemu-utils", "checking riser's NBD export"),
+    need("nbdcopy", "libnbd-bin", "checking riser's NBD export"),
     need("fusermount3", "fuse3", "riser's FUSE export in the guest"),
     need("python3", "python3", "a raw client in the guest"),
     need("udevadm", "udev", "udev's rules in the guest"),
@@ -94,11 +94,15 @@ pub(crate) const NEEDS: &[Need] = &[
         "the keys of IPsec in the guest",
     ),
     need("iwpmd", "rdma-core", "a port mapper in the guest"),
-    need("ibacm", "ibacm", "its place is riser-sa's"),
-    need("saquery", "infiniband-diags", "questions to riser-sa"),
-    need("strace", "strace", "what riser-sa and the kernel exchange"),
+    need("ibacm", "ibacm", "it conflicts with riser-sa"),
+    need("saquery", "infiniband-diags", "requests to riser-sa"),
+    need(
+        "strace",
+        "strace",
+        "messages between riser-sa and the kernel",
+    ),
     need("tcpdump", "tcpdump", "captures of the cases"),
-    need("tshark", "tshark", "judging the captures of the cases"),
+    need("tshark", "tshark", "checking the captures of the cases"),
 ];
 
 /// Memory required by a guest and the processes that use it, in MiB.
@@ -231,7 +235,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         false => match kernel::ensure() {
             Ok(kernel) => Some(kernel),
             Err(e) => {
-                let why = format!("no kernel for the guest: {e}");
+                let why = format!("cannot prepare the guest's kernel: {e}");
                 return Ok(Ended::Unavailable(names(options)?, why));
             }
         },
@@ -242,12 +246,12 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
             && guests.iter().any(|case| module.is_for(case))
             && let Err(e) = module.ensure(kernel)
         {
-            let why = format!("no {} for the guest: {e}", module.name());
+            let why = format!("cannot prepare {} for the guest: {e}", module.name());
             guests.retain(|case| !module.is_for(case));
             if here.is_empty() && guests.is_empty() {
                 return Ok(Ended::Unavailable(names(options)?, why));
             }
-            println!("the cases with {} are left out: {why}", module.name());
+            println!("skipping the cases with {}: {why}", module.name());
         }
     }
     // Tests take minutes to build, so we only build them for cases that need them.
@@ -327,7 +331,7 @@ fn table(rows: &[Row<'_>]) -> String {
         );
         let first = r.first.iter().map(|why| {
             let why = why.lines().last().unwrap_or_default();
-            format!("the first attempt ended with: {why}")
+            format!("the first attempt failed: {why}")
         });
         let lines = r.result.iter().flatten().cloned().chain(first);
         let lines: String = lines.map(|line| format!("\n        {line}")).collect();

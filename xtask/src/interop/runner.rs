@@ -153,7 +153,9 @@ impl Rig<'_> {
                 case,
                 boot: Some(booted),
                 took: Duration::ZERO,
-                result: Err(why.map_or_else(String::new, |e| format!("no guest: {e}"))),
+                result: Err(
+                    why.map_or_else(String::new, |e| format!("cannot start the guest: {e}"))
+                ),
                 first: None,
             };
         };
@@ -226,7 +228,7 @@ impl Rig<'_> {
         let judged = judge(saved, Expected::of(case))?;
         if judged.iser > 0 {
             figures.push(format!(
-                "{} packets judged, {} iSER messages among them",
+                "checked {} packets, including {} iSER messages",
                 judged.packets, judged.iser
             ));
         }

@@ -215,7 +215,7 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     };
     let machines: Vec<_> = MACHINES.iter().filter(is_meant).collect();
     if machines.is_empty() {
-        return Err("no machine has such a name".into());
+        return Err("unknown machine".into());
     }
     have_program("cargo-mutants")?;
     let copy = Copy::of_head()?;
@@ -251,7 +251,11 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     copy.restore()?;
     match below.is_empty() {
         true => Ok(()),
-        false => Err(format!("too few mutants are noticed or tried: {}", below.join(", ")).into()),
+        false => Err(format!(
+            "too few mutants were detected or tried: {}",
+            below.join(", ")
+        )
+        .into()),
     }
 }
 
@@ -259,9 +263,9 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
 fn is_clean(what: &str, run: Run) -> Result<(), Failure> {
     match run {
         Run::Clean => Ok(()),
-        Run::Hung => Err(format!("{what} hangs or dies without any mutant").into()),
+        Run::Hung => Err(format!("{what} hangs or dies without a mutant").into()),
         Run::Failed(seed, why) => {
-            Err(format!("{what}: {}fails without any mutant: {why}", at(seed)).into())
+            Err(format!("{what}: {}fails without a mutant: {why}", at(seed)).into())
         }
     }
 }
@@ -412,7 +416,7 @@ fn build(copy: &Copy, samples: &mut [Sample]) -> Result<(), Failure> {
         }
         if unviable.is_empty() {
             let why = String::from_utf8_lossy(&out.stderr).into_owned();
-            return Err(format!("the mutants do not compile, for no mutant's fault\n{why}").into());
+            return Err(format!("compilation failed, but not because of a mutant\n{why}").into());
         }
         for sample in &mut *samples {
             sample.replace(&unviable);

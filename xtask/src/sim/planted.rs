@@ -44,12 +44,12 @@ impl Planted {
         let expected: Vec<_> = expected.map(|words| words.trim().to_owned()).collect();
         let judge = head().find_map(|line| line.strip_prefix("judge: "));
         if judge.is_some_and(|words| Judge::named(words).is_none()) {
-            return Err(format!("{} names no judge that there is", path.display()).into());
+            return Err(format!("{}: unknown judge", path.display()).into());
         }
         let name = path.file_stem().unwrap_or_default();
         let name = name.to_string_lossy().into_owned();
         if expected.is_empty() || !text.contains(&format!("\"{name}\"")) {
-            return Err(format!("{} lacks its switch or what to expect", path.display()).into());
+            return Err(format!("{}: missing switch or expected message", path.display()).into());
         }
         Ok(Self {
             name,
@@ -79,7 +79,7 @@ fn chosen(words: &[String]) -> Result<Vec<Planted>, Failure> {
     }
     paths.sort();
     match paths.is_empty() {
-        true => Err("no planted defect has such a name".into()),
+        true => Err("unknown planted defect".into()),
         false => paths.into_iter().map(Planted::of).collect(),
     }
 }
@@ -145,7 +145,7 @@ fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
                         *most = seed.max(*most);
                         Ok(words)
                     }
-                    false => Err(format!("fails in another way: {words}")),
+                    false => Err(format!("unexpected failure: {words}")),
                 }
             }
         };
@@ -158,8 +158,10 @@ fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
         let runs = judge.runs(most);
         match judge.run(copy, None, most, PATIENCE)? {
             Run::Clean => println!("none: {runs} pass"),
-            Run::Failed(_, why) => return Err(format!("without any, within {runs}: {why}").into()),
-            Run::Hung => return Err(format!("without any, it {HANGS} within {runs}").into()),
+            Run::Failed(_, why) => {
+                return Err(format!("without a defect, within {runs}: {why}").into());
+            }
+            Run::Hung => return Err(format!("without a defect, it {HANGS} within {runs}").into()),
         }
     }
     Ok(missed)

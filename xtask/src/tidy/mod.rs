@@ -89,7 +89,7 @@ fn list_phrases(name: &str) -> Result<(), Failure> {
 fn measure(tree: &Path) -> Result<Report, Failure> {
     let packages = sources::read(tree)?;
     for message in packages.iter().flat_map(|package| &package.unreadable) {
-        eprintln!("left out {message}");
+        eprintln!("skipping {message}");
     }
     let mut all = Measures::default();
     let (mut by_package, mut english) = (Vec::new(), Vec::new());
@@ -127,7 +127,7 @@ fn all_readable(packages: &[sources::Package]) -> Result<(), Failure> {
     if unreadable.is_empty() {
         return Ok(());
     }
-    Err(format!("these cannot be read:\n{}", unreadable.join("\n")).into())
+    Err(format!("cannot read:\n{}", unreadable.join("\n")).into())
 }
 
 /// Checks the source code. The error contains new issues, and known issues that no longer exist.
@@ -148,7 +148,7 @@ pub(crate) fn check() -> Result<(), Failure> {
         for word in words::find(&visible.text.text, visible.text.line) {
             let key = format!("word {path}: {}", word.word);
             let (line, instead, word) = (word.line, word.instead, word.word);
-            let about = format!("{path}:{line}: replace \"{word}\" by one of: {instead}");
+            let about = format!("{path}:{line}: replace \"{word}\" with one of: {instead}");
             found.entry(key).or_default().push(about);
         }
     }
@@ -186,7 +186,7 @@ fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
     if wrong.is_empty() {
         return Ok(());
     }
-    Err(format!("{}\n{} to repair", wrong.join("\n"), wrong.len()).into())
+    Err(format!("{}\n{} to fix", wrong.join("\n"), wrong.len()).into())
 }
 
 /// Messages for each issue. The key is the same as in the list of known issues.
@@ -200,7 +200,7 @@ fn judge<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<Stri
         .filter(|(key, _)| !known.contains(key.as_str()));
     let new = new.flat_map(|(_, abouts)| abouts.clone());
     let gone = known.iter().filter(|line| !found.contains_key(**line));
-    let gone = gone.map(|line| format!("{KNOWN}: remove \"{line}\", which is repaired"));
+    let gone = gone.map(|line| format!("{KNOWN}: remove \"{line}\", which is fixed"));
     new.chain(gone).collect()
 }
 
@@ -213,7 +213,7 @@ mod tests {
         let of = |text| all_readable(&sources::tests::tree("tidy-readable", &[("lib.rs", text)]));
         of("fn f() {}").unwrap();
         let why = of("fn f() {").unwrap_err().to_string();
-        assert!(why.starts_with("these cannot be read:\nlib.rs: "), "{why}");
+        assert!(why.starts_with("cannot read:\nlib.rs: "), "{why}");
     }
 
     #[test]

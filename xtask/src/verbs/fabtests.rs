@@ -62,7 +62,7 @@ pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     let version = version
         .lines()
         .find_map(|line| line.strip_prefix("libfabric: "));
-    let version = version.ok_or("fi_info does not say its version")?.trim();
+    let version = version.ok_or("fi_info does not report its version")?.trim();
     let prefix = packages::cache().join(format!("fabtests-{version}"));
     if prefix.join("bin/runfabtests.sh").is_file() {
         return Ok(prefix);
@@ -129,7 +129,7 @@ pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>
     let is_whole = ended.said.contains("# Total Fail");
     match (tests.is_empty(), is_whole) {
         (false, true) => Ok(tests),
-        _ => Err(format!("it did not end, {:?}", ended.status).into()),
+        _ => Err(format!("it did not finish: {:?}", ended.status).into()),
     }
 }
 

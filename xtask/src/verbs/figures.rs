@@ -189,7 +189,7 @@ fn row(
     };
     let ratio = Summary::of(&ratios(ours, theirs));
     let (Some(own), Some(other), Some(ratio)) = (median(ours), median(theirs), ratio) else {
-        return Err("there is no round".into());
+        return Err("missing round".into());
     };
     let goal = comparison.goal.map(|goal| goal.judge(ratio.median));
     Ok(format!(
@@ -218,10 +218,10 @@ fn perftest(rig: &Rig, program: &str, options: &str) -> Result<f64, Failure> {
     let (client, server) = (client.end(until), server.end(until));
     for ended in [&client, &server] {
         if !ended.status.is_some_and(|status| status.success()) {
-            return Err(format!("{program} has failed: {}", ended.said).into());
+            return Err(format!("{program} failed: {}", ended.said).into());
         }
     }
-    figure_of(&client.said).ok_or_else(|| format!("no figure in {}", client.said).into())
+    figure_of(&client.said).ok_or_else(|| format!("missing result in {}", client.said).into())
 }
 
 /// TCP port used by perftest for its own connection.
@@ -265,7 +265,7 @@ fn iperf3() -> Result<f64, Failure> {
     server.wait()?;
     let document: Value = serde_json::from_str(&output?)?;
     let bits = document["end"]["sum_received"]["bits_per_second"].as_f64();
-    let bits = bits.ok_or("iperf3 printed no figure")?;
+    let bits = bits.ok_or("iperf3 printed no result")?;
     Ok(bits / 8e9)
 }
 
@@ -328,9 +328,9 @@ fn ping_pong(
         }
         other
             .join()
-            .map_err(|_| io::Error::other("the other end has panicked"))??;
+            .map_err(|_| io::Error::other("the peer panicked"))??;
         let summary = Summary::of(&halves).map(|summary| summary.median);
-        summary.ok_or_else(|| io::Error::other("there was no round trip"))
+        summary.ok_or_else(|| io::Error::other("no round trip completed"))
     })
 }
 

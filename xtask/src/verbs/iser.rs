@@ -315,7 +315,7 @@ fn succeed(name: &str, ended: &Ended) -> Result<String, Failure> {
 fn says(said: &str, words: &str) -> Result<(), Failure> {
     match said.contains(words) {
         true => Ok(()),
-        false => Err(format!("does not say {words:?}\n{}", tail(said)).into()),
+        false => Err(format!("missing {words:?} in the output\n{}", tail(said)).into()),
     }
 }
 
@@ -336,14 +336,14 @@ fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     let first = first.display().to_string();
     stage.riser(&["write", &url, &first, "--offset", "1MiB"])?;
     if fs::read(stage.disk()?)?[1 << 20..][..bytes.len()] != bytes {
-        return Err("what riser wrote is not in tgt's file".into());
+        return Err("data written by riser are missing in tgt's file".into());
     }
     let second = stage.folder.join("second");
     let to = second.display().to_string();
     let length = bytes.len().to_string();
     stage.riser(&["read", &url, &to, "--offset", "1MiB", "--length", &length])?;
     if fs::read(second)? != bytes {
-        return Err("what riser read is not what it wrote".into());
+        return Err("riser read other data than it wrote".into());
     }
     let sizes = "--bssplit=512/20:4K/40:64K/20:256K/10:512K/10";
     let words = [
@@ -419,7 +419,7 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
     // We also need to check the file itself: if the same client uses a wrong offset for both write
     // and read, its own comparison would still succeed.
     if fs::read(stage.disk()?)? != bytes {
-        return Err("what qemu-img wrote is not in riserd's file".into());
+        return Err("data written by qemu-img are missing in riserd's file".into());
     }
     let compare = [
         "qemu-img", "compare", "-f", "raw", "-F", "raw", &image, &url,

@@ -44,7 +44,7 @@ const PROGRAMS: &[Need] = &[
     need("rping", "rdmacm-utils", "programs for connections"),
     need("ib_write_bw", "perftest", "perftest"),
     need("perfquery", "infiniband-diags", "programs for management"),
-    need("ibacm", "ibacm", "its place is riser-sa's"),
+    need("ibacm", "ibacm", "it conflicts with riser-sa"),
     need("tgtd", "tgt", "tgt's iSER target"),
     need("tgtadm", "tgt", "tgt's iSER target"),
     need("iscsi-inq", "libiscsi-bin", "libiscsi's iSER client"),
@@ -224,7 +224,7 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
     });
     let rows = ran.map_err(|_| "the thread of the cases panicked")??;
     if rows.is_empty() {
-        return Err("no case has one of these words in its path".into());
+        return Err("unknown case: no path contains one of these words".into());
     }
     let (tally, failure) = count(&rows);
     print_skips(&rows);
@@ -556,13 +556,15 @@ fn suite_rows(
             Verdict::Passed => Outcome::Passed,
             Verdict::Skipped(why) => Outcome::Skipped(why),
             Verdict::Failed(why) => Outcome::Failed(why),
-            Verdict::Unfinished => Outcome::Failed("its process ended, or its time was up".into()),
+            Verdict::Unfinished => Outcome::Failed("the process exited or timed out".into()),
         };
         let outcome = match (not_yet(&path).filter(|_| !options.not_yet), outcome) {
             (Some(why), Outcome::Failed(_)) => Outcome::NotYet(why),
             // This must fail, so that the entry is removed from the list when the problem has been
             // fixed.
-            (Some(_), Outcome::Passed) => Outcome::Failed("it passes: take it off the list".into()),
+            (Some(_), Outcome::Passed) => {
+                Outcome::Failed("it passes: remove it from the list".into())
+            }
             (_, outcome) => outcome,
         };
         Row {

@@ -152,8 +152,8 @@ impl Namespace {
                 return Ok(namespace);
             }
             if namespace.holder.try_wait()?.is_some() || Instant::now() > until {
-                let why = said.lines().next().unwrap_or("no answer");
-                return Err(format!("no namespaces of a user's own: {why}").into());
+                let why = said.lines().next().unwrap_or("no output");
+                return Err(format!("cannot create user namespaces: {why}").into());
             }
             std::thread::sleep(Duration::from_millis(20));
         }

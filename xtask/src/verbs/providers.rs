@@ -78,7 +78,7 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     let (tests, is_whole) = parse(&ended.said);
     match (is_whole, ended.status) {
         (true, _) => Ok(tests),
-        (false, None) => Err(failure("the suite", "its time was up", &ended)),
+        (false, None) => Err(failure("the suite", "it timed out", &ended)),
         (false, Some(status)) => Err(failure("the suite", &status.to_string(), &ended)),
     }
 }

@@ -137,7 +137,7 @@ pub(super) fn run(
 
 fn how(ended: &Ended) -> String {
     match ended.status {
-        None => "its time was up".to_owned(),
+        None => "it timed out".to_owned(),
         Some(status) => format!("no test ran, {status}"),
     }
 }

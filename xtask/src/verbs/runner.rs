@@ -314,7 +314,9 @@ impl Process {
         let until = Instant::now() + time;
         while !self.said().contains(words) {
             if Instant::now() > until {
-                return Err(format!("does not say {words:?}\n{}", tail(&self.said())).into());
+                return Err(
+                    format!("missing {words:?} in the output\n{}", tail(&self.said())).into(),
+                );
             }
             std::thread::sleep(LOOK);
         }
@@ -414,13 +416,15 @@ pub(super) fn wait_until_ready(
         }
         if let Some(status) = server.child.try_wait()? {
             return Err(format!(
-                "the server ended at once, {status}\n{}",
+                "the server exited immediately, {status}\n{}",
                 tail(&server.said())
             )
             .into());
         }
         if Instant::now() > until {
-            return Err(format!("the server did not get ready\n{}", tail(&server.said())).into());
+            return Err(
+                format!("the server did not become ready\n{}", tail(&server.said())).into(),
+            );
         }
         std::thread::sleep(LOOK);
     }
@@ -514,7 +518,7 @@ pub(super) fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
         return Err(format!("{name}: the library {}", lines.join(" ")).into());
     }
     match ended.status {
-        None => Err(failure(name, "its time was up", ended)),
+        None => Err(failure(name, "it timed out", ended)),
         Some(status) => match status.signal() {
             Some(signal) if signal != Signal::TERM.as_raw() => {
                 Err(failure(name, &status.to_string(), ended))
@@ -526,7 +530,11 @@ pub(super) fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
 
 fn check(name: &str, ended: &Ended, says: &[&str]) -> Result<(), Failure> {
     match says.iter().find(|words| !ended.said.contains(**words)) {
-        Some(words) => Err(failure(name, &format!("does not say {words:?}"), ended)),
+        Some(words) => Err(failure(
+            name,
+            &format!("missing {words:?} in the output"),
+            ended,
+        )),
         None => Ok(()),
     }
 }
@@ -589,11 +597,14 @@ mod tests {
             verdict(&pair, Some(server), std::slice::from_ref(client))
         };
         assert_eq!(of(&good, &good), "");
-        assert_eq!(of(&good, &silent), "client 1: does not say \"usec/iter\"");
+        assert_eq!(
+            of(&good, &silent),
+            "client 1: missing \"usec/iter\" in the output"
+        );
         assert_eq!(of(&good, &failed), "client 1: exit status: 1");
         assert_eq!(of(&failed, &good), "the server: exit status: 1");
         assert!(of(&good, &crashed).contains("signal: 11"));
-        assert_eq!(of(&late, &good), "the server: its time was up");
+        assert_eq!(of(&late, &good), "the server: it timed out");
         let panicked = ended(0, "thread panicked at a.rs:1\n usec/iter");
         let why = "client 1: the library panicked at a.rs:1  usec/iter";
         assert_eq!(of(&good, &panicked), why);

@@ -23,7 +23,7 @@ pub(super) fn compare(ours: &Path) -> Result<String, Failure> {
     let mut said = Vec::new();
     let mut missing = Vec::new();
     for library in LIBRARIES {
-        let path = find(library).ok_or_else(|| format!("this machine has no {library}"))?;
+        let path = find(library).ok_or_else(|| format!("{library} is missing"))?;
         let wanted = exports(&path)?;
         said.push(format!("{library}: {}", wanted.len()));
         missing.extend(wanted.difference(&has).cloned());

@@ -268,7 +268,7 @@ impl Administrator {
         let after = files(target);
         if after != before {
             return Err(format!(
-                "a change that was refused ({refusal:?}) leaves files of {after:?} bytes, not {before:?}"
+                "a rejected change ({refusal:?}) leaves files of {after:?} bytes, not {before:?}"
             ));
         }
         Ok(())
@@ -294,7 +294,7 @@ impl Administrator {
         });
         match passes || may_fail {
             true => Ok(()),
-            false => Err(format!("a change cannot be made: {error}")),
+            false => Err(format!("cannot make a change: {error}")),
         }
     }
 

@@ -74,7 +74,7 @@ impl Coverage {
         };
         let missing = kinds.iter().filter(|kind| !has_begun(kind));
         missing
-            .map(|kind| format!("a fault that never began: {kind}"))
+            .map(|kind| format!("fault never started: {kind}"))
             .collect()
     }
 }
@@ -129,10 +129,11 @@ fn mistakes(
     let reasons: BTreeMap<&str, &str> = lines.filter_map(|line| line.split_once(": ")).collect();
     let name = |[machine, from, to]: &Transition| format!("{machine} {from} -> {to}");
     let unknown = taken.difference(all).map(name);
-    let unknown = unknown.map(|row| format!("taken, and in no table: {row}"));
+    let unknown = unknown.map(|row| format!("unknown transition was taken: {row}"));
     let missing = all.difference(taken).map(name);
     let missing = missing.filter(|row| !reasons.contains_key(&row[..]));
-    let missing = missing.map(|row| format!("never taken, without a reason: {row}"));
+    let missing =
+        missing.map(|row| format!("transition was never taken, and has no reason: {row}"));
     let (all, taken): (BTreeSet<_>, BTreeSet<_>) = (
         all.iter().map(name).collect(),
         taken.iter().map(name).collect(),
@@ -140,8 +141,8 @@ fn mistakes(
     let wrong = reasons.iter().filter_map(|(row, reason)| {
         let is_taken = taken.contains(*row) && !reason.starts_with(RARE);
         match (all.contains(*row), is_taken) {
-            (false, _) => Some(format!("a reason for what there is not: {row}")),
-            (true, true) => Some(format!("taken, in spite of a reason: {row}")),
+            (false, _) => Some(format!("reason for an unknown transition: {row}")),
+            (true, true) => Some(format!("transition was taken, but has a reason: {row}")),
             (true, false) => None,
         }
     });
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!(reached.faults_missing(&["deaf"]), [""; 0]);
         assert_eq!(
             reached.faults_missing(&["deaf", "mute"]),
-            ["a fault that never began: mute"]
+            ["fault never started: mute"]
         );
     }
 
@@ -215,20 +216,20 @@ mod tests {
         let taken = [row("a::B On Off"), row("c::D Up Up")].into();
         let broken = "# words\n\na::B On -> Broken: nothing breaks\n";
         assert_eq!(mistakes(&taken, &all, broken), [""; 0]);
-        let missing = ["never taken, without a reason: a::B On -> Broken"];
+        let missing = ["transition was never taken, and has no reason: a::B On -> Broken"];
         assert_eq!(mistakes(&taken, &all, ""), missing);
         assert_eq!(
             mistakes(&all, &all, broken),
-            ["taken, in spite of a reason: a::B On -> Broken"]
+            ["transition was taken, but has a reason: a::B On -> Broken"]
         );
         assert_eq!(
             mistakes(&all, &all, "a::B Off -> On: no\n"),
-            ["a reason for what there is not: a::B Off -> On"]
+            ["reason for an unknown transition: a::B Off -> On"]
         );
         assert_eq!(mistakes(&all, &all, "a::B On -> Broken: rare\n"), [""; 0]);
         assert_eq!(
             mistakes(&all, &table("a::B\n  On: Off\nc::D\n  Up: Up\n"), ""),
-            ["taken, and in no table: a::B On -> Broken"]
+            ["unknown transition was taken: a::B On -> Broken"]
         );
     }
 }

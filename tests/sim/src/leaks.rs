@@ -52,7 +52,7 @@ impl Guard {
             let owner = Port(u16::from_be_bytes([port[0], port[1]]));
             let is_shared = owner.0 & SHARED != 0;
             if !(is_shared && may_share) && port_of(to) != Some(owner) {
-                self.report(|| format!("data of marked port {:#x} leave for {to}", owner.0));
+                self.report(|| format!("data of marked port {:#x} are sent to {to}", owner.0));
             }
         }
     }
@@ -62,7 +62,7 @@ impl Guard {
         self.look(to.ip(), packet);
         let is_whole = IcrcFlow::new(from, to).is_some_and(|flow| flow.check(packet, 0).is_ok());
         if !is_whole {
-            self.report(|| format!("a packet with a wrong ICRC leaves for {to}"));
+            self.report(|| format!("a packet with a wrong ICRC is sent to {to}"));
         }
     }
 

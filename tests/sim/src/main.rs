@@ -137,7 +137,7 @@ fn first(args: &Args) -> Result<(), String> {
     match lock(&failures).first_key_value() {
         Some((seed, why)) => {
             println!("seed {seed}: {}", why.replace('\n', " "));
-            Err("a seed has failed".to_owned())
+            Err("a seed failed".to_owned())
         }
         None => Ok(()),
     }
@@ -198,7 +198,7 @@ fn explore(args: &Args) -> Result<(), String> {
     );
     match (failures.len(), mistakes.len()) {
         (0, 0) => Ok(()),
-        (0, mistakes) => Err(format!("{mistakes} mistakes in the coverage")),
+        (0, mistakes) => Err(format!("{mistakes} coverage errors")),
         (failed, _) => Err(format!("{failed} seeds failed")),
     }
 }

@@ -470,7 +470,7 @@ impl Model {
         let first = of_kind.min_by_key(|(_, cause)| cause.end);
         if first.is_none() && is_known {
             return Err(format!(
-                "port {} hears of {code:02x?} without a cause",
+                "port {} receives unit attention {code:02x?} without a cause",
                 port.0
             ));
         }
@@ -522,7 +522,7 @@ impl Model {
         if may_be.is_empty() && state.knowledge.resets {
             let port = port.0;
             return Err(format!(
-                "a command of port {port} is aborted, and no function was under way"
+                "a command of port {port} is aborted without a pending function"
             ));
         }
         let nexus = state.nexuses.entry(port).or_default();

@@ -322,7 +322,7 @@ impl Target {
                     Some(Refusal::NotKept) => server.withdraw_change(&mut job.change, now),
                     Some(refusal) => {
                         return Err(format!(
-                            "workers are ready for what must be refused: {refusal:?}"
+                            "workers accepted a change that must be rejected: {refusal:?}"
                         ));
                     }
                     None => match server.save_numbers(&mut job.change) {
@@ -456,7 +456,7 @@ impl Target {
                 Ok(Ok(more)) => sockets.extend(more),
                 Ok(Err(error)) => return Ended::Refused(error.to_string()),
                 Err(TryRecvError::Disconnected) => {
-                    return Ended::Refused("a worker is gone".to_owned());
+                    return Ended::Refused("a worker exited".to_owned());
                 }
                 Err(TryRecvError::Empty) => {
                     self.ending = Some(Ending::Asking {

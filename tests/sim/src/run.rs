@@ -365,7 +365,7 @@ impl World {
         // The administrator must clear a failure that was just detected.
         if let Some(error) = unwritten.take().filter(|_| !self.target.has_failed()) {
             return Err(format!(
-                "all is well, and block 0 cannot be written: {error}"
+                "no fault is left, and block 0 cannot be written: {error}"
             ));
         }
         let now = self.fabric.now();
@@ -387,7 +387,7 @@ impl World {
                 initiator.client.buffers().size(),
             );
             if free != all {
-                return Err(format!("an initiator has {free} of {all} bytes back"));
+                return Err(format!("an initiator has only {free} of {all} bytes free"));
             }
             initiator.client.shutdown();
         }
@@ -401,7 +401,7 @@ impl World {
             let mut engines = initiators.flat_map(|one| &one.engine);
             engines.all(Engine::is_over) && world.network.is_empty()
         });
-        ended.map_err(|why| format!("{why}; there are {}", self.network))?;
+        ended.map_err(|why| format!("{why}; remaining: {}", self.network))?;
         self.check_initiators()?;
         self.check_leftovers()?;
         let trace = self.fabric.trace() ^ self.network.trace().rotate_left(1);
@@ -508,10 +508,10 @@ impl World {
             let engines = world.initiators.iter().flat_map(|one| &one.engine);
             engines.map(Engine::unreturned).collect()
         };
-        let returned = self.run_until("request limits are whole", limit, |world| {
+        let returned = self.run_until("all request limits are restored", limit, |world| {
             unreturned(world).iter().all(|units| *units == 0)
         });
-        returned.map_err(|why| format!("{why}; targets keep {:?}", unreturned(self)))
+        returned.map_err(|why| format!("{why}; missing at targets: {:?}", unreturned(self)))
     }
 
     /// Checks that initiators have released all resources after their sessions were closed.
@@ -584,7 +584,7 @@ impl World {
         let is_leaving = |one: &&Initiator| one.is_leaving;
         let now = self.fabric.now();
         format!(
-            "{} tasks, {} rivals, {} troubles, {} initiators that leave{}{} have not ended",
+            "unfinished: {} tasks, {} rivals, {} troubles, {} leaving initiators{}{}",
             self.executor.len(),
             self.rivals.iter().filter(|one| !one.is_over()).count(),
             self.active.iter().filter(|is_active| **is_active).count(),
@@ -708,9 +708,9 @@ impl World {
             Ended::NotYet => false,
             Ended::Refused(why) => {
                 coverage::note("process", "upgrade", "refused");
-                debug!(why, "the upgrade is refused");
+                debug!(why, "the upgrade is rejected");
                 if !self.plan.may_fail_shutdown() {
-                    self.blame(format!("an upgrade is refused: {why}"));
+                    self.blame(format!("an upgrade is rejected: {why}"));
                 }
                 true
             }
@@ -747,7 +747,7 @@ impl World {
             Ended::HandedOver => {
                 coverage::note("process", "end", "handed over");
                 if self.plan.is_quiet() {
-                    self.blame("an upgrade is not refused while a disk hangs".to_owned());
+                    self.blame("an upgrade is accepted while a disk hangs".to_owned());
                 }
                 self.model.hand_over();
             }

@@ -391,7 +391,7 @@ impl fmt::Display for Network {
         let (begun, vanished) = (self.begun.len(), self.vanished.len());
         write!(
             f,
-            "connections of {peers}, {begun} begun, {vanished} without a target"
+            "connections of {peers}, {begun} opened, {vanished} without a target"
         )
     }
 }

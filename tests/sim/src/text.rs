@@ -63,7 +63,7 @@ impl<'de> serde::Deserializer<'de> for Variants<'_> {
     where
         V: serde::de::Visitor<'de>,
     {
-        Err(serde::de::Error::custom("there is no value"))
+        Err(serde::de::Error::custom("missing value"))
     }
 
     fn deserialize_enum<V>(
@@ -76,7 +76,7 @@ impl<'de> serde::Deserializer<'de> for Variants<'_> {
         V: serde::de::Visitor<'de>,
     {
         *self.0 = variants;
-        Err(serde::de::Error::custom("there is no value"))
+        Err(serde::de::Error::custom("missing value"))
     }
 
     serde::forward_to_deserialize_any! {
@@ -123,7 +123,7 @@ pub(crate) mod mtu {
         let bytes = u32::deserialize(from)?;
         let mut all = Mtu::ALL.into_iter();
         let found = all.find(|mtu| mtu.bytes() == bytes);
-        found.ok_or_else(|| de::Error::custom(format!("{bytes} is no path MTU")))
+        found.ok_or_else(|| de::Error::custom(format!("invalid path MTU {bytes}")))
     }
 }
 
@@ -141,7 +141,7 @@ pub(crate) mod mtus {
         let of = |bytes| Mtu::ALL.into_iter().find(|mtu| mtu.bytes() == bytes);
         match numbers.map(of) {
             [Some(one), Some(other)] => Ok([one, other]),
-            _ => Err(de::Error::custom(format!("{numbers:?} are no path MTUs"))),
+            _ => Err(de::Error::custom(format!("invalid path MTUs {numbers:?}"))),
         }
     }
 }

@@ -647,9 +647,9 @@ impl Watcher {
         let mut backends: Vec<_> = units.map(|unit| unit.backend).collect();
         backends.dedup();
         match (self.taken.get(&task.lun), &backends[..]) {
-            (Some(taken), all) if !all.contains(taken) => Err(format!(
-                "it succeeds at disk {all:?} in the place of {taken}"
-            )),
+            (Some(taken), all) if !all.contains(taken) => {
+                Err(format!("it succeeds at disk {all:?} instead of {taken}"))
+            }
             (None, [one]) => {
                 self.taken.insert(task.lun, one);
                 Ok(())
@@ -776,7 +776,7 @@ fn judge_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), 
             let byte = task.data.first().copied().unwrap_or_default();
             if !ledger.ram.contains(&byte) || task.data.iter().any(|other| *other != byte) {
                 let may = &ledger.ram;
-                return Err(format!("it reads {byte:#04x}, which is none of {may:02x?}"));
+                return Err(format!("it reads {byte:#04x}, expected one of {may:02x?}"));
             }
             ledger.ram = vec![byte];
         }

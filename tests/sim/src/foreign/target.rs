@@ -661,7 +661,7 @@ impl Target {
         {
             let waited = now - closed;
             self.blame(format!(
-                "a login {waited:?} after a lost connection, DefaultTime2Wait is {time2wait:?}"
+                "a login {waited:?} after a lost connection, but DefaultTime2Wait is {time2wait:?}"
             ));
         }
     }

@@ -360,7 +360,7 @@ impl Rival {
         let before = std::mem::replace(&mut self.phase, Phase::Up);
         let Phase::LoggingIn { .. } = before else {
             self.phase = before;
-            return self.fail("a login that nobody began");
+            return self.fail("unexpected end of a login");
         };
         self.model.lose_change(self.user.port);
         self.model.log_in(self.user.port);

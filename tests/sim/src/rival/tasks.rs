@@ -722,7 +722,7 @@ impl Rival {
     pub(super) fn on_function_end(&mut self, at: usize, response: TmfResponse, now: Instant) {
         use TmfFunction::{AbortTask, QueryTask, TargetColdReset, TaskReassign};
         let Some(sent) = self.functions.remove(&response.itt.0) else {
-            return self.fail(&format!("{response:?} to no function"));
+            return self.fail(&format!("{response:?} without a pending function"));
         };
         let (function, status) = (sent.function, response.status);
         coverage::note("rival's function", label(function), &format!("{status:?}"));
@@ -772,7 +772,7 @@ impl Rival {
             .get(16..20)
             .map(|tag| u32::from_be_bytes(tag.try_into().unwrap_or_default()));
         let Some(sent) = tag.and_then(|tag| self.functions.remove(&tag)) else {
-            return self.fail("no function is under way that was rejected");
+            return self.fail("a reject without a pending function");
         };
         sent.ends_others
             .into_iter()

@@ -63,7 +63,7 @@ pub fn record() {
 pub fn allocates_nothing(what: &str, mut round: impl FnMut(u8)) {
     assert!(
         !threads().is_empty(),
-        "{what}: there is no thread of the data path"
+        "{what}: no data path thread is running"
     );
     let mut found = BTreeMap::new();
     for _ in 0..ROUNDS {
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn only_data_path_allocations_fail() {
         let why = verdict("some-thread").unwrap_err();
-        assert!(why.contains("no thread of the data path"), "{why}");
+        assert!(why.contains("no data path thread"), "{why}");
         // A thread that is waiting, like a daemon with nothing to do.
         let (started, is_there) = channel();
         let (end, ended) = channel::<()>();

@@ -16,7 +16,7 @@ const INTERVAL: Duration = Duration::from_millis(2);
 #[track_caller]
 pub fn eventually(what: &str, deadline: Duration, mut holds: impl FnMut() -> bool) {
     eventually_ok(what, deadline, || {
-        holds().then_some(()).ok_or("it does not hold")
+        holds().then_some(()).ok_or("condition is false")
     });
 }
 
@@ -27,7 +27,7 @@ pub fn eventually(what: &str, deadline: Duration, mut holds: impl FnMut() -> boo
 /// Panics if there is no value before the deadline.
 #[track_caller]
 pub fn eventually_some<T>(what: &str, deadline: Duration, mut get: impl FnMut() -> Option<T>) -> T {
-    eventually_ok(what, deadline, || get().ok_or("it is not there"))
+    eventually_ok(what, deadline, || get().ok_or("missing value"))
 }
 
 /// Retries an operation until it succeeds and returns its result.
@@ -49,7 +49,7 @@ pub fn eventually_ok<T, E: Debug>(
         let is_late = Instant::now() >= until;
         match attempt() {
             Ok(value) => return value,
-            Err(error) => assert!(!is_late, "not within {deadline:?}: {what}: {error:?}"),
+            Err(error) => assert!(!is_late, "timed out after {deadline:?}: {what}: {error:?}"),
         }
         thread::sleep(INTERVAL);
     }

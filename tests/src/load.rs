@@ -93,7 +93,7 @@ pub trait Disk: Send {
 
     /// Writes a block if it contains the expected data. This is never retried.
     fn swap(&mut self, _offset: u64, _expected: &[u8], _bytes: &[u8], _fua: bool) -> Swapped {
-        unreachable!("only a disk of SCSI is asked to swap")
+        unreachable!("only SCSI disks support swaps")
     }
 }
 

@@ -27,7 +27,7 @@ impl Host {
     pub fn look() -> io::Result<Self> {
         let found = rdma_core::devices().map_err(|e| with_causes(&rdma_core::OpenError::from(e)));
         let some = |devices: Vec<DeviceSummary>| match devices.is_empty() {
-            true => Err("the kernel has none".to_owned()),
+            true => Err("the kernel has no RDMA devices".to_owned()),
             false => Ok(devices),
         };
         Ok(Self {
@@ -55,7 +55,7 @@ fn with_causes(error: &dyn Error) -> String {
 
 impl fmt::Display for Host {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "roce, the software NIC, can have:")?;
+        writeln!(f, "roce, the software NIC, supports:")?;
         for i in &self.interfaces {
             let mtu = i
                 .path_mtu()
@@ -68,7 +68,7 @@ impl fmt::Display for Host {
             names => writeln!(f, "RDMA devices of the kernel: {}", names.join(", "))?,
         }
         match &self.rdma_core {
-            Err(why) => write!(f, "rdma_core: no devices, because {why}"),
+            Err(why) => write!(f, "rdma_core: no devices: {why}"),
             Ok(devices) => {
                 let line = |d: &DeviceSummary| {
                     let addrs: Vec<_> = d.addrs.iter().map(ToString::to_string).collect();
@@ -112,10 +112,10 @@ mod tests {
             kernel: vec![],
             rdma_core: Err("rdma-core is not installed: libibverbs.so.1: not found".into()),
         };
-        let expected = "roce, the software NIC, can have:\n  \
+        let expected = "roce, the software NIC, supports:\n  \
             192.0.2.1                               eth0            path MTU up to 1024\n\
             RDMA devices of the kernel: none\n\
-            rdma_core: no devices, because rdma-core is not installed: libibverbs.so.1: not found";
+            rdma_core: no devices: rdma-core is not installed: libibverbs.so.1: not found";
         assert_eq!(host.to_string(), expected);
         host.kernel = vec!["rxe0".into(), "rxe1".into()];
         let device = |name: &str, active| DeviceSummary {

@@ -23,7 +23,7 @@ says() {
     [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "no '$words' in what $* says"
 }
 for program in riserd riser; do
-    says 'rdma_core: no devices, because rdma-core is not installed: libibverbs.so.1' "$RISER_BIN/$program" devices
+    says 'rdma_core: no devices: rdma-core is not installed: libibverbs.so.1' "$RISER_BIN/$program" devices
     says '"unavailable"' "$RISER_BIN/$program" devices -o json
 done
 serve_disks 64 1

@@ -323,7 +323,7 @@ mod tests {
         }
     }
 
-    extern "C" fn says(signal: libc::c_int) {
+    extern "C" fn print_signal(signal: libc::c_int) {
         let _ = writeln!(io::stderr(), "handler of {signal}");
         // SAFETY: no preconditions.
         unsafe { libc::_exit(3) };
@@ -336,7 +336,7 @@ mod tests {
     ) {
         // SAFETY: the structure is passed by the kernel.
         assert_ne!(unsafe { (*info).si_addr() }, ptr::null_mut());
-        says(signal);
+        print_signal(signal);
     }
 
     #[test]
@@ -354,7 +354,7 @@ mod tests {
                 }
                 return;
             }
-            Some("plain") => action.sa_sigaction = says as *const () as usize,
+            Some("plain") => action.sa_sigaction = print_signal as *const () as usize,
             Some(_) => {
                 action.sa_sigaction = says_where as *const () as usize;
                 action.sa_flags = libc::SA_SIGINFO;

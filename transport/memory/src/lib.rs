@@ -129,7 +129,7 @@ impl Memory {
             return Err(io::Error::last_os_error());
         }
         let base = p.cast::<u8>();
-        let address = simulated::take(len).unwrap_or(base as u64);
+        let address = simulated::allocate_range(len).unwrap_or(base as u64);
         Ok(Self(Arc::new(Mapping {
             base,
             len,

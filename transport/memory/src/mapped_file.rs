@@ -169,10 +169,10 @@ impl MappedFile {
         let is_known = |(word, mask): (usize, u64)| {
             self.allocated[word].load(Ordering::Relaxed) & mask == mask
         };
-        words(pages.clone()).all(is_known) || self.ask(pages)
+        words(pages.clone()).all(is_known) || self.query_pages(pages)
     }
 
-    fn ask(&self, pages: Range<usize>) -> bool {
+    fn query_pages(&self, pages: Range<usize>) -> bool {
         let end = pages.end.next_multiple_of(GROUP).min(self.len / PAGE);
         let groups = pages.start / GROUP * GROUP..end;
         let mut are_there = [0_u8; ASKED];
@@ -324,13 +324,13 @@ mod tests {
         let file = file("riser-test-beside");
         file.write_all_at(&[1; 2 * PAGE], 0).unwrap();
         let map = mapped(&file);
-        assert!(map.ask(0..1));
+        assert!(map.query_pages(0..1));
         assert_eq!(map.allocated[0].load(Ordering::SeqCst), 0b11);
         let (is_over, asked) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
             let asker = scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
-                    assert!(map.ask(0..1));
+                    assert!(map.query_pages(0..1));
                     asked.fetch_add(1, Ordering::SeqCst);
                 }
             });

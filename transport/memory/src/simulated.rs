@@ -50,7 +50,7 @@ pub(crate) fn fails() -> bool {
 }
 
 /// Allocates an address for a mapping, in a simulation.
-pub(crate) fn take(len: usize) -> Option<u64> {
+pub(crate) fn allocate_range(len: usize) -> Option<u64> {
     let address = NEXT.get()?;
     // Leave a guard page between mappings.
     NEXT.set(Some(address + (len + PAGE) as u64));

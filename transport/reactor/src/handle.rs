@@ -200,11 +200,11 @@ impl FileTable {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn take(&self) -> Option<u32> {
+    pub(crate) fn allocate_index(&self) -> Option<u32> {
         self.lock().free.pop()
     }
 
-    pub(crate) fn give_back(&self, index: u32) {
+    pub(crate) fn release_index(&self, index: u32) {
         self.lock().free.push(index);
     }
 

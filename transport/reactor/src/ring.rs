@@ -214,11 +214,11 @@ impl Ring {
     pub fn register_file(&mut self, file: &Handle) -> Result<Handle, RegisterError> {
         // Free entries without handles first, so that they can be reused.
         self.drop_stale_files();
-        let index = self.files.take().ok_or(RegisterError::NoRoom)?;
+        let index = self.files.allocate_index().ok_or(RegisterError::NoRoom)?;
         match self.kernel.update_file(index, Some(file)) {
             Ok(()) => Ok(file.fixed(self.files.clone(), index)),
             Err(e) => {
-                self.files.give_back(index);
+                self.files.release_index(index);
                 Err(RegisterError::Kernel(e))
             }
         }
@@ -228,7 +228,7 @@ impl Ring {
         while let Some(index) = self.files.take_stale() {
             // If this fails, the file stays open in the table until the entry is reused.
             let _ = self.kernel.update_file(index, None);
-            self.files.give_back(index);
+            self.files.release_index(index);
         }
     }
 
@@ -347,7 +347,8 @@ impl Ring {
         // kernel.
         match &mut self.kernel {
             Kernel::Uring(uring) => uring.for_each_completion(|cqe| {
-                let is_wake = settle(&mut self.slots, cqe, Accepted::InResult, out, &mut reaped);
+                let is_wake =
+                    deliver_completion(&mut self.slots, cqe, Accepted::InResult, out, &mut reaped);
                 if is_wake {
                     // Before the caller checks its mailboxes, so that a message that arrives after
                     // this wakes the ring again.
@@ -358,7 +359,7 @@ impl Ring {
             Kernel::Simulated(queue) => {
                 while let Some((cqe, socket)) = queue.take_completion() {
                     let accepted = Accepted::Simulated(socket);
-                    settle(&mut self.slots, cqe, accepted, out, &mut reaped);
+                    deliver_completion(&mut self.slots, cqe, accepted, out, &mut reaped);
                 }
             }
         }
@@ -439,7 +440,7 @@ enum Accepted {
     clippy::inline_always,
     reason = "the body of the loop over completions"
 )]
-fn settle(
+fn deliver_completion(
     slots: &mut Slots,
     cqe: Cqe,
     accepted: Accepted,

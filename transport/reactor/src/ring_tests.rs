@@ -132,7 +132,7 @@ impl Far {
                 stream.read_exact(&mut bytes).unwrap();
                 bytes
             }
-            Self::Simulated(peer) => peer.take(len),
+            Self::Simulated(peer) => peer.read_bytes(len),
         }
     }
 

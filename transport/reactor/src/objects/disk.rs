@@ -87,7 +87,7 @@ impl State {
         cached.or_else(|| self.stable.get(&number)).unwrap_or(&None)
     }
 
-    fn put(&mut self, number: u64, sector: Sector) {
+    fn write_sector(&mut self, number: u64, sector: Sector) {
         // The page whose write-back failed is overwritten, and is dirty again.
         self.lost.remove(&number);
         self.changes += 1;
@@ -95,7 +95,7 @@ impl State {
         self.dirty.entry(number).or_default().push(version);
     }
 
-    fn settle(&mut self, number: u64, sector: Sector) {
+    fn write_back(&mut self, number: u64, sector: Sector) {
         match sector {
             Some(_) => self.stable.insert(number, sector),
             None => self.stable.remove(&number),
@@ -110,7 +110,7 @@ impl State {
             let covered = versions.partition_point(|(change, _)| *change <= until);
             let later = versions.split_off(covered);
             if let Some((_, newest)) = versions.pop() {
-                self.settle(number, newest);
+                self.write_back(number, newest);
             }
             if !later.is_empty() {
                 self.dirty.insert(number, later);
@@ -138,7 +138,7 @@ impl State {
             };
             let is_whole = part as u64 == SECTOR;
             let is_kept = change(&mut bytes[within..within + part], done as usize, is_whole);
-            self.put(number, is_kept.then_some(bytes));
+            self.write_sector(number, is_kept.then_some(bytes));
             done += part as u64;
         }
         self.len = self.len.max(offset + len);
@@ -242,7 +242,7 @@ impl Disk {
             let numbers: Vec<u64> = written.chain(lost).chain(stable).collect();
             numbers
                 .into_iter()
-                .for_each(|number| state.put(number, None));
+                .for_each(|number| state.write_sector(number, None));
             state.flush(first, u64::MAX, u64::MAX);
         }
         state.len = len;
@@ -363,7 +363,7 @@ impl Disk {
             let chosen = choose(number, versions.len());
             if chosen > 0 {
                 let (_, version) = versions.swap_remove(chosen - 1);
-                state.settle(number, version);
+                state.write_back(number, version);
             }
         }
         state.lost.clear();

@@ -156,7 +156,7 @@ impl Peer {
 
     /// Takes up to `most` bytes that the socket has sent.
     #[must_use]
-    pub fn take(&self, most: usize) -> Vec<u8> {
+    pub fn read_bytes(&self, most: usize) -> Vec<u8> {
         let mut state = lock(&self.shared);
         let len = most.min(state.outbound.len());
         state.outbound.drain(..len).collect()

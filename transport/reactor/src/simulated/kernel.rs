@@ -101,7 +101,7 @@ struct Pending {
 }
 
 /// Result of trying to complete an operation.
-enum End {
+enum OperationResult {
     /// The operation is still waiting.
     Waits,
     Result(i32),
@@ -110,7 +110,7 @@ enum End {
     Socket(Handle),
 }
 
-impl From<Result<usize, i32>> for End {
+impl From<Result<usize, i32>> for OperationResult {
     fn from(result: Result<usize, i32>) -> Self {
         Self::Result(match result {
             // The length of a transfer always fits in an `i32`.
@@ -158,12 +158,12 @@ impl Kernel {
     pub fn complete(&self, id: OperationId, outcome: Outcome) -> Option<i32> {
         let state = &mut *self.0.borrow_mut();
         let at = state.pending.iter().position(|p| p.user_data == id.0)?;
-        let end = state.pending[at].end(outcome);
+        let end = state.pending[at].execute(outcome);
         let (result, more, socket) = match end {
-            End::Waits => return None,
-            End::Result(result) => (result, false, None),
-            End::Event(result) => (result, true, None),
-            End::Socket(socket) => (0, false, Some(socket)),
+            OperationResult::Waits => return None,
+            OperationResult::Result(result) => (result, false, None),
+            OperationResult::Event(result) => (result, true, None),
+            OperationResult::Socket(socket) => (0, false, Some(socket)),
         };
         // Its handle and memory are released before the ring sees the completion, like on the host.
         if !more {
@@ -362,39 +362,39 @@ impl Pending {
     }
 
     /// Executes the operation, subject to the outcome.
-    fn end(&mut self, outcome: Outcome) -> End {
+    fn execute(&mut self, outcome: Outcome) -> OperationResult {
         match outcome {
-            _ if self.is_queued() && !self.is_ended() => End::Waits,
-            Outcome::Failed(errno) => End::Result(-errno),
-            _ if self.is_ended() => End::Result(-libc::ECANCELED),
+            _ if self.is_queued() && !self.is_ended() => OperationResult::Waits,
+            Outcome::Failed(errno) => OperationResult::Result(-errno),
+            _ if self.is_ended() => OperationResult::Result(-libc::ECANCELED),
             Outcome::Whole => self.carry_out(usize::MAX),
             Outcome::Short(most) => self.carry_out(most),
             Outcome::DoneButFailed(errno) => match self.carry_out(usize::MAX) {
-                End::Waits => End::Waits,
-                _ => End::Result(-errno),
+                OperationResult::Waits => OperationResult::Waits,
+                _ => OperationResult::Result(-errno),
             },
         }
     }
 
-    fn carry_out(&mut self, most: usize) -> End {
+    fn carry_out(&mut self, most: usize) -> OperationResult {
         let handle = self.handle.clone();
         match handle.simulated() {
             Some(Object::File(file)) => self.on_file(file, most),
             Some(Object::Socket(socket)) => self.on_socket(socket, most),
             Some(Object::Listener(listener)) => match self.op {
-                Op::Accept => listener
-                    .accept()
-                    .map_or(End::Waits, |socket| End::Socket(socket.into())),
-                Op::Poll { .. } if !listener.is_waiting() => End::Waits,
-                Op::Poll { .. } => End::Result(i32::from(libc::POLLIN)),
-                _ => End::Result(-libc::EINVAL),
+                Op::Accept => listener.accept().map_or(OperationResult::Waits, |socket| {
+                    OperationResult::Socket(socket.into())
+                }),
+                Op::Poll { .. } if !listener.is_waiting() => OperationResult::Waits,
+                Op::Poll { .. } => OperationResult::Result(i32::from(libc::POLLIN)),
+                _ => OperationResult::Result(-libc::EINVAL),
             },
             // Real descriptors do not work on the simulated kernel.
-            None => End::Result(-libc::EBADF),
+            None => OperationResult::Result(-libc::EBADF),
         }
     }
 
-    fn on_file(&self, file: &File, most: usize) -> End {
+    fn on_file(&self, file: &File, most: usize) -> OperationResult {
         let disk = file.disk();
         let done = match self.op {
             Op::Read { offset } => {
@@ -432,10 +432,10 @@ impl Pending {
             Op::Poll { .. } => Ok(libc::POLLIN as usize),
             Op::Accept | Op::Receive(_) | Op::Send => Err(libc::ENOTSOCK),
         };
-        End::from(done)
+        OperationResult::from(done)
     }
 
-    fn on_socket(&mut self, socket: &Socket, most: usize) -> End {
+    fn on_socket(&mut self, socket: &Socket, most: usize) -> OperationResult {
         match self.op {
             Op::Receive(mode) => {
                 let is_over = socket.is_readable(self.least(mode));
@@ -446,12 +446,12 @@ impl Pending {
                         self.moved += bytes.len();
                         // A receive that waits for all bytes keeps the part received so far.
                         match is_over || most < usize::MAX && self.moved > 0 {
-                            true => End::from(Ok(self.moved)),
-                            false => End::Waits,
+                            true => OperationResult::from(Ok(self.moved)),
+                            false => OperationResult::Waits,
                         }
                     }
-                    Err(_) if self.moved > 0 => End::from(Ok(self.moved)),
-                    Err(errno) => End::from(Err(errno)),
+                    Err(_) if self.moved > 0 => OperationResult::from(Ok(self.moved)),
+                    Err(errno) => OperationResult::from(Err(errno)),
                 }
             }
             Op::Send => {
@@ -462,28 +462,28 @@ impl Pending {
                     Ok(sent) => {
                         self.moved += sent;
                         match sent == left || most < usize::MAX && self.moved > 0 {
-                            true => End::from(Ok(self.moved)),
-                            false => End::Waits,
+                            true => OperationResult::from(Ok(self.moved)),
+                            false => OperationResult::Waits,
                         }
                     }
-                    Err(_) if self.moved > 0 => End::from(Ok(self.moved)),
-                    Err(errno) => End::from(Err(errno)),
+                    Err(_) if self.moved > 0 => OperationResult::from(Ok(self.moved)),
+                    Err(errno) => OperationResult::from(Err(errno)),
                 }
             }
             Op::Poll { is_multi, .. } => {
                 if !self.is_ready() {
-                    return End::Waits;
+                    return OperationResult::Waits;
                 }
                 self.reported = socket.arrivals();
                 match is_multi {
-                    true => End::Event(i32::from(libc::POLLIN)),
-                    false => End::Result(i32::from(libc::POLLIN)),
+                    true => OperationResult::Event(i32::from(libc::POLLIN)),
+                    false => OperationResult::Result(i32::from(libc::POLLIN)),
                 }
             }
             Op::Read { .. } | Op::Write { .. } | Op::Sync(_) | Op::Fallocate { .. } => {
-                End::Result(-libc::ESPIPE)
+                OperationResult::Result(-libc::ESPIPE)
             }
-            Op::Accept => End::Result(-libc::EINVAL),
+            Op::Accept => OperationResult::Result(-libc::EINVAL),
         }
     }
 

@@ -25,7 +25,7 @@ fn filled(byte: u8, len: usize) -> MemSlice {
 }
 
 /// Submits one operation, completes it with the given outcome, and returns its result.
-fn end(ring: &mut Ring, kernel: &Kernel, outcome: Outcome) -> i32 {
+fn complete_operation(ring: &mut Ring, kernel: &Kernel, outcome: Outcome) -> i32 {
     ring.submit().unwrap();
     let [operation] = &kernel.operations()[..] else {
         panic!("one operation");
@@ -39,12 +39,12 @@ fn write(ring: &mut Ring, kernel: &Kernel, file: &crate::Handle, at: u64, data: 
     let data = std::slice::from_ref(data);
     ring.submit_write(file, at, data, Durability::Cached, Token(1))
         .unwrap();
-    end(ring, kernel, Outcome::Whole);
+    complete_operation(ring, kernel, Outcome::Whole);
 }
 
 fn flush(ring: &mut Ring, kernel: &Kernel, file: &crate::Handle) -> i32 {
     ring.submit_sync(file, SyncKind::Data, Token(2)).unwrap();
-    end(ring, kernel, Outcome::Whole)
+    complete_operation(ring, kernel, Outcome::Whole)
 }
 
 fn byte(disk: &Disk, at: u64) -> u8 {
@@ -92,7 +92,7 @@ fn disk_operations_can_fail_or_be_short() {
     let mut write = |outcome| {
         ring.submit_write(&file, 0, &data, Durability::Cached, Token(1))
             .unwrap();
-        end(&mut ring, &kernel, outcome)
+        complete_operation(&mut ring, &kernel, outcome)
     };
     assert_eq!(write(Outcome::Failed(libc::ENOSPC)), -libc::ENOSPC);
     assert_eq!(byte(&disk, 0), 0);
@@ -103,7 +103,7 @@ fn disk_operations_can_fail_or_be_short() {
     // A read beyond the end of the file is short.
     let into = [filled(1, 4096)];
     ring.submit_read(&file, 6000, &into, Token(1)).unwrap();
-    assert_eq!(end(&mut ring, &kernel, Outcome::Whole), 2192);
+    assert_eq!(complete_operation(&mut ring, &kernel, Outcome::Whole), 2192);
     assert_eq!(into[0].to_vec()[2191..2193], [0, 1]);
 }
 
@@ -152,7 +152,7 @@ fn only_durable_writes_survive_crash() {
     write(&mut ring, &kernel, &file, 4096, &filled(2, 512));
     ring.submit_write(&file, 0, &[filled(1, 512)], Durability::Durable, Token(1))
         .unwrap();
-    end(&mut ring, &kernel, Outcome::Whole);
+    complete_operation(&mut ring, &kernel, Outcome::Whole);
     disk.crash(|_, _| 0);
     assert_eq!((byte(&disk, 0), byte(&disk, 4096)), (1, 0));
 }
@@ -209,13 +209,13 @@ fn full_socket_sends_part_and_waits() {
     ring.submit().unwrap();
     assert_eq!((kernel.complete_all(), peer.sent()), (0, 1000));
     assert!(!kernel.operations()[0].is_ready);
-    assert_eq!(peer.take(600).len(), 600);
+    assert_eq!(peer.read_bytes(600).len(), 600);
     assert_eq!((kernel.complete_all(), peer.sent()), (0, 1000));
-    assert_eq!(peer.take(5000).len(), 1000);
+    assert_eq!(peer.read_bytes(5000).len(), 1000);
     assert_eq!((kernel.complete_all(), peer.sent()), (1, 900));
     assert_eq!(reap(&mut ring)[0].result, 2500);
     // If the connection breaks during a send, the bytes sent before are reported.
-    assert_eq!(peer.take(5000).len(), 900);
+    assert_eq!(peer.read_bytes(5000).len(), 900);
     ring.submit_send(&socket, &[filled(5, 2500)], Token(2))
         .unwrap();
     ring.submit().unwrap();
@@ -225,7 +225,10 @@ fn full_socket_sends_part_and_waits() {
     assert_eq!(reap(&mut ring)[0].result, 1000);
     ring.submit_recv(&socket, &[filled(0, 10)], Receive::Some, Token(3))
         .unwrap();
-    assert_eq!(end(&mut ring, &kernel, Outcome::Whole), -libc::ECONNRESET);
+    assert_eq!(
+        complete_operation(&mut ring, &kernel, Outcome::Whole),
+        -libc::ECONNRESET
+    );
 }
 
 #[test]

@@ -22,7 +22,7 @@ use riser_transport::verbs::{Gid, Mtu};
 use riser_transport::wire::Mad;
 use riser_transport::wire::mad::{MadHeader, RESPONSE};
 
-use crate::mad::{Answer, UserMad};
+use crate::mad::{MadResponse, UserMad};
 use crate::queue::EventQueue;
 use crate::share::BITS;
 
@@ -35,7 +35,7 @@ struct Question {
     mad: Mad,
     to: IpAddr,
     /// Queue for the response.
-    answers: Arc<EventQueue<Answer>>,
+    answers: Arc<EventQueue<MadResponse>>,
     deadline: Instant,
     retries: u32,
     /// The segments of the response received so far, and the first segment.
@@ -80,7 +80,7 @@ impl Administration {
         nic: &mut Roce,
         (mut head, mut mad): (UserMad, Mad),
         host: Option<IpAddr>,
-        answers: Arc<EventQueue<Answer>>,
+        answers: Arc<EventQueue<MadResponse>>,
     ) {
         let now = Instant::now();
         self.last = self.last.wrapping_add(1);
@@ -142,7 +142,7 @@ impl Administration {
                     ..
                 } = self.questions.swap_remove(at);
                 head.set_status(libc::ETIMEDOUT);
-                answers.push(Answer::new(head, mad.to_vec()));
+                answers.push(MadResponse::new(head, mad.to_vec()));
             } else {
                 question.retries -= 1;
                 question.deadline = now + question.head.timeout();
@@ -172,7 +172,7 @@ impl Administration {
             return;
         };
         if !header.rmpp.is_active() {
-            self.answer(at, mad.to_vec());
+            self.complete_query(at, mad.to_vec());
             return;
         }
         let question = &mut self.questions[at];
@@ -203,24 +203,24 @@ impl Administration {
             // segments.
             let mut bytes = first[..DATA].to_vec();
             bytes.extend(receiver.into_data());
-            self.answer(at, bytes);
+            self.complete_query(at, bytes);
         }
         if let Some(reply) = reply {
             self.transmit(nic, from, &reply);
         }
     }
 
-    fn answer(&mut self, at: usize, bytes: Vec<u8>) {
+    fn complete_query(&mut self, at: usize, bytes: Vec<u8>) {
         let Question {
             mut head, answers, ..
         } = self.questions.swap_remove(at);
         head.set_status(0);
         head.set_length(bytes.len());
-        answers.push(Answer::new(head, bytes));
+        answers.push(MadResponse::new(head, bytes));
     }
 
     /// Drops the requests of a closed port.
-    pub(crate) fn forget(&mut self, answers: &Arc<EventQueue<Answer>>) {
+    pub(crate) fn forget(&mut self, answers: &Arc<EventQueue<MadResponse>>) {
         self.questions
             .retain(|question| !Arc::ptr_eq(&question.answers, answers));
     }
@@ -250,7 +250,10 @@ mod tests {
     use crate::share::slot_of_answer;
 
     /// Creates a device, an administration object and a queue for responses.
-    fn open(last: u8, named: Option<IpAddr>) -> (Roce, Administration, Arc<EventQueue<Answer>>) {
+    fn open(
+        last: u8,
+        named: Option<IpAddr>,
+    ) -> (Roce, Administration, Arc<EventQueue<MadResponse>>) {
         let addr = IpAddr::from([127, 98, 0, last]);
         let mut nic = Roce::open(&RoceConfig::new(addr)).unwrap();
         nic.register_agent(MadClass::SubnetAdm).unwrap();
@@ -274,7 +277,7 @@ mod tests {
         let head = UserMad::with_timeout(1000, 0);
         let request = (head, mad(SaMethod::Get));
         administration.send(&mut nic, request, None, Arc::clone(&answers));
-        let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
+        let (status, bytes) = answers.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (0, DATA + DATA_LEN));
         // The lower half of the transaction identifier was set by the program. The low bits of the
         // upper half identify the process.
@@ -285,7 +288,7 @@ mod tests {
         // For a table, the header is followed by the records from all MADs.
         let request = (head, mad(SaMethod::GetTable));
         administration.send(&mut nic, request, None, Arc::clone(&answers));
-        let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
+        let (status, bytes) = answers.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (0, DATA + 64));
         assert!(administration.questions.is_empty());
     }
@@ -302,7 +305,7 @@ mod tests {
             administration.progress(&mut nic);
         }
         assert!(sent.elapsed() >= Duration::from_millis(30));
-        let (status, bytes) = answers.take(|_| {}).unwrap().into_parts();
+        let (status, bytes) = answers.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (libc::ETIMEDOUT, DATA + DATA_LEN));
         // No response is returned after the port was closed.
         administration.send(&mut nic, request, None, Arc::clone(&answers));

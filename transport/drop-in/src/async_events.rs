@@ -27,7 +27,7 @@ pub(crate) unsafe extern "C-unwind" fn ibv_get_async_event(
         // SAFETY: the program owns the context, and no frame has anything to drop.
         let error = unsafe { read_count(fd) };
         // SAFETY: the program passes valid pointers, as required by the manual page.
-        if let Some(result) = step(|| unsafe { take(context, error, event) }) {
+        if let Some(result) = step(|| unsafe { take_event(context, error, event) }) {
             return result;
         }
     }
@@ -37,7 +37,7 @@ pub(crate) unsafe extern "C-unwind" fn ibv_get_async_event(
 ///
 /// # Safety
 /// The program must pass valid pointers, as required by the manual page.
-unsafe fn take(
+unsafe fn take_event(
     context: *mut ibv_context,
     error: c_int,
     event: *mut ibv_async_event,

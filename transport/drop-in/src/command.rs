@@ -108,7 +108,7 @@ impl Duplicate {
     ///
     /// # Safety
     /// It must not be closed by anything else.
-    pub(crate) unsafe fn take(self) -> Command {
+    pub(crate) unsafe fn into_command(self) -> Command {
         // SAFETY: it was open when it was checked, and is owned by the caller.
         Command::of(unsafe { OwnedFd::from_raw_fd(self.fd) }, self.family)
     }

@@ -120,7 +120,7 @@ impl Context {
 
     /// Drops the events of an object that is being destroyed, and waits until the program has
     /// acknowledged events that were already returned.
-    pub(crate) fn settle(&self, object: &Unacknowledged) {
+    pub(crate) fn retract_events(&self, object: &Unacknowledged) {
         let is_its = |event: &Event| {
             let subject = event.object.as_ref();
             subject.is_some_and(|s| ptr::eq(s.unacknowledged, object))

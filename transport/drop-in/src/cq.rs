@@ -258,7 +258,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
             channel.events.retract(|c| *c == cq);
         }
         cq.events.wait();
-        cq.context.settle(&cq.async_events);
+        cq.context.retract_events(&cq.async_events);
         if let Some(channel) = cq.channel {
             channel.users.fetch_sub(1, Ordering::AcqRel);
         }
@@ -306,7 +306,7 @@ pub(crate) unsafe extern "C-unwind" fn ibv_get_cq_event(
         // SAFETY: as above.
         let error = unsafe { read_count(fd) };
         // SAFETY: the program passes valid pointers, as required by the manual page.
-        if let Some(result) = step(|| unsafe { take(channel, error, cq, cq_context) }) {
+        if let Some(result) = step(|| unsafe { take_event(channel, error, cq, cq_context) }) {
             return result;
         }
     }
@@ -332,7 +332,7 @@ unsafe fn wait_of(
 ///
 /// # Safety
 /// The program must pass valid pointers, as required by the manual page.
-unsafe fn take(
+unsafe fn take_event(
     channel: *mut ibv_comp_channel,
     error: c_int,
     cq: *mut *mut ibv_cq,

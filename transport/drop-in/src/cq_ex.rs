@@ -113,8 +113,8 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
         if unsafe { attr.as_ref() }.is_some_and(|attr| attr.comp_mask != 0) {
             return Err(Errno::INVALID);
         }
-        cq.polling.begin()?;
-        step(cq).inspect_err(|_| cq.polling.end())
+        cq.polling.acquire()?;
+        step(cq).inspect_err(|_| cq.polling.release())
     }))
 }
 
@@ -133,7 +133,7 @@ unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
 unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
     // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(cq) = unsafe { Ref::<Cq>::get(cq.cast()) } {
-        cq.polling.end();
+        cq.polling.release();
     }
 }
 

@@ -363,7 +363,7 @@ impl Engine {
             routine: stop_driving,
             argument: ptr::from_ref(self).cast_mut().cast(),
         };
-        let mut woken = Woken::default();
+        let mut woken = WakeReasons::default();
         while !woken.has_events && !woken.is_interrupted {
             let mut sleep = step(|| {
                 let timeout = self.lock().take_turn(woken.has_input);
@@ -437,7 +437,7 @@ impl Engine {
     }
 
     /// Evaluates the return value of a sleep.
-    fn end_sleep(&self, sleep: &Sleep, ready: c_int) -> Woken {
+    fn end_sleep(&self, sleep: &Sleep, ready: c_int) -> WakeReasons {
         let is_interrupted = ready == -libc::EINTR;
         if ready < 0 {
             if !is_interrupted {
@@ -445,9 +445,9 @@ impl Engine {
                 error!(%error, "cannot wait in the device's thread");
                 thread::sleep(TICK);
             }
-            return Woken {
+            return WakeReasons {
                 is_interrupted,
-                ..Woken::default()
+                ..WakeReasons::default()
             };
         }
         let is_ready = |fd: &libc::pollfd| fd.fd >= 0 && fd.revents != 0;
@@ -457,7 +457,7 @@ impl Engine {
             let wake = unsafe { BorrowedFd::borrow_raw(others[0].fd) };
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }
-        Woken {
+        WakeReasons {
             has_input: inputs.iter().any(is_ready),
             has_events: sleep.has_events && is_ready(&others[1]),
             is_interrupted,
@@ -518,7 +518,7 @@ fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<R
 
 /// Reasons for waking up, other than a timeout.
 #[derive(Clone, Copy, Default)]
-struct Woken {
+struct WakeReasons {
     has_input: bool,
     has_events: bool,
     is_interrupted: bool,
@@ -950,7 +950,7 @@ impl State {
         }
         while let Some(event) = self.nic.poll_async_event() {
             if event == AsyncEvent::DeviceFatal {
-                self.end();
+                self.release_address();
             }
             self.report_async(event);
         }
@@ -965,7 +965,7 @@ impl State {
     }
 
     /// Releases the address of a removed device.
-    fn end(&mut self) {
+    fn release_address(&mut self) {
         let ids: Vec<CmId> = self.ports.keys().copied().collect();
         for id in ids {
             self.give_back_port(id);

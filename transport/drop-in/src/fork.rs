@@ -20,7 +20,7 @@ use crate::queue::{DESCRIPTORS, descriptor};
 
 /// The locks that are held during a fork. The engines are stored with them, so that the guards stay
 /// valid.
-struct Held {
+struct ForkGuards {
     states: Vec<MutexGuard<'static, State>>,
     engines: Vec<Arc<Engine>>,
     list: MutexGuard<'static, Engines>,
@@ -37,7 +37,7 @@ struct Held {
 }
 
 // SAFETY: the locks are released by the forking thread, which exists in both processes.
-unsafe impl Send for Held {}
+unsafe impl Send for ForkGuards {}
 
 /// Number of forks between this process and the process that has loaded the library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
@@ -47,7 +47,7 @@ pub(crate) fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-static HELD: Mutex<Option<Held>> = Mutex::new(None);
+static HELD: Mutex<Option<ForkGuards>> = Mutex::new(None);
 
 /// Installs the handlers for `fork`.
 pub(crate) fn install() {
@@ -80,7 +80,7 @@ extern "C" fn prepare() {
     let listing = unpoisoned(LISTING.lock());
     // A thread that holds the lock of a queue may be waiting for the lock of the descriptors.
     let shields = unpoisoned(SHIELDS.write());
-    let held = Held {
+    let held = ForkGuards {
         states,
         engines,
         list,
@@ -93,7 +93,7 @@ extern "C" fn prepare() {
     *unpoisoned(HELD.lock()) = Some(held);
 }
 
-/// Releases the locks, in the order of the fields of `Held`.
+/// Releases the locks, in the order of the fields of `ForkGuards`.
 extern "C" fn release() {
     drop(unpoisoned(HELD.lock()).take());
 }

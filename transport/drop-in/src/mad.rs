@@ -38,13 +38,13 @@ pub(crate) struct UserMad {
 const _: () = assert!(size_of::<UserMad>() == 64);
 
 /// A datagram for a program: either a response, or its own request with an error.
-pub(crate) struct Answer {
+pub(crate) struct MadResponse {
     pub(crate) head: UserMad,
     /// A MAD, or the header of a MAD and the data of a multi-segment transfer.
     pub(crate) bytes: Vec<u8>,
 }
 
-impl Answer {
+impl MadResponse {
     pub(crate) fn new(head: UserMad, bytes: Vec<u8>) -> Self {
         Self { head, bytes }
     }

@@ -143,7 +143,7 @@ impl Netlink {
         let mut body = vec![0; ROUTE];
         (body[0], body[1]) = (family(to), (dst.len() * 8) as u8);
         push(&mut body, RTA_DST, &dst);
-        let messages = self.ask(libc::RTM_GETROUTE, 0, &body)?;
+        let messages = self.query_kernel(libc::RTM_GETROUTE, 0, &body)?;
         let message = messages.first().and_then(|message| message.get(ROUTE..));
         let message = message.ok_or(io::ErrorKind::NotFound)?;
         let index = find(message, RTA_OIF).and_then(word);
@@ -155,7 +155,7 @@ impl Netlink {
     fn neighbour(&self, index: u32, at: IpAddr) -> io::Result<Option<Mac>> {
         let mut body = vec![0; NEIGHBOUR];
         body[0] = family(at);
-        let messages = self.ask(libc::RTM_GETNEIGH, libc::NLM_F_DUMP, &body)?;
+        let messages = self.query_kernel(libc::RTM_GETNEIGH, libc::NLM_F_DUMP, &body)?;
         Ok(messages
             .iter()
             .find_map(|message| neighbour(message, index, at)))
@@ -165,13 +165,13 @@ impl Netlink {
     fn interface(&self, index: u32) -> io::Result<(Mac, u16)> {
         let mut body = vec![0; LINK];
         body[4..8].copy_from_slice(&index.to_ne_bytes());
-        let messages = self.ask(libc::RTM_GETLINK, 0, &body)?;
+        let messages = self.query_kernel(libc::RTM_GETLINK, 0, &body)?;
         let message = messages.first().and_then(|message| message.get(LINK..));
         Ok(interface(message.ok_or(io::ErrorKind::NotFound)?))
     }
 
     /// Queries entries of a table. Returns messages without their headers.
-    fn ask(&self, kind: u16, flags: i32, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
+    fn query_kernel(&self, kind: u16, flags: i32, body: &[u8]) -> io::Result<Vec<Vec<u8>>> {
         let flags = (libc::NLM_F_REQUEST | flags) as u16;
         let mut request = Vec::with_capacity(HEADER + body.len());
         request.extend(((HEADER + body.len()) as u32).to_ne_bytes());
@@ -203,7 +203,7 @@ impl Netlink {
             // SAFETY: the buffer has this size.
             let got = unsafe { libc::recv(self.0.as_raw_fd(), room.as_mut_ptr().cast(), ROOM, 0) };
             let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
-            let is_end = take(&room[..got], &mut all)?;
+            let is_end = parse_messages(&room[..got], &mut all)?;
             if is_end || !is_list {
                 return Ok(all);
             }
@@ -212,7 +212,7 @@ impl Netlink {
 }
 
 /// Reads the messages of a datagram. Returns whether it is the last datagram of the list.
-fn take(mut datagram: &[u8], all: &mut Vec<Vec<u8>>) -> io::Result<bool> {
+fn parse_messages(mut datagram: &[u8], all: &mut Vec<Vec<u8>>) -> io::Result<bool> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
     while datagram.len() >= HEADER {
         let len = word(&datagram[..4]).ok_or_else(malformed)? as usize;
@@ -342,7 +342,7 @@ mod tests {
         for end in 0..link.len() {
             interface(&link[..end]);
             neighbour(&entry[..end.min(entry.len())], 3, at);
-            let _ = take(&link[..end], &mut Vec::new());
+            let _ = parse_messages(&link[..end], &mut Vec::new());
         }
         for wrong in [0u8, 1, 3, 255] {
             link[0] = wrong;
@@ -353,12 +353,12 @@ mod tests {
     #[test]
     fn empty_message_is_rejected() {
         let mut all = Vec::new();
-        assert!(take(&[0; 32], &mut all).is_err());
+        assert!(parse_messages(&[0; 32], &mut all).is_err());
         let mut error = 20u32.to_ne_bytes().to_vec();
         error.extend([2, 0, 0, 0]);
         error.extend([0; 8]);
         error.extend((-libc::ENODEV).to_ne_bytes());
-        let refused = take(&error, &mut all).unwrap_err();
+        let refused = parse_messages(&error, &mut all).unwrap_err();
         assert_eq!(refused.raw_os_error(), Some(libc::ENODEV));
     }
 }

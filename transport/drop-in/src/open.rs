@@ -55,7 +55,7 @@ pub(crate) unsafe extern "C" fn ibv_import_device(fd: c_int) -> *mut ibv_context
     pointer(Duplicate::get(fd).and_then(|duplicate| {
         let device = devices().get(duplicate.device).ok_or(Errno::INVALID)?;
         // SAFETY: the program transfers ownership of the descriptor, but keeps it on error.
-        let take = || Ok(unsafe { duplicate.take() });
+        let take = || Ok(unsafe { duplicate.into_command() });
         open_by(device, engine(device)?, take).map(Ref::handle)
     }))
 }

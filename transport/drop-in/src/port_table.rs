@@ -235,7 +235,7 @@ impl PortTable {
     }
 
     /// Allocates a port for this process. Returns false if `from` is no longer its owner.
-    pub(crate) fn take(&self, port: Port, from: Owner) -> bool {
+    pub(crate) fn claim_port(&self, port: Port, from: Owner) -> bool {
         self.replace(port, from, self.own)
     }
 
@@ -256,7 +256,7 @@ impl PortTable {
     }
 
     /// Frees a port of this process.
-    pub(crate) fn give_back(&self, port: Port) {
+    pub(crate) fn release_port(&self, port: Port) {
         let owner = self.owner(port);
         if self.is_own(owner) {
             self.free(port, owner);
@@ -322,25 +322,25 @@ mod tests {
     fn reused_port_is_not_freed() {
         let memory = PortTable::make().unwrap();
         let (first, killed) = (of_slot(&memory, 1), of_slot(&memory, 2));
-        assert!(killed.take(PORT, Owner::FREE));
+        assert!(killed.claim_port(PORT, Owner::FREE));
         killed.set_listening(PORT, true);
         let seen = first.owner(PORT);
         assert_eq!(seen, killed.own.listening());
         // The server is restarted before its port is freed by the first process.
         let again = of_slot(&memory, 2);
         assert_eq!(first.owner(PORT), Owner::FREE);
-        assert!(again.take(PORT, Owner::FREE));
+        assert!(again.claim_port(PORT, Owner::FREE));
         again.set_listening(PORT, true);
         assert!(!first.free(PORT, seen));
-        assert!(!first.take(PORT, seen));
+        assert!(!first.claim_port(PORT, seen));
         let owner = first.owner(PORT);
         assert!(again.is_own(owner) && owner.listens());
         assert!(!killed.is_own(owner));
         // Actions of the previous process have no effect either.
         killed.set_listening(PORT, false);
-        killed.give_back(PORT);
+        killed.release_port(PORT);
         assert_eq!(first.owner(PORT), owner);
-        again.give_back(PORT);
+        again.release_port(PORT);
         assert_eq!(first.owner(PORT), Owner::FREE);
     }
 

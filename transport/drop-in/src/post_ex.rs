@@ -102,7 +102,7 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
         return;
     };
     if let Some(builder) = &qp.builder {
-        let begun = builder.turn.begin();
+        let begun = builder.turn.acquire();
         let mut batch = builder.batch();
         match begun {
             Ok(()) => batch.clear(),
@@ -124,7 +124,7 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
             let batch = builder.batch();
             batch.mistake.map_or_else(|| post(&qp, &batch), Err)
         };
-        builder.turn.end();
+        builder.turn.release();
         result
     }))
 }
@@ -135,7 +135,7 @@ unsafe extern "C" fn wr_abort(qp: *mut ibv_qp_ex) {
     if let Ok(qp) = unsafe { Ref::<Qp>::get(qp.cast()) }
         && let Some(builder) = &qp.builder
     {
-        builder.turn.end();
+        builder.turn.release();
     }
 }
 

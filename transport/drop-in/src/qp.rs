@@ -535,7 +535,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
                 locked.transmit();
             }
         }
-        qp.context.settle(&qp.async_events);
+        qp.context.retract_events(&qp.async_events);
         qp.retire()
     }))
 }
@@ -681,7 +681,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
             locked.nic.destroy_srq(srq.id)?;
             locked.srqs.remove(&srq.id);
         }
-        srq.context.settle(&srq.async_events);
+        srq.context.retract_events(&srq.async_events);
         srq.retire()
     }))
 }

@@ -90,7 +90,7 @@ impl<T> EventQueue<T> {
 
     /// Waits for the next event.
     #[cfg(test)]
-    pub(crate) fn take(&self, account: impl Fn(&T)) -> Result<T, Errno> {
+    pub(crate) fn pop_event(&self, account: impl Fn(&T)) -> Result<T, Errno> {
         loop {
             // SAFETY: the descriptor is open, and tests do not cancel their threads.
             match unsafe { crate::cancel::read_count(self.number) } {
@@ -111,7 +111,7 @@ impl<T> EventQueue<T> {
         waiting.events = rest;
         for fd in waiting.fd.iter().cycle().take(gone.len()) {
             // This never blocks, regardless of the mode of the descriptor, because a thread in
-            // `take` may already have read the count.
+            // `pop_event` may already have read the count.
             let mut byte = [0; 8];
             let mut pieces = [std::io::IoSliceMut::new(&mut byte)];
             let _ = rustix::io::preadv2(
@@ -186,9 +186,9 @@ mod tests {
         let queue = EventQueue::new().unwrap();
         queue.push(1);
         queue.push(2);
-        let first = queue.take(|_| {}).unwrap();
+        let first = queue.pop_event(|_| {}).unwrap();
         queue.put_back(first);
-        let all = [queue.take(|_| {}), queue.take(|_| {})];
+        let all = [queue.pop_event(|_| {}), queue.pop_event(|_| {})];
         assert_eq!(all, [Ok(1), Ok(2)]);
     }
 
@@ -199,7 +199,7 @@ mod tests {
         queue.push(2);
         let is_back = AtomicBool::new(false);
         thread::scope(|scope| {
-            let taken = queue.take(|_| {
+            let taken = queue.pop_event(|_| {
                 scope.spawn(|| {
                     assert_eq!(queue.retract(|_| true), [2]);
                     is_back.store(true, Ordering::Relaxed);

@@ -52,7 +52,7 @@ use mail::{
     MESSAGE, Message, Received, is_there, name, new_mailbox, new_sender, receive_with, reply,
     send_with,
 };
-use opening::{Joined, OTHER_VERSION, begin, in_use, join};
+use opening::{JoinResult, OTHER_VERSION, begin, in_use, join};
 pub(crate) use opening::{LONGEST, Opening, Silent, await_others};
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::nic::IpFields;
@@ -165,8 +165,8 @@ impl Share {
                 Err(io::Error::new(io::ErrorKind::QuotaExceeded, why))
             })?;
         let (group, table) = match join(&mailbox, addr, slot, silent)? {
-            Joined::Welcome(group, table) => (group, table),
-            Joined::Nothing { why } => begin(addr).map_err(|error| match error.kind() {
+            JoinResult::Welcome(group, table) => (group, table),
+            JoinResult::Nothing { why } => begin(addr).map_err(|error| match error.kind() {
                 io::ErrorKind::AddrInUse => in_use(&why),
                 _ => error,
             })?,
@@ -542,7 +542,7 @@ impl Share {
                 if owner != Owner::FREE && self.ports.has_process(owner.slot()) {
                     return Err(in_use());
                 }
-                if self.ports.take(wanted, owner) {
+                if self.ports.claim_port(wanted, owner) {
                     return Ok(port);
                 }
             }
@@ -554,7 +554,7 @@ impl Share {
             FIRST_EPHEMERAL + ((u32::from(start) + u32::from(i)) % u32::from(EPHEMERALS)) as u16
         });
         // A port that this process has already allocated is not free.
-        all.find(|port| self.ports.take((space, *port), Owner::FREE))
+        all.find(|port| self.ports.claim_port((space, *port), Owner::FREE))
             .ok_or_else(in_use)
     }
 
@@ -578,7 +578,7 @@ impl Share {
 
     /// Releases a port.
     pub(crate) fn give_back_port(&self, port: Port) {
-        self.ports.give_back(port);
+        self.ports.release_port(port);
     }
 }
 
@@ -657,7 +657,9 @@ mod tests {
     };
 
     use super::mail::{MAX_DESCRIPTORS, receive};
-    use super::opening::{Answers, Inquired, Inquiry, Opener, PATIENCE, PAUSE, await_openers};
+    use super::opening::{
+        Inquiry, InquiryResult, Opener, PATIENCE, PAUSE, ResponsePair, await_openers,
+    };
     use super::*;
 
     fn addr(last: u8) -> IpAddr {
@@ -773,7 +775,7 @@ mod tests {
     }
 
     /// Creates the message that a peer uses to cancel its request.
-    fn give_up(id: u32) -> Vec<u8> {
+    fn cancellation(id: u32) -> Vec<u8> {
         datagram(&CmMessage::Rej(RejMsg {
             local_comm_id: CommId(id),
             remote_comm_id: CommId(0),
@@ -822,8 +824,8 @@ mod tests {
         assert_eq!(second.poll_packet(now).unwrap().bytes, early.bytes);
         assert_eq!(first.deadline(), None);
         // Subsequent messages of the peer about this request are sent to the listener.
-        assert_eq!(first.pass_on(now, front(11, give_up(1))), None);
-        assert_eq!(second.poll_packet(now).unwrap().bytes, give_up(1));
+        assert_eq!(first.pass_on(now, front(11, cancellation(1))), None);
+        assert_eq!(second.poll_packet(now).unwrap().bytes, cancellation(1));
 
         // If the listener was killed, the request is treated as if there were no listener, even if
         // the port has changed in the meantime.
@@ -882,12 +884,12 @@ mod tests {
             assert_eq!(first.pass_on(now, front(23, request(id))), None);
         }
         // The message may be received by another process.
-        assert_eq!(first.pass_on(now, front(23, give_up(1))), None);
-        assert_eq!(second.pass_on(now, front(23, give_up(2))), None);
+        assert_eq!(first.pass_on(now, front(23, cancellation(1))), None);
+        assert_eq!(second.pass_on(now, front(23, cancellation(2))), None);
         assert_eq!(first.poll_packet(now), None);
         // A message from another host has no effect on it, in whichever process it is stored.
         first.ports.note_request(addr(24), CommId(3), 1);
-        assert!(first.pass_on(now, front(24, give_up(3))).is_some());
+        assert!(first.pass_on(now, front(24, cancellation(3))).is_some());
         let left = first.poll_packet(now + LISTEN_GRACE).unwrap();
         assert_eq!(left.bytes, request(3));
         assert_eq!(first.deadline(), None);
@@ -901,7 +903,7 @@ mod tests {
         listen(&second, RdmaPortSpace::Tcp);
         let peer = UdpSocket::bind((addr(9), 0)).unwrap();
         let send = |bytes: &[u8]| peer.send_to(bytes, (addr(8), ROCE_PORT)).unwrap();
-        for bytes in [&request(77), &give_up(77)] {
+        for bytes in [&request(77), &cancellation(77)] {
             send(bytes);
             assert!(
                 first.poll_packet(Instant::now()).is_none(),
@@ -910,7 +912,7 @@ mod tests {
             assert_eq!(second.poll_packet(Instant::now()).unwrap().bytes, *bytes);
         }
         // A message for a different request is kept, and no other process receives it.
-        send(&give_up(78));
+        send(&cancellation(78));
         assert!(first.poll_packet(Instant::now()).is_some());
         for share in [&first, &second, &third] {
             assert!(share.poll_packet(Instant::now()).is_none());
@@ -991,7 +993,7 @@ mod tests {
         let taken = stopped(addr(36), 2);
         leave_as_killed(&first, port, owner);
         first.ports.note_request(addr(37), CommId(1), 2);
-        assert!(first.pass_on(now, front(37, give_up(1))).is_some());
+        assert!(first.pass_on(now, front(37, cancellation(1))).is_some());
         assert_eq!(first.pass_on(now, numbered(2, 0)), None);
         assert_eq!(first.pass_on(now, front(37, request(2))), None);
         // The request waits for a listener, as for a port without one.
@@ -1010,7 +1012,10 @@ mod tests {
     fn sockets_are_sent_to_requesting_process() {
         let first = open(addr(39), Silent::default()).unwrap();
         let own = stopped(addr(39), 2);
-        let (answers, to) = (Answers::new().unwrap(), name(addr(39), Some(1)).unwrap());
+        let (answers, to) = (
+            ResponsePair::new().unwrap(),
+            name(addr(39), Some(1)).unwrap(),
+        );
         for _ in 0..2 {
             assert!(is_there(&own, &to, Message::Join, &[answers.to.as_fd()]).unwrap());
         }
@@ -1025,7 +1030,7 @@ mod tests {
     }
 
     /// Returns the socket for the response that is passed with the next join request.
-    fn asked(mailbox: &OwnedFd) -> OwnedFd {
+    fn join_socket(mailbox: &OwnedFd) -> OwnedFd {
         eventually_some("a question", PATIENCE, || {
             let mut with = Vec::new();
             receive_with(mailbox, &mut [0; 1], &mut with)?;
@@ -1047,7 +1052,7 @@ mod tests {
         net::listen(&listener, 1).unwrap();
         let second = thread::scope(|scope| {
             let opens = scope.spawn(|| open(addr(40), Silent::default()));
-            let answer = asked(&squat);
+            let answer = join_socket(&squat);
             assert!(connect(&answer, &to).is_err());
             assert_eq!(connect(&answer, &to_listener), Err(Os::ISCONN));
             shutdown(&answer, Shutdown::Both).unwrap();
@@ -1068,7 +1073,7 @@ mod tests {
         let squat = stopped(addr(41), 1);
         let first = thread::scope(|scope| {
             let opens = scope.spawn(|| open(addr(41), Silent::default()));
-            shutdown(asked(&squat), Shutdown::Both).unwrap();
+            shutdown(join_socket(&squat), Shutdown::Both).unwrap();
             opens.join().unwrap()
         });
         assert_eq!(first.unwrap().slot, 2);
@@ -1315,7 +1320,9 @@ mod tests {
         let asks = thread::scope(|scope| {
             let asks = scope.spawn(move || {
                 let asked = [inquiry.poll(), inquiry.poll()].map(Result::unwrap);
-                asked.iter().all(|asked| matches!(asked, Inquired::Mail))
+                asked
+                    .iter()
+                    .all(|asked| matches!(asked, InquiryResult::Mail))
             });
             while !asks.is_finished() {
                 assert!(first.poll_packet(Instant::now()).is_none());
@@ -1428,7 +1435,7 @@ mod tests {
             });
             assert!(first.poll_packet(Instant::now()).is_none());
             let own = stopped(addr(59), 2);
-            let answers = Answers::new().unwrap();
+            let answers = ResponsePair::new().unwrap();
             assert!(is_there(&own, &to, Message::Join, &[answers.to.as_fd()]).unwrap());
             assert!(first.poll_packet(Instant::now()).is_none());
             assert!(receive(&answers.from, &mut [0; 1]).is_some());

@@ -19,7 +19,7 @@ impl Turn {
     ///
     /// # Errors
     /// Returns `EINVAL` if the calling thread already owns it, because it would deadlock.
-    pub(crate) fn begin(&self) -> Result<(), Errno> {
+    pub(crate) fn acquire(&self) -> Result<(), Errno> {
         let me = mark();
         loop {
             match self
@@ -40,7 +40,7 @@ impl Turn {
     }
 
     /// Releases it.
-    pub(crate) fn end(&self) {
+    pub(crate) fn release(&self) {
         self.owner.store(0, Ordering::Release);
     }
 }

@@ -27,7 +27,7 @@ use crate::devices::{Device, LinkLayer, devices, lid, link_layer};
 use crate::engine::Engine;
 use crate::errno::Errno;
 use crate::lock::{PORTS, unpoisoned};
-use crate::mad::{Answer, MadAddr, UserMad};
+use crate::mad::{MadAddr, MadResponse, UserMad};
 use crate::queue::EventQueue;
 
 /// The only port of a device.
@@ -90,7 +90,7 @@ pub(crate) struct DeviceNode {
 struct OpenPort {
     engine: Arc<Engine>,
     addr: IpAddr,
-    answers: Arc<EventQueue<Answer>>,
+    answers: Arc<EventQueue<MadResponse>>,
     waiting: usize,
     /// Bit mask of registered agents.
     agents: u32,
@@ -535,12 +535,12 @@ pub(crate) unsafe extern "C" fn umad_send(
         head.set_length(MAD_LEN);
         port.waiting += 1;
         let bytes = answer.unwrap_or(bytes).to_vec();
-        port.answers.push(Answer { head, bytes });
+        port.answers.push(MadResponse { head, bytes });
         Ok(0)
     }))
 }
 
-fn queue_of(fd: c_int) -> Result<Arc<EventQueue<Answer>>, Errno> {
+fn queue_of(fd: c_int) -> Result<Arc<EventQueue<MadResponse>>, Errno> {
     let ports = ports();
     let port = ports.get(&fd).ok_or(Errno::INVALID)?;
     Ok(Arc::clone(&port.answers))
@@ -604,7 +604,7 @@ pub(crate) unsafe extern "C-unwind" fn umad_recv(
         // SAFETY: as above.
         let error = unsafe { read_count(fd) };
         // SAFETY: the program passes valid pointers, as required by the manual page.
-        if let Some(result) = step(|| unsafe { take(fd, error, mad, length) }) {
+        if let Some(result) = step(|| unsafe { take_mad(fd, error, mad, length) }) {
             return result;
         }
     }
@@ -632,7 +632,12 @@ unsafe fn refuse(fd: c_int, length: *mut c_int) -> c_int {
 ///
 /// # Safety
 /// The program must pass valid pointers, as required by the manual page, with space for a datagram.
-unsafe fn take(fd: c_int, error: c_int, mad: *mut UserMad, length: *mut c_int) -> Option<c_int> {
+unsafe fn take_mad(
+    fd: c_int,
+    error: c_int,
+    mad: *mut UserMad,
+    length: *mut c_int,
+) -> Option<c_int> {
     if error != 0 {
         return Some(negative(Err(Errno(error))));
     }

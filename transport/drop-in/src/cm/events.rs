@@ -38,19 +38,19 @@ impl Event {
 }
 
 /// An event that was returned to the program, with its private data.
-pub(crate) struct Given {
+pub(crate) struct DeliveredEvent {
     /// The identifier that waits for its acknowledgement.
     owner: Ref<Id>,
     _private_data: Vec<u8>,
 }
 
-kind!(Given, rdma_cm_event, b"evnt");
+kind!(DeliveredEvent, rdma_cm_event, b"evnt");
 
 /// Reports an event of a device, whose lock is held.
 pub(crate) fn report(state: &mut State, event: CmEvent) {
     let CmEvent { id, kind } = event;
     if let CmEventKind::ConnectRequest { listener, .. } = &kind {
-        let Some(listener) = known(state, *listener) else {
+        let Some(listener) = find_id(state, *listener) else {
             return;
         };
         match accept_request(state, listener, id) {
@@ -67,7 +67,7 @@ pub(crate) fn report(state: &mut State, event: CmEvent) {
         }
         return;
     }
-    let Some(ours) = known(state, id) else {
+    let Some(ours) = find_id(state, id) else {
         return;
     };
     if kind == CmEventKind::DeviceRemoval {
@@ -88,7 +88,7 @@ fn ids() -> MutexGuard<'static, BTreeMap<(IpAddr, CmId), Ref<Id>>> {
     unpoisoned(IDS.lock())
 }
 
-fn known(state: &State, id: CmId) -> Option<Ref<Id>> {
+fn find_id(state: &State, id: CmId) -> Option<Ref<Id>> {
     ids().get(&(state.nic.socket_addr().ip(), id)).copied()
 }
 
@@ -345,7 +345,7 @@ pub(super) fn migrate(id: Ref<Id>, to: Option<Ref<EventChannel>>) -> Result<(), 
     // Events that were returned to the program must be acknowledged on the old channel first.
     id.events.wait();
     if had_its_own {
-        from.end();
+        from.close();
     }
     Ok(())
 }
@@ -364,7 +364,7 @@ pub(crate) unsafe extern "C-unwind" fn rdma_get_cm_event(
         // SAFETY: the program owns the channel, and no frame has anything to drop.
         let error = unsafe { read_count(fd) };
         // SAFETY: the program passes valid pointers, as required by the manual page.
-        if let Some(result) = step(|| unsafe { take(channel, error, event) }) {
+        if let Some(result) = step(|| unsafe { take_event(channel, error, event) }) {
             return result;
         }
     }
@@ -374,7 +374,7 @@ pub(crate) unsafe extern "C-unwind" fn rdma_get_cm_event(
 ///
 /// # Safety
 /// The program must pass valid pointers, as required by the manual page.
-unsafe fn take(
+unsafe fn take_event(
     channel: *mut rdma_event_channel,
     error: c_int,
     event: *mut *mut rdma_cm_event,
@@ -389,7 +389,7 @@ unsafe fn take(
     };
     let next = channel.events.pop(|event| event.owner().events.add())?;
     // SAFETY: the program provides memory for the pointer.
-    unsafe { event.write(give(next)) };
+    unsafe { event.write(into_raw_event(next)) };
     Some(0)
 }
 
@@ -412,7 +412,7 @@ pub(super) unsafe fn next_event(
 }
 
 /// Creates an event for the program.
-fn give(event: Event) -> *mut rdma_cm_event {
+fn into_raw_event(event: Event) -> *mut rdma_cm_event {
     let Event { id, listener, kind } = event;
     let owner = listener.unwrap_or(id);
     // SAFETY: all zeroes is valid for this plain C structure.
@@ -534,7 +534,7 @@ fn give(event: Event) -> *mut rdma_cm_event {
         }
         data = ours.private_data;
     }
-    let given = Given {
+    let given = DeliveredEvent {
         owner,
         _private_data: data,
     };
@@ -556,12 +556,14 @@ fn set_qp_state(id: Ref<Id>, state: ibv_qp_state) {
 /// `rdma_ack_cm_event(3)`.
 pub(crate) unsafe extern "C" fn rdma_ack_cm_event(event: *mut rdma_cm_event) -> c_int {
     // SAFETY: the program passes a valid pointer, as required by the manual page.
-    minus(unsafe { Ref::<Given>::get(event) }.and_then(|event| {
-        let owner = event.owner;
-        event.retire()?;
-        owner.events.acknowledge(1);
-        Ok(())
-    }))
+    minus(
+        unsafe { Ref::<DeliveredEvent>::get(event) }.and_then(|event| {
+            let owner = event.owner;
+            event.retire()?;
+            owner.events.acknowledge(1);
+            Ok(())
+        }),
+    )
 }
 
 /// `rdma_event_str(3)`.

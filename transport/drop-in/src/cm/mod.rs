@@ -64,7 +64,7 @@ pub(crate) struct EventChannel {
 
 impl Ref<EventChannel> {
     /// Closes the channel. The program no longer receives events of its identifiers.
-    fn end(self) {
+    fn close(self) {
         self.events.close();
         // If another thread has already done this, there is no way to report it.
         let _ = self.retire();
@@ -348,7 +348,7 @@ fn create_channel() -> Result<Ref<EventChannel>, Errno> {
 pub(crate) unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
     // SAFETY: the program passes a valid pointer, as required by the manual page.
     if let Ok(channel) = unsafe { Ref::<EventChannel>::get(channel) } {
-        channel.end();
+        channel.close();
     }
 }
 
@@ -480,11 +480,11 @@ impl Ref<Id> {
     /// Destroys the device identifiers created by `link_to`.
     fn unlink(self) {
         let links = mem::take(&mut self.lock().links);
-        links.into_iter().for_each(|link| self.give_back(link));
+        links.into_iter().for_each(|link| self.destroy_link(link));
     }
 
     /// Destroys a device identifier.
-    fn give_back(self, (context, id): Link) {
+    fn destroy_link(self, (context, id): Link) {
         let mut locked = context.lock();
         forget(&locked, id, self);
         locked.give_back_port(id);
@@ -504,7 +504,7 @@ impl Ref<Id> {
             state.links = own;
             rest
         };
-        rest.into_iter().for_each(|link| self.give_back(link));
+        rest.into_iter().for_each(|link| self.destroy_link(link));
     }
 
     /// Updates the device and the addresses of an identifier, as seen by the program.
@@ -589,7 +589,7 @@ pub(crate) unsafe extern "C" fn rdma_destroy_id(id: *mut rdma_cm_id) -> c_int {
         retract(&queue, id);
         id.events.wait();
         if is_synchronous {
-            channel.end();
+            channel.close();
         }
         free_route(id);
         id.retire()

@@ -52,7 +52,7 @@ pub(super) fn bind_at(
         Ok(port) => Ok((link, port)),
         Err(errno) => {
             id.lock().links.retain(|other| *other != link);
-            id.give_back(link);
+            id.destroy_link(link);
             Err(errno)
         }
     }

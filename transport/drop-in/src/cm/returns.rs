@@ -63,21 +63,21 @@ impl<T: Default> Own<T> {
 
 /// Permission to change the devices of these identifiers. Its lock must be acquired before all
 /// other locks, and the process can't fork while it is held.
-pub(super) type Held = MutexGuard<'static, ()>;
+pub(super) type DevicesGuard = MutexGuard<'static, ()>;
 
 /// Acquires the lock.
-pub(super) fn hold() -> Held {
+pub(super) fn hold() -> DevicesGuard {
     unpoisoned(AT_ALL.lock())
 }
 
 /// Acquires the lock for a call that uses an identifier, if it is bound to all devices.
-pub(super) fn hold_for(id: Ref<Id>) -> Option<Held> {
+pub(super) fn hold_for(id: Ref<Id>) -> Option<DevicesGuard> {
     let is_at_all = id.lock().any.is_some();
     is_at_all.then(hold)
 }
 
 /// Registers an identifier that is bound to all devices.
-pub(super) fn enter(_: &Held, id: Ref<Id>) {
+pub(super) fn enter(_: &DevicesGuard, id: Ref<Id>) {
     id.lock().is_in_list = true;
     unpoisoned(IDS.lock()).get().push(id);
 }
@@ -128,7 +128,9 @@ fn wait(device: &'static Device) {
             // This must be done before they are bound to the device, because it may be removed
             // again immediately.
             unpoisoned(AWAITED.lock()).get().remove(&device.index);
-            if ids.is_empty() || opened.is_some_and(|engine| put_on(&ids, device, &engine)) {
+            if ids.is_empty()
+                || opened.is_some_and(|engine| restore_listeners(&ids, device, &engine))
+            {
                 return;
             }
             if !unpoisoned(AWAITED.lock()).get().insert(device.index) {
@@ -162,13 +164,13 @@ fn is_there(addr: IpAddr) -> bool {
 }
 
 /// Binds identifiers to an open device. Returns false if the device was removed again.
-fn put_on(ids: &[Ref<Id>], device: &'static Device, engine: &Arc<Engine>) -> bool {
+fn restore_listeners(ids: &[Ref<Id>], device: &'static Device, engine: &Arc<Engine>) -> bool {
     let shared = shared_on(device, || Ok(Arc::clone(engine)));
     let Some(shared) = shared.ok().filter(|shared| !shared.context.is_removed()) else {
         return false;
     };
     for id in ids {
-        if let Err(errno) = put_one_on(*id, shared) {
+        if let Err(errno) = restore_listener(*id, shared) {
             let name = &device.config.name;
             warn!("cannot restore a listener on {name}: error {}", errno.0);
         }
@@ -176,7 +178,7 @@ fn put_on(ids: &[Ref<Id>], device: &'static Device, engine: &Arc<Engine>) -> boo
     true
 }
 
-fn put_one_on(id: Ref<Id>, shared: &'static Shared) -> Result<(), Errno> {
+fn restore_listener(id: Ref<Id>, shared: &'static Shared) -> Result<(), Errno> {
     let device = shared.context.device;
     let (any, backlog) = {
         let state = id.lock();

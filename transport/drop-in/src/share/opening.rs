@@ -148,14 +148,14 @@ pub(crate) fn await_others(addr: IpAddr, until: Instant) -> io::Result<Silent> {
     let mut foreign = Vec::new();
     loop {
         match inquiry.poll()? {
-            Inquired::Mail => match receive(&mailbox, &mut [0; 1]) {
+            InquiryResult::Mail => match receive(&mailbox, &mut [0; 1]) {
                 Some(Received::OfAnotherUser(Some(from))) => foreign.extend(inquiry.strike(&from)),
                 Some(Received::Message {
                     from: Some(from), ..
                 }) if inquiry.slot(&from).is_some() => return Ok(Silent::default()),
                 _ => {}
             },
-            Inquired::Vacant | Inquired::Silence(_) => {
+            InquiryResult::Vacant | InquiryResult::Silence(_) => {
                 let asked = inquiry.asked.iter().map(|asked| asked.slot);
                 let silent = asked.chain(foreign);
                 return Ok(Silent(silent.fold(0, |bits, slot| bits | 1 << slot)));
@@ -174,21 +174,21 @@ pub(super) struct Inquiry<'a> {
     /// Slots that were not queried yet.
     rest: VecDeque<u8>,
     /// Slots with processes that were queried and have not responded yet.
-    asked: Vec<Asked>,
+    asked: Vec<PendingSlot>,
     /// Slots that were silent before.
     silent: Silent,
     start: Instant,
 }
 
 /// A slot that was queried.
-struct Asked {
+struct PendingSlot {
     slot: u8,
     /// Socket pair that receives the sockets of the address, if they were requested.
-    answers: Option<Answers>,
+    answers: Option<ResponsePair>,
 }
 
 /// Result of an [`Inquiry`] after a [`REMINDER`].
-pub(super) enum Inquired {
+pub(super) enum InquiryResult {
     /// There may be a message in the mailbox or in one of the socket pairs.
     Mail,
     /// No slot has a process that could respond.
@@ -218,7 +218,7 @@ impl<'a> Inquiry<'a> {
     /// Returns the timeout for responses. If all processes were silent before, they are only
     /// queried once more.
     fn patience(&self) -> Duration {
-        let was_silent = |asked: &Asked| self.silent.0 >> asked.slot & 1 == 1;
+        let was_silent = |asked: &PendingSlot| self.silent.0 >> asked.slot & 1 == 1;
         match self.asked.iter().all(was_silent) {
             true => REMINDER,
             false => PATIENCE,
@@ -229,24 +229,24 @@ impl<'a> Inquiry<'a> {
     ///
     /// # Errors
     /// Returns errors of sending.
-    pub(super) fn poll(&mut self) -> io::Result<Inquired> {
+    pub(super) fn poll(&mut self) -> io::Result<InquiryResult> {
         if self.rest.is_empty()
             && self.start.elapsed() >= self.patience()
             && let Some(asked) = self.asked.first()
         {
-            return Ok(Inquired::Silence(asked.slot));
+            return Ok(InquiryResult::Silence(asked.slot));
         }
-        for Asked { slot, answers } in mem::take(&mut self.asked) {
-            self.ask(slot, answers)?;
+        for PendingSlot { slot, answers } in mem::take(&mut self.asked) {
+            self.send_inquiry(slot, answers)?;
         }
         while let Some(slot) = self.rest.pop_front() {
             let joins = self.question == Message::Join;
-            if self.ask(slot, joins.then(Answers::new).transpose()?)? {
+            if self.send_inquiry(slot, joins.then(ResponsePair::new).transpose()?)? {
                 break;
             }
         }
         if self.asked.is_empty() {
-            return Ok(Inquired::Vacant);
+            return Ok(InquiryResult::Vacant);
         }
         let pause = Timespec {
             tv_sec: 0,
@@ -257,16 +257,16 @@ impl<'a> Inquiry<'a> {
         let mut inputs: Vec<_> = inputs.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
         // If this is interrupted by a signal, there is no message.
         let _ = poll(&mut inputs, Some(&pause));
-        Ok(Inquired::Mail)
+        Ok(InquiryResult::Mail)
     }
 
     /// Queries a slot. Returns whether it has a process.
-    fn ask(&mut self, slot: u8, answers: Option<Answers>) -> io::Result<bool> {
+    fn send_inquiry(&mut self, slot: u8, answers: Option<ResponsePair>) -> io::Result<bool> {
         let to = answers.as_ref().map(|answers| answers.to.as_fd());
         let name = name(self.addr, Some(slot))?;
         let is_there = is_there(self.mailbox, &name, self.question, to.as_slice())?;
         if is_there {
-            self.asked.push(Asked { slot, answers });
+            self.asked.push(PendingSlot { slot, answers });
         }
         Ok(is_there)
     }
@@ -286,7 +286,7 @@ impl<'a> Inquiry<'a> {
 }
 
 /// State that processes sharing an address pass to a new process.
-pub(super) enum Joined {
+pub(super) enum JoinResult {
     /// The sockets and the table.
     Welcome(Vec<OwnedFd>, OwnedFd),
     /// There was no response. If the port is in use, this is the reason.
@@ -303,13 +303,13 @@ const OTHER_USER: &str = "it belongs to a process of another user";
 /// A socket pair for the response of one process. A malicious process that uses the name of its
 /// slot also gets one end, but the pair is permanently connected, so it can't be used by other
 /// processes.
-pub(super) struct Answers {
+pub(super) struct ResponsePair {
     /// Passed to the process that is queried.
     pub(super) to: OwnedFd,
     pub(super) from: OwnedFd,
 }
 
-impl Answers {
+impl ResponsePair {
     pub(super) fn new() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (to, from) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -327,7 +327,7 @@ pub(super) fn join(
     addr: IpAddr,
     slot: u8,
     silent: Silent,
-) -> io::Result<Joined> {
+) -> io::Result<JoinResult> {
     let mut inquiry = Inquiry::new(mailbox, addr, Message::Join, silent);
     inquiry.rest.retain(|other| *other != slot);
     let mut buffer = [0; MESSAGE];
@@ -336,9 +336,9 @@ pub(super) fn join(
     let mut refusal = None;
     let silent = loop {
         match inquiry.poll()? {
-            Inquired::Mail => {}
-            Inquired::Vacant => break None,
-            Inquired::Silence(slot) => {
+            InquiryResult::Mail => {}
+            InquiryResult::Vacant => break None,
+            InquiryResult::Silence(slot) => {
                 warn!(%addr, slot, "unresponsive process with this address");
                 break Some(slot);
             }
@@ -381,7 +381,7 @@ pub(super) fn join(
             return Err(Os::MFILE.into());
         }
         if let Some(table) = all.pop() {
-            return Ok(Joined::Welcome(all, table));
+            return Ok(JoinResult::Welcome(all, table));
         }
     };
     let why = match (refusal, silent) {
@@ -393,7 +393,7 @@ pub(super) fn join(
         }
         (None, None) => NO_LIBRARY.into(),
     };
-    Ok(Joined::Nothing { why })
+    Ok(JoinResult::Nothing { why })
 }
 
 /// Creates the sockets and the table.

@@ -201,7 +201,7 @@ impl Service<'_> {
     /// Returns the response to a message. `None` means that the message is malformed and the
     /// connection must be closed.
     #[must_use]
-    pub fn answer(&self, message: &[u8]) -> Option<Vec<u8>> {
+    pub fn respond_to(&self, message: &[u8]) -> Option<Vec<u8>> {
         let header: [u8; HEADER] = message.get(..HEADER)?.try_into().ok()?;
         let [version, operation, _, out, index, _, a, b, ..] = header;
         let operation = operation & op::MASK;
@@ -394,7 +394,7 @@ mod tests {
 
     #[test]
     fn resolve_returns_path_and_source() {
-        let answer = with(|s| s.answer(&question(&[(2, 2, &[10, 0, 0, 2])]))).unwrap();
+        let answer = with(|s| s.respond_to(&question(&[(2, 2, &[10, 0, 0, 2])]))).unwrap();
         let mut expected = vec![1, 0x81, 0, 0, 0, 0, 160, 0, 9, 8, 7, 6, 5, 4, 3, 2];
         expected.extend([0x2b, 0, 0, 0, 0x10, 0, 0, 0]);
         expected.extend([0; 8]);
@@ -413,12 +413,12 @@ mod tests {
             &[(1, 2, &[10, 0, 0, 1]), (2 | 1 << 31, 2, &[10, 0, 0, 2])],
             &[(2, 3, &[0xfd; 16])],
         ] {
-            let answer = with(|s| s.answer(&question(endpoints))).unwrap();
+            let answer = with(|s| s.respond_to(&question(endpoints))).unwrap();
             assert_eq!(answer[2], 0, "{endpoints:?}");
         }
         // The returned record can be used as a request for the same path.
         let path = &answer[24..88];
-        let again = with(|s| s.answer(&question(&[(1 << 31, 16, path)]))).unwrap();
+        let again = with(|s| s.respond_to(&question(&[(1 << 31, 16, path)]))).unwrap();
         assert_eq!(again[16..], answer[16..88]);
     }
 
@@ -438,31 +438,31 @@ mod tests {
             (&[(2, 2, &[224, 0, 0, 1])], 3),
             (&[(0, 16, &[])], 9),
         ] {
-            let answer = with(|s| s.answer(&question(endpoints))).unwrap();
+            let answer = with(|s| s.respond_to(&question(endpoints))).unwrap();
             assert_eq!((answer[2], answer.len()), (status, 16), "{endpoints:?}");
         }
         // Unsupported version, length and operation.
         for at in [0, 1, 6] {
             let mut bytes = question(&[other]);
             bytes[at] = 7;
-            assert_eq!(with(|s| s.answer(&bytes)), None, "{at}");
+            assert_eq!(with(|s| s.respond_to(&bytes)), None, "{at}");
         }
     }
 
     #[test]
     fn endpoints_and_counters_use_network_order() {
         let ask = |operation, out| [1, operation, 0, out, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0];
-        let endpoint = with(|s| s.answer(&ask(3, 2))).unwrap();
+        let endpoint = with(|s| s.respond_to(&ask(3, 2))).unwrap();
         assert_eq!(endpoint[..8], [1, 0x83, 0, 2, 0, 0, 0, 16 + 16 + 128]);
         assert_eq!(endpoint[24..32], [1, 1, 0, 0, 0xff, 0xff, 0, 1]);
         assert_eq!(endpoint[32..40], *b"riser-sa");
         assert_eq!(endpoint[96..104], *b"fd00::1\0");
         for number in [0, 3] {
-            assert_eq!(with(|s| s.answer(&ask(3, number))).unwrap()[2], 2);
+            assert_eq!(with(|s| s.respond_to(&ask(3, number))).unwrap()[2], 2);
         }
         let counters = with(|s| {
-            s.answer(&question(&[(2, 2, &[10, 0, 0, 2])])).unwrap();
-            s.answer(&ask(2, 0)).unwrap()
+            s.respond_to(&question(&[(2, 2, &[10, 0, 0, 2])])).unwrap();
+            s.respond_to(&ask(2, 0)).unwrap()
         });
         assert_eq!(counters[..8], [1, 0x82, 0, 7, 0, 0, 0, 72]);
         assert_eq!(counters[24..32], [0, 0, 0, 0, 0, 0, 0, 1]);
@@ -477,7 +477,7 @@ mod tests {
                 let [low, high] = (message.len() as u16).to_ne_bytes();
                 message[6..8].copy_from_slice(&[low, high]);
                 for message in [input, &message] {
-                    if let Some(answer) = service.answer(message) {
+                    if let Some(answer) = service.respond_to(message) {
                         assert!(answer.len() <= MAX_MESSAGE && answer[1] & 0x80 != 0);
                     }
                 }

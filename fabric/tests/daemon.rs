@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use riser_fabric::ls::{Body, Message, PathUse, Refused, Resolve};
 use riser_fabric::netlink::LS_GROUP;
-use riser_fabric::sa::client::{Answer, ClientConfig, Request, SaClient, SaError, SaEvent};
+use riser_fabric::sa::client::{ClientConfig, Request, SaClient, SaError, SaEvent, SaResponse};
 use riser_fabric::sa::wire::SaMethod;
 use riser_fabric::sa::wire::inform::{InformInfo, Trap};
 use riser_fabric::sa::wire::node::{NodeMask, NodeRecord};
@@ -140,10 +140,10 @@ impl Host {
         self.client.poll_event()
     }
 
-    fn ask(&mut self, request: Request) -> Result<Answer, SaError> {
+    fn query(&mut self, request: Request) -> Result<SaResponse, SaError> {
         let asked = self.client.query(Instant::now(), request).unwrap();
         eventually_some("an answer comes", PATIENCE, || match self.turn() {
-            Some(SaEvent::Answered { id, result }) if id == asked => Some(result),
+            Some(SaEvent::Completed { id, result }) if id == asked => Some(result),
             Some(SaEvent::Notice(notice)) => {
                 self.notices.extend(notice.event());
                 None
@@ -159,24 +159,24 @@ fn hosts_ask_over_queue_pair_1() {
     let mut host = Host::open(2, 1);
     let mut other = Host::open(3, 1);
     let [sgid, dgid] = [2, 3].map(|last| Gid::from(addr(last)));
-    let path = host.ask(Request::path(sgid, dgid, None, None)).unwrap();
+    let path = host.query(Request::path(sgid, dgid, None, None)).unwrap();
     let path: PathRecord = path.record().unwrap();
     assert_eq!((path.sgid(), path.dgid(), path.mtu.code()), (sgid, dgid, 5));
     // The first host finds a service of the second host.
     let subscription = Request::inform(&InformInfo::new(Some(Trap::GidInService), true));
-    host.ask(subscription).unwrap();
+    host.query(subscription).unwrap();
     let record = ServiceRecord::new(0x1234, dgid).with_name("riser.storage");
-    other.ask(Request::set_service(&record)).unwrap();
+    other.query(Request::set_service(&record)).unwrap();
     let find = Request::service(SaMethod::Get, ServiceMask::NAME, &record);
-    assert_eq!(host.ask(find.clone()).unwrap().record(), Some(record));
+    assert_eq!(host.query(find.clone()).unwrap().record(), Some(record));
     // The second host came into service after the subscription.
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &record);
-    other.ask(delete).unwrap();
-    assert_eq!(host.ask(find), Err(SaError::Status(0x0300)));
+    other.query(delete).unwrap();
+    assert_eq!(host.query(find), Err(SaError::Status(0x0300)));
     // A table has several segments.
     let wanted = zerocopy::FromZeros::new_zeroed();
     let nodes = Request::new::<NodeRecord>(SaMethod::GetTable, NodeMask::empty().bits(), &wanted);
-    let nodes = host.ask(nodes).unwrap();
+    let nodes = host.query(nodes).unwrap();
     assert_eq!(nodes.records::<NodeRecord>().count(), 3);
     assert_eq!(host.notices, [(Trap::GidInService, dgid)]);
 }
@@ -185,7 +185,7 @@ fn hosts_ask_over_queue_pair_1() {
 fn client_times_out_without_administrator() {
     let mut host = Host::open(4, 5);
     let request = Request::path(addr(4).into(), addr(6).into(), None, None);
-    assert_eq!(host.ask(request), Err(SaError::TimedOut));
+    assert_eq!(host.query(request), Err(SaError::TimedOut));
 }
 
 /// Opens a netlink socket in the group of local services, using a protocol for communication
@@ -447,7 +447,7 @@ fn registrations_survive_restart() {
     let mut host = Host::open(24, 23);
     let mut record = ServiceRecord::new(0x1234, addr(24).into());
     record.lease = 600.into();
-    host.ask(Request::set_service(&record)).unwrap();
+    host.query(Request::set_service(&record)).unwrap();
     // An upgrade restarts the program.
     let pid = rustix::process::Pid::from_child(&daemon.process);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -458,7 +458,7 @@ fn registrations_survive_restart() {
     let again = Daemon::begin(23, None, true);
     let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &record);
     let lease = eventually_some("the service is back", PATIENCE, || {
-        let answer = host.ask(find.clone()).ok()?;
+        let answer = host.query(find.clone()).ok()?;
         Some(answer.record::<ServiceRecord>().unwrap().lease.get())
     });
     assert!((590..=600).contains(&lease), "{lease}");

@@ -132,9 +132,9 @@ impl Link {
     /// Same as [`Self::daemon`], with a registered client.
     fn registered(&self, end: usize, program: &str) -> Daemon {
         let mut daemon = self.daemon(end, program);
-        let asked = daemon.ask(&Request::Hello { abi: ABI });
+        let asked = daemon.send_request(&Request::Hello { abi: ABI });
         assert_eq!(asked, mapinfo_request());
-        let (sequence, registered) = (daemon.sequence + 1, daemon.ask(&reg_pid()));
+        let (sequence, registered) = (daemon.sequence + 1, daemon.send_request(&reg_pid()));
         assert_eq!(registered, reg_pid_response(sequence));
         daemon
     }
@@ -195,7 +195,7 @@ impl Daemon {
         }
     }
 
-    fn ask(&mut self, request: &Request) -> Response {
+    fn send_request(&mut self, request: &Request) -> Response {
         self.send(request);
         self.receive()
     }
@@ -203,7 +203,7 @@ impl Daemon {
     /// Adds a mapping and returns the mapped address.
     fn add(&mut self, local: &str, flags: u32) -> SocketAddr {
         let request = add_mapping(local, flags);
-        match self.ask(&request) {
+        match self.send_request(&request) {
             Response::AddMapping {
                 sequence,
                 local: is,
@@ -221,7 +221,7 @@ impl Daemon {
             remote: addr(remote),
             flags: Some(0),
         };
-        match self.ask(&request) {
+        match self.send_request(&request) {
             Response::QueryMapping {
                 sequence,
                 connection,
@@ -558,8 +558,8 @@ fn null(operation: u16) -> Vec<u8> {
 fn interview(link: &Link, program: &str) -> Vec<Response> {
     let mut daemon = link.daemon(0, program);
     let mut answers = Vec::new();
-    answers.push(daemon.ask(&Request::Hello { abi: ABI }));
-    answers.push(daemon.ask(&reg_pid()));
+    answers.push(daemon.send_request(&Request::Hello { abi: ABI }));
+    answers.push(daemon.send_request(&reg_pid()));
     let mapped = daemon.add("10.98.0.1:3260", 0);
     let mapinfo = |local: &str, mapped: SocketAddr, flags| Request::MapInfo {
         local: addr(local),
@@ -574,7 +574,7 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         Request::Hello { abi: ABI + 1 },
         mapinfo("10.98.0.1:3263", mapped, 0),
     ] {
-        answers.push(daemon.ask(&request));
+        answers.push(daemon.send_request(&request));
     }
     daemon.send(&mapinfo("10.98.0.1:3260", mapped, 0));
     daemon.send(&mapinfo(
@@ -582,7 +582,7 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         addr("10.98.0.1:3264"),
         NO_PORT_MAP,
     ));
-    answers.push(daemon.ask(&Request::MapInfoNum { echo: 0, sent: 3 }));
+    answers.push(daemon.send_request(&Request::MapInfoNum { echo: 0, sent: 3 }));
     for operation in [1, 2, 3, 6] {
         daemon.netlink.send(&null(operation)).unwrap();
         answers.push(daemon.receive());
@@ -592,7 +592,7 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         echo: 0,
         local: addr("10.98.0.1:3261"),
     });
-    answers.push(daemon.ask(&add_mapping("10.98.0.1:3261", NO_PORT_MAP)));
+    answers.push(daemon.send_request(&add_mapping("10.98.0.1:3261", NO_PORT_MAP)));
     answers
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::mapper::Answer;
+use super::mapper::QueryResult;
 use super::{ErrorCode, Host, Mapper, Mapping, Output};
 use crate::netlink::{IWPM_GROUP, RdmaNetlink};
 
@@ -151,9 +151,9 @@ impl Daemon {
     ///
     /// # Errors
     /// Returns the errors of `poll(2)`.
-    pub fn turn(&mut self, wake: Option<BorrowedFd<'_>>) -> io::Result<Option<Answer>> {
+    pub fn turn(&mut self, wake: Option<BorrowedFd<'_>>) -> io::Result<Option<QueryResult>> {
         while let Some(output) = self.mapper.poll_output() {
-            if let Some(answer) = self.put(output) {
+            if let Some(answer) = self.send_output(output) {
                 return Ok(Some(answer));
             }
         }
@@ -164,9 +164,9 @@ impl Daemon {
         Ok(None)
     }
 
-    fn put(&self, output: Output) -> Option<Answer> {
+    fn send_output(&self, output: Output) -> Option<QueryResult> {
         match output {
-            Output::Answer(answer) => return Some(answer),
+            Output::QueryResult(answer) => return Some(answer),
             Output::Netlink(message) => {
                 let sent = self.netlink.as_ref().map(|socket| socket.send(&message));
                 if let Some(Err(error)) = sent {

@@ -100,12 +100,12 @@ pub enum Output {
     /// Send a netlink message to the kernel.
     Netlink(Vec<u8>),
     /// Return the response to a query of this program.
-    Answer(Answer),
+    QueryResult(QueryResult),
 }
 
 /// Response to [`Mapper::query`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct QueryResult {
     /// Queried address.
     pub remote: SocketAddr,
     /// Mapped address, or an error.
@@ -228,7 +228,7 @@ impl<H: Host> Mapper<H> {
         while let Some((_, timer)) = self.timers.pop_first_if_due(now) {
             match timer {
                 Timer::Query(handle) => self.on_query_due(now, handle),
-                Timer::Association(peer, handle) => self.forget(peer, handle),
+                Timer::Association(peer, handle) => self.forget_peer(peer, handle),
             }
         }
     }
@@ -249,7 +249,7 @@ impl<H: Host> Mapper<H> {
     }
 
     /// Queries the port mapper of a remote address for its mapping, for a connection from `local`.
-    /// [`Output::Answer`] returns the response.
+    /// [`Output::QueryResult`] returns the response.
     ///
     /// # Errors
     /// [`ErrorCode::InvalidMessage`] if the IP versions differ or an address is unspecified,
@@ -261,7 +261,7 @@ impl<H: Host> Mapper<H> {
         remote: SocketAddr,
     ) -> Result<(), ErrorCode> {
         check_pair(local, remote)?;
-        self.ask(now, Asker::Program, (local, local), remote)
+        self.start_query(now, Asker::Program, (local, local), remote)
     }
 
     /// Handles a datagram from the kernel.
@@ -521,11 +521,11 @@ impl<H: Host> Mapper<H> {
                 .ok_or(ErrorCode::DuplicateMapping)?,
             Some(Conflict::Overlap) => return Err(ErrorCode::DuplicateMapping),
         };
-        self.ask(now, asker, (local, mapped_local), remote)
+        self.start_query(now, asker, (local, mapped_local), remote)
     }
 
     /// Starts a query by sending the first request.
-    fn ask(
+    fn start_query(
         &mut self,
         now: Instant,
         asker: Asker,
@@ -592,7 +592,7 @@ impl<H: Host> Mapper<H> {
         self.asked -= 1;
         let (client, sequence) = match query.asker {
             Asker::Kernel { client, sequence } => (client, sequence),
-            Asker::Program => return self.answer(query.remote, Err(refusal)),
+            Asker::Program => return self.push_result(query.remote, Err(refusal)),
         };
         let response = match refusal {
             // Without a mapping, the mapped address equals the address, as in `iwpmd`.
@@ -718,7 +718,7 @@ impl<H: Host> Mapper<H> {
         true
     }
 
-    fn forget(&mut self, peer: SocketAddr, handle: u64) {
+    fn forget_peer(&mut self, peer: SocketAddr, handle: u64) {
         self.associations.remove(&(peer, handle));
         if let Some(of_peer) = self.of_peer.get_mut(&peer.ip()) {
             *of_peer -= 1;
@@ -729,13 +729,13 @@ impl<H: Host> Mapper<H> {
     }
 
     /// Returns the query that matches an accept or reject by handle and local address.
-    fn answered(&mut self, message: &WireMessage) -> Option<&mut Query> {
+    fn matching_query(&mut self, message: &WireMessage) -> Option<&mut Query> {
         let query = self.queries.get_mut(&message.assoc_handle)?;
         is_same(query.local, message.cp).then_some(query)
     }
 
     fn on_accept(&mut self, now: Instant, from: SocketAddr, message: WireMessage) {
-        let query = self.answered(&message);
+        let query = self.matching_query(&message);
         let Some(query) = query.filter(|query| query.remote.ip() == message.ap.ip()) else {
             tracing::debug!(%from, "unexpected accept: no matching request, or an address of another host");
             return;
@@ -766,7 +766,7 @@ impl<H: Host> Mapper<H> {
                 };
                 self.respond(client, &response);
             }
-            Asker::Program => self.answer(remote, Ok(message.ap)),
+            Asker::Program => self.push_result(remote, Ok(message.ap)),
         }
         self.send(from, ack);
     }
@@ -791,15 +791,15 @@ impl<H: Host> Mapper<H> {
     }
 
     fn on_reject(&mut self, message: WireMessage) {
-        let query = self.answered(&message);
+        let query = self.matching_query(&message);
         if query.is_some_and(|query| query.state != QueryState::Answered) {
             self.end_query(message.assoc_handle, Refusal::Rejected);
         }
     }
 
-    fn answer(&mut self, remote: SocketAddr, mapped: Result<SocketAddr, Refusal>) {
-        let answer = Answer { remote, mapped };
-        self.outputs.push_back(Output::Answer(answer));
+    fn push_result(&mut self, remote: SocketAddr, mapped: Result<SocketAddr, Refusal>) {
+        let answer = QueryResult { remote, mapped };
+        self.outputs.push_back(Output::QueryResult(answer));
     }
 
     fn send(&mut self, to: SocketAddr, message: WireMessage) {

@@ -727,8 +727,8 @@ fn mappings_and_queries_work_without_kernel() {
     let accept = accept(request, "10.99.0.2:51000");
     mapper.handle_wire(now, addr(PEER), &accept.write());
     let mapped = Ok(addr("10.99.0.2:51000"));
-    let answer = Answer { remote, mapped };
-    assert_eq!(mapper.poll_output(), Some(Output::Answer(answer)));
+    let answer = QueryResult { remote, mapped };
+    assert_eq!(mapper.poll_output(), Some(Output::QueryResult(answer)));
 }
 
 /// Decodes actions from bytes: valid, almost valid and arbitrary messages from the kernel and
@@ -826,7 +826,7 @@ fn port_mapper() {
                 match output {
                     Output::Wire { .. } => drop(message(output)),
                     Output::Netlink(_) => drop(response(output)),
-                    Output::Answer(_) => panic!("no query of the program's own"),
+                    Output::QueryResult(_) => panic!("no query of the program's own"),
                 }
             }
             // Each reservation belongs to a mapping.

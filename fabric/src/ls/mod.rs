@@ -542,7 +542,7 @@ pub fn hello(timeout: Option<Duration>, port: u32) -> Vec<u8> {
 /// Returns `None` if the message is not a request for this service. A malformed request is
 /// rejected, so that the kernel does not have to wait for a timeout.
 #[must_use]
-pub fn answer(
+pub fn respond(
     bytes: &[u8],
     port: u32,
     resolver: &Resolver,

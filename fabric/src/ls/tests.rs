@@ -80,7 +80,7 @@ fn request_matches_kernel() {
 #[test]
 fn response_matches_ibacm() {
     let (resolver, administrator) = of_host();
-    let answer = answer(&golden_resolve(), 99, &resolver, &administrator).unwrap();
+    let answer = respond(&golden_resolve(), 99, &resolver, &administrator).unwrap();
     let mut expected = vec![92, 0, 0, 0, 0x00, 0x10, 0, 0, 7, 0, 0, 0, 99, 0, 0, 0];
     // LS_NLA_TYPE_PATH_RECORD; struct ib_path_rec_data: PRIMARY, GMP, OUTBOUND, INBOUND_REVERSE.
     expected.extend([76, 0, 1, 0, 0x2b, 0, 0, 0, 0, 0, 0, 0]);
@@ -97,7 +97,7 @@ fn response_matches_ibacm() {
     assert_eq!(paths[0].flags, resolve().flags());
     assert_eq!(parsed.emit(), answer);
     // A response is not a request.
-    assert_eq!(super::answer(&answer, 99, &resolver, &administrator), None);
+    assert_eq!(super::respond(&answer, 99, &resolver, &administrator), None);
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn missing_path_is_rejected() {
     let (resolver, administrator) = of_host();
     let refusal = |resolve: Resolve| {
         let bytes = message(9, Body::Resolve(resolve)).emit();
-        answer(&bytes, 99, &resolver, &administrator).unwrap()
+        respond(&bytes, 99, &resolver, &administrator).unwrap()
     };
     // RDMA_NL_LS_F_ERR, without payload.
     let expected = [16, 0, 0, 0, 0x00, 0x10, 0x00, 0x01, 9, 0, 0, 0, 99, 0, 0, 0];
@@ -151,7 +151,7 @@ fn address_resolves_to_gid() {
     assert_eq!(Message::parse(&golden), Ok(message(5, body.clone())));
     assert_eq!(message(5, body).emit(), golden);
     let (resolver, administrator) = of_host();
-    let answer = |bytes: &[u8]| answer(bytes, 99, &resolver, &administrator).unwrap();
+    let answer = |bytes: &[u8]| respond(bytes, 99, &resolver, &administrator).unwrap();
     let mut expected = vec![36, 0, 0, 0, 0x02, 0x10, 0, 0, 5, 0, 0, 0, 99, 0, 0, 0];
     expected.extend([
         20, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 2,
@@ -179,7 +179,7 @@ fn timeout_message_matches_kernel() {
     assert_eq!(Message::parse(&golden), Ok(message(1, body)));
     // Only requests from the kernel are served.
     let (resolver, administrator) = of_host();
-    assert_eq!(answer(&golden, 99, &resolver, &administrator), None);
+    assert_eq!(respond(&golden, 99, &resolver, &administrator), None);
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn first_message_requests_acknowledgment() {
 fn unknown_mandatory_attribute_is_rejected() {
     let (resolver, administrator) = of_host();
     let refused = |bytes: &[u8]| {
-        let answer = answer(bytes, 99, &resolver, &administrator).unwrap();
+        let answer = respond(bytes, 99, &resolver, &administrator).unwrap();
         split(&answer).unwrap().0.flags == F_ERR
     };
     let with = |attribute: &[u8]| {
@@ -223,7 +223,7 @@ fn unknown_mandatory_attribute_is_rejected() {
     // Port-mapper messages belong to another service.
     bytes[5] = 0x08;
     assert_eq!(Message::parse(&bytes), Err(LsError::Service(0x0809)));
-    assert_eq!(answer(&bytes, 99, &resolver, &administrator), None);
+    assert_eq!(respond(&bytes, 99, &resolver, &administrator), None);
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn local_service() {
             let again = Message::parse(&message.emit()).expect("what was emitted can be read");
             assert_eq!(Message::parse(&again.emit()), Ok(again));
         }
-        if let Some(answer) = answer(input, 1, &resolver, &administrator) {
+        if let Some(answer) = respond(input, 1, &resolver, &administrator) {
             let (header, _) = split(&answer).expect("an answer has a header");
             assert_eq!(header.flags & REQUEST, 0);
         }

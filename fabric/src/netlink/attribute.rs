@@ -93,7 +93,7 @@ impl<'a> Iterator for Attributes<'a> {
 ///
 /// # Panics
 /// If the value is longer than 65,531 bytes.
-pub fn put(bytes: &mut Vec<u8>, kind: u16, value: &[u8]) {
+pub fn append_attribute(bytes: &mut Vec<u8>, kind: u16, value: &[u8]) {
     let len = u16::try_from(HEADER + value.len()).expect("an attribute's value is shorter");
     bytes.extend_from_slice(&len.to_ne_bytes());
     bytes.extend_from_slice(&kind.to_ne_bytes());
@@ -110,8 +110,8 @@ mod tests {
     #[test]
     fn attributes_match_kernel_layout() {
         let mut bytes = Vec::new();
-        put(&mut bytes, 1, &[4, 0]);
-        put(&mut bytes, 2, b"siw0\0");
+        append_attribute(&mut bytes, 1, &[4, 0]);
+        append_attribute(&mut bytes, 2, b"siw0\0");
         assert_eq!(
             bytes,
             [
@@ -136,7 +136,7 @@ mod tests {
     fn invalid_length_stops_attributes() {
         for len in [0_u16, 3, 9, u16::MAX] {
             let mut bytes = Vec::new();
-            put(&mut bytes, 1, &[0; 4]);
+            append_attribute(&mut bytes, 1, &[0; 4]);
             bytes.extend_from_slice(&len.to_ne_bytes());
             bytes.extend_from_slice(&[2, 0, 0, 0, 0, 0]);
             let read: Vec<_> = Attributes::new(&bytes).collect();

@@ -182,7 +182,7 @@ impl Writer {
     /// If the value is longer than 65,531 bytes.
     #[must_use]
     pub fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
-        attribute::put(&mut self.bytes, kind, value);
+        attribute::append_attribute(&mut self.bytes, kind, value);
         self
     }
 

@@ -178,13 +178,13 @@ impl Request {
 
 /// Records of a response.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct SaResponse {
     attribute: u16,
     words: u16,
     data: Vec<u8>,
 }
 
-impl Answer {
+impl SaResponse {
     /// Returns all records, if they are of type `R`.
     pub fn records<R: Record>(&self) -> impl Iterator<Item = R> {
         let data: &[u8] = if self.attribute == R::ATTRIBUTE {
@@ -206,11 +206,11 @@ impl Answer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SaEvent {
     /// A query completed.
-    Answered {
+    Completed {
         /// Identifier of the query.
         id: QueryId,
         /// Response or error.
-        result: Result<Answer, SaError>,
+        result: Result<SaResponse, SaError>,
     },
     /// Notice that matches a subscription of the owner.
     Notice(Box<Notice>),
@@ -295,13 +295,13 @@ impl SaClient {
     /// Cancels a query. Does nothing if it already completed (`ib_sa_cancel_query`).
     pub fn cancel(&mut self, id: QueryId) {
         if let Some(at) = self.queries.iter().position(|query| query.id == id) {
-            self.end(at, Err(SaError::Canceled));
+            self.complete_query(at, Err(SaError::Canceled));
         }
     }
 
-    fn end(&mut self, at: usize, result: Result<Answer, SaError>) {
+    fn complete_query(&mut self, at: usize, result: Result<SaResponse, SaError>) {
         let id = self.queries.swap_remove(at).id;
-        self.events.push_back(SaEvent::Answered { id, result });
+        self.events.push_back(SaEvent::Completed { id, result });
     }
 
     /// Handles a MAD received from a port.
@@ -367,18 +367,18 @@ impl SaClient {
         let Some(at) = self.queries.iter().position(is_it) else {
             return;
         };
-        let answer = |data: &[u8], words| Answer {
+        let answer = |data: &[u8], words| SaResponse {
             attribute: header.mad.attribute(),
             words,
             data: data.to_vec(),
         };
         let words = header.attribute_offset.get();
         if header.mad.status() != 0 {
-            self.end(at, Err(SaError::Status(header.mad.status())));
+            self.complete_query(at, Err(SaError::Status(header.mad.status())));
         } else if !header.rmpp.is_active() {
             // One record with padding.
             let words = (DATA_LEN / 8) as u16;
-            self.end(at, Ok(answer(data, words)));
+            self.complete_query(at, Ok(answer(data, words)));
         } else {
             let query = &mut self.queries[at];
             let receiver = query.receiver.get_or_insert_default();
@@ -396,13 +396,13 @@ impl SaClient {
                 Received::Done(reply) => {
                     let data = std::mem::take(receiver).into_data();
                     self.send(reply);
-                    self.end(at, Ok(answer(&data, words)));
+                    self.complete_query(at, Ok(answer(&data, words)));
                 }
                 Received::Failed(reply) => {
                     if let Some(reply) = reply {
                         self.send(reply);
                     }
-                    self.end(at, Err(SaError::Malformed));
+                    self.complete_query(at, Err(SaError::Malformed));
                 }
             }
         }
@@ -434,7 +434,7 @@ impl SaClient {
             if query.deadline > now {
                 at += 1;
             } else if query.attempts == self.config.retries {
-                self.end(at, Err(SaError::TimedOut));
+                self.complete_query(at, Err(SaError::TimedOut));
             } else {
                 query.attempts += 1;
                 query.deadline = now + self.config.timeout;

@@ -273,7 +273,7 @@ impl EthernetManager {
             self.give_lids();
         }
         if self.is_changed && self.settled.is_none_or(|settled| settled <= now) {
-            self.settle(now);
+            self.rebuild_tables(now);
         }
         if self.search.is_none_or(|next| next <= now) {
             self.is_full = false;
@@ -477,8 +477,8 @@ impl EthernetManager {
         let member = &mut self.members[index];
         member.heard = now;
         member.waits = None;
-        let is_done =
-            header.status.get() == status::OK && self.take(index, &request, data, now).is_some();
+        let is_done = header.status.get() == status::OK
+            && self.apply_response(index, &request, data, now).is_some();
         if !is_done {
             let (attr, status) = (request.attr, header.status.get());
             tracing::info!(host = %from.gid, attr, status, "member rejected a request");
@@ -491,7 +491,7 @@ impl EthernetManager {
     }
 
     /// Handles a successful response. Returns `None` if it does not match the request.
-    fn take(
+    fn apply_response(
         &mut self,
         index: usize,
         request: &Outstanding,

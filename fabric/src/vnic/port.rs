@@ -50,7 +50,7 @@ fn max_frame(vesw: &VeswInfo, priority: Option<usize>) -> usize {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Way {
+struct Route {
     to: QpAddress,
     mtu: u16,
 }
@@ -67,7 +67,7 @@ pub struct VirtualPort {
     mac_table: MacTable,
     learned: Learned,
     paths: Vec<Path>,
-    ways: FxHashMap<Lid, Way>,
+    routes: FxHashMap<Lid, Route>,
     /// Maximum packet length accepted by all other ports, in bytes.
     group_mtu: usize,
     ident: u32,
@@ -92,7 +92,7 @@ impl VirtualPort {
             mac_table: MacTable::default(),
             learned: Learned::default(),
             paths: Vec::new(),
-            ways: FxHashMap::default(),
+            routes: FxHashMap::default(),
             group_mtu: mtu,
             ident: 0,
             reassembly: Reassembly::default(),
@@ -217,20 +217,24 @@ impl VirtualPort {
                 None => self.paths.push(*path),
             }
         }
-        let way = |path: &Path| {
+        let route = |path: &Path| {
             let to = QpAddress {
                 gid: Gid(path.gid),
                 qpn: path.qpn.get(),
             };
             let mtu = path.mtu.get();
-            (Lid(path.dlid.get()), Way { to, mtu })
+            (Lid(path.dlid.get()), Route { to, mtu })
         };
-        self.ways = self.paths.iter().map(way).collect();
-        let shortest = self.ways.values().map(|way| usize::from(way.mtu)).min();
+        self.routes = self.paths.iter().map(route).collect();
+        let shortest = self
+            .routes
+            .values()
+            .map(|route| usize::from(route.mtu))
+            .min();
         self.group_mtu = shortest.map_or(self.mtu, |mtu| mtu.min(self.mtu));
-        let ways = &self.ways;
-        self.learned.retain_ports(|lid| ways.contains_key(&lid));
-        self.reassembly.retain(|lid| ways.contains_key(&lid));
+        let routes = &self.routes;
+        self.learned.retain_ports(|lid| routes.contains_key(&lid));
+        self.reassembly.retain(|lid| routes.contains_key(&lid));
         true
     }
 
@@ -285,8 +289,8 @@ impl VirtualPort {
             (Destination::Group, self.group_mtu)
         } else {
             // A MAC table may arrive before the paths of its ports.
-            let way = self.ways.get(&dlid).ok_or(TxDrop::DlidZero)?;
-            (Destination::Port(way.to), self.mtu.min(way.mtu.into()))
+            let route = self.routes.get(&dlid).ok_or(TxDrop::DlidZero)?;
+            (Destination::Port(route.to), self.mtu.min(route.mtu.into()))
         };
         let (sc, vl) = self.class(frame.dest().is_multicast(), priority);
         self.ident = self.ident.wrapping_add(1);
@@ -333,7 +337,7 @@ impl VirtualPort {
         }
         // Linux assumes that the manager assigned every such address, but virtual machines use them
         // too.
-        if dest.is_local() && self.ways.contains_key(&dest.lid()) {
+        if dest.is_local() && self.routes.contains_key(&dest.lid()) {
             return not_back(dest.lid());
         }
         let flow = usize::from(entropy & 0xf) + usize::from(entropy >> 4);
@@ -387,7 +391,9 @@ impl VirtualPort {
         let frame = match header.fragment {
             None => Ok(Some(data)),
             Some(fragment) => {
-                let taken = self.reassembly.take(header.slid, is_group, fragment, data);
+                let taken = self
+                    .reassembly
+                    .add_fragment(header.slid, is_group, fragment, data);
                 taken.map_err(|_| RxDrop::Logic)
             }
         };
@@ -437,8 +443,8 @@ impl VirtualPort {
         let is_partition = header.pkey & 0x7fff == self.info.vesw.pkey.get() & 0x7fff;
         // Without a path, such as before the path of a new member arrives, any host could be the
         // sender.
-        let way = self.ways.get(&header.slid);
-        let is_source = header.slid != self.slid() && way.is_some_and(|way| way.to == from);
+        let route = self.routes.get(&header.slid);
+        let is_source = header.slid != self.slid() && route.is_some_and(|route| route.to == from);
         if !is_ours || !is_partition || !is_source {
             return Err(RxDrop::Logic);
         }

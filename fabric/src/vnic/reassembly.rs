@@ -34,7 +34,7 @@ pub(super) struct OutOfOrder;
 
 impl Reassembly {
     /// Adds a fragment; returns the frame if it is complete.
-    pub(super) fn take(
+    pub(super) fn add_fragment(
         &mut self,
         source: Lid,
         is_multicast: bool,
@@ -94,7 +94,7 @@ mod tests {
     fn ordered_fragments_form_frame() {
         let mut frames = Reassembly::default();
         let mut take = |source, group, f, data: &[u8]| {
-            let taken = frames.take(Lid(source), group, f, data);
+            let taken = frames.add_fragment(Lid(source), group, f, data);
             taken.map(|frame| frame.map(<[u8]>::to_vec))
         };
         assert_eq!(take(1, false, fragment(1, 0, 5), b"abc"), Ok(None));
@@ -128,8 +128,11 @@ mod tests {
         ];
         for (wrong, data) in refused {
             let mut frames = Reassembly::default();
-            let mut take =
-                |f, data: &[u8]| frames.take(Lid(1), false, f, data).map(|f| f.is_some());
+            let mut take = |f, data: &[u8]| {
+                frames
+                    .add_fragment(Lid(1), false, f, data)
+                    .map(|f| f.is_some())
+            };
             assert_eq!(take(fragment(6, 0, 9), b"abc"), Ok(false));
             assert_eq!(take(wrong, data), Err(OutOfOrder), "{wrong:?}");
             assert_eq!(take(fragment(6, 3, 9), b"defghi"), Err(OutOfOrder));
@@ -141,11 +144,11 @@ mod tests {
     fn memory_is_bounded() {
         let mut frames = Reassembly::default();
         assert_eq!(
-            frames.take(Lid(1), false, fragment(1, 0, u16::MAX), b"a"),
+            frames.add_fragment(Lid(1), false, fragment(1, 0, u16::MAX), b"a"),
             Err(OutOfOrder)
         );
         for source in 0..2000 {
-            let _ = frames.take(Lid(source), false, fragment(1, 0, 9000), b"a");
+            let _ = frames.add_fragment(Lid(source), false, fragment(1, 0, 9000), b"a");
         }
         assert_eq!(frames.partial.len(), MAX_PARTIAL);
         frames.retain(|lid| lid == Lid(3));

@@ -65,7 +65,7 @@ pub struct Vema {
 }
 
 /// Attribute of a response, or the error status.
-type Answer = Result<Vec<u8>, u16>;
+type AttributeResult = Result<Vec<u8>, u16>;
 
 const INVALID: u16 = status::INVALID_ATTRIB_VALUE;
 const UNSUPPORTED: u16 = status::UNSUPPORTED_METHOD_ATTRIB;
@@ -158,8 +158,8 @@ impl Vema {
             _ => return None,
         };
         Some(match answer {
-            Ok(data) => request.answer(status::OK).with(&data),
-            Err(status) => request.answer(status).with(&[]),
+            Ok(data) => request.to_response(status::OK).with(&data),
+            Err(status) => request.to_response(status).with(&[]),
         })
     }
 
@@ -194,7 +194,7 @@ impl Vema {
         MAX_DATA.min(usize::from(self.config.mtu).saturating_sub(HEADER))
     }
 
-    fn get(&self, request: &VemaHeader, data: &[u8]) -> Answer {
+    fn get(&self, request: &VemaHeader, data: &[u8]) -> AttributeResult {
         let vport = request.vport();
         let port = || self.ports.get(&vport).ok_or(INVALID);
         match request.attr_id.get() {
@@ -238,7 +238,7 @@ impl Vema {
         }
     }
 
-    fn set(&mut self, request: &VemaHeader, data: &[u8]) -> Answer {
+    fn set(&mut self, request: &VemaHeader, data: &[u8]) -> AttributeResult {
         let vport = request.vport();
         match request.attr_id.get() {
             id::CLASS_PORT_INFO => {
@@ -297,7 +297,7 @@ impl Vema {
         info.as_bytes().to_vec()
     }
 
-    fn mac_entries(&self, port: &VirtualPort, data: &[u8]) -> Answer {
+    fn mac_entries(&self, port: &VirtualPort, data: &[u8]) -> AttributeResult {
         let (asked, _) = read::<MacTableHeader>(data)?;
         let (offset, count) = (asked.offset.get(), asked.num_entries.get());
         let room = self.room().saturating_sub(size_of::<MacTableHeader>());
@@ -314,7 +314,7 @@ impl Vema {
         Ok([header.as_bytes(), entries.as_bytes()].concat())
     }
 
-    fn iface_macs(&self, macs: &[Mac], gen_count: u16, data: &[u8]) -> Answer {
+    fn iface_macs(&self, macs: &[Mac], gen_count: u16, data: &[u8]) -> AttributeResult {
         let (asked, _) = read::<IfaceMacsHeader>(data)?;
         let room = self.room().saturating_sub(size_of::<IfaceMacsHeader>());
         let most = match asked.num_macs_in_msg.get() {
@@ -333,7 +333,7 @@ impl Vema {
         Ok([header.as_bytes(), macs.as_bytes()].concat())
     }
 
-    fn paths(&self, port: &VirtualPort, data: &[u8]) -> Answer {
+    fn paths(&self, port: &VirtualPort, data: &[u8]) -> AttributeResult {
         let (asked, _) = read::<PathsHeader>(data)?;
         let paths = port.paths();
         let room = self.room().saturating_sub(size_of::<PathsHeader>());
@@ -398,7 +398,7 @@ mod tests {
         })
     }
 
-    fn ask(
+    fn send_request(
         vema: &mut Vema,
         from: u8,
         (method, attr, modifier): (u8, u16, u32),
@@ -430,18 +430,18 @@ mod tests {
     fn attributes_are_readable_and_some_writable() {
         let now = Instant::now();
         let agent = &mut vema();
-        let (status, data) = ask(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now);
+        let (status, data) = send_request(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now);
         let info = ClassPortInfo::read_from_bytes(&data).unwrap();
         assert_eq!((status, info.cap_mask.get()), (0, 0x0201));
         assert_eq!(info.cap_mask2_resp_time.get(), 18);
         // A nonexistent port reports the values of an unconfigured port.
-        let (status, data) = ask(agent, 1, (GET, id::VESWPORT_INFO, 1), &[], now);
+        let (status, data) = send_request(agent, 1, (GET, id::VESWPORT_INFO, 1), &[], now);
         assert_eq!(
             (status, &data[..]),
             (0, VeswPortInfo::power_on().as_bytes())
         );
         let wanted = forwarding();
-        let (status, data) = ask(
+        let (status, data) = send_request(
             agent,
             1,
             (SET, id::VESWPORT_INFO, 1),
@@ -452,7 +452,10 @@ mod tests {
         assert_eq!((status, read.vport.oper_state), (0, state::FORWARDING));
         assert!(agent.port(0).is_none() && agent.lid(1) == Some(Lid(5)));
         let full = (SET, id::VESWPORT_INFO, 2);
-        assert_eq!(ask(agent, 1, full, wanted.as_bytes(), now).0, INVALID);
+        assert_eq!(
+            send_request(agent, 1, full, wanted.as_bytes(), now).0,
+            INVALID
+        );
 
         let header = |offset: u16, count: u16, digest: u32| MacTableHeader {
             offset: offset.into(),
@@ -462,9 +465,12 @@ mod tests {
         let entry = MacTableEntry::new(Mac([2; 6]), Lid(7));
         let set = [header(3, 1, 0xabcd).as_bytes(), entry.as_bytes()].concat();
         let table = id::VESWPORT_MAC_ENTRIES;
-        assert_eq!(ask(agent, 1, (SET, table, 1), &set, now), (0, set.clone()));
+        assert_eq!(
+            send_request(agent, 1, (SET, table, 1), &set, now),
+            (0, set.clone())
+        );
         let get = header(3, 2, 0);
-        let (status, data) = ask(agent, 1, (GET, table, 1), get.as_bytes(), now);
+        let (status, data) = send_request(agent, 1, (GET, table, 1), get.as_bytes(), now);
         let both = [entry, MacTableEntry::default()];
         let expected = [header(3, 2, 0xabcd).as_bytes(), both.as_bytes()].concat();
         assert_eq!((status, data), (0, expected));
@@ -473,8 +479,8 @@ mod tests {
             header(0, 62, 0),
             header(u16::MAX, u16::MAX, 0),
         ] {
-            let get = ask(agent, 1, (GET, table, 1), wrong.as_bytes(), now);
-            let set = ask(agent, 1, (SET, table, 1), wrong.as_bytes(), now);
+            let get = send_request(agent, 1, (GET, table, 1), wrong.as_bytes(), now);
+            let set = send_request(agent, 1, (SET, table, 1), wrong.as_bytes(), now);
             assert_eq!((get.0, set.0), (INVALID, INVALID));
         }
 
@@ -487,7 +493,7 @@ mod tests {
             gen_count: 1.into(),
         };
         let ask_macs = |agent: &mut Vema, attr, start, most| {
-            ask(
+            send_request(
                 agent,
                 1,
                 (GET, attr, 1),
@@ -506,13 +512,13 @@ mod tests {
         assert_eq!(ask_macs(agent, id::IFACE_MCAST_MACS, 0, 0), (0, group));
 
         let counters = (GET, id::VESWPORT_SUMMARY_COUNTERS, 1);
-        let (_, data) = ask(agent, 1, counters, &[], now);
+        let (_, data) = send_request(agent, 1, counters, &[], now);
         let summary = SummaryCounters::read_from_bytes(&data).unwrap();
         assert_eq!(summary.vesw_id.get(), 100);
         let counters = (GET, id::VESWPORT_ERROR_COUNTERS, 1);
-        let (_, data) = ask(agent, 1, counters, &[], now);
+        let (_, data) = send_request(agent, 1, counters, &[], now);
         assert!(ErrorCounters::read_from_bytes(&data).is_ok());
-        let (_, data) = ask(agent, 1, (GET, id::END_POINT, 1), &[], now);
+        let (_, data) = send_request(agent, 1, (GET, id::END_POINT, 1), &[], now);
         assert_eq!(data, [0, 0, 0x12, 0x34, 4, 0, 0, 0]);
 
         let path = Path {
@@ -528,15 +534,15 @@ mod tests {
             reserved: 0.into(),
         };
         let set = [paths.as_bytes(), path.as_bytes()].concat();
-        assert_eq!(ask(agent, 1, (SET, id::PATHS, 1), &set, now).0, 0);
-        let (status, data) = ask(agent, 1, (GET, id::PATHS, 1), paths.as_bytes(), now);
+        assert_eq!(send_request(agent, 1, (SET, id::PATHS, 1), &set, now).0, 0);
+        let (status, data) = send_request(agent, 1, (GET, id::PATHS, 1), paths.as_bytes(), now);
         assert_eq!((status, data), (0, set.clone()));
         assert_eq!(
-            ask(agent, 1, (SET, id::PATHS, 1), &set[..30], now).0,
+            send_request(agent, 1, (SET, id::PATHS, 1), &set[..30], now).0,
             INVALID
         );
 
-        let (status, data) = ask(agent, 1, (SET, id::DELETE_VESW, 1), &[], now);
+        let (status, data) = send_request(agent, 1, (SET, id::DELETE_VESW, 1), &[], now);
         let read = VeswPortInfo::read_from_bytes(&data).unwrap();
         assert_eq!((status, read.vport.oper_state), (0, state::DROP_ALL));
         assert_eq!(read.vport.mac_tbl_digest.get(), 0);
@@ -556,7 +562,7 @@ mod tests {
             (GET, 0x7777),
         ];
         for (method, attr) in unsupported {
-            let answer = ask(agent, 1, (method, attr, 0), &[0; 600], now);
+            let answer = send_request(agent, 1, (method, attr, 0), &[0; 600], now);
             assert_eq!(answer, (UNSUPPORTED, vec![]), "{attr:#x}");
         }
         let invalid = [
@@ -572,7 +578,7 @@ mod tests {
         ];
         for (method, attr) in invalid {
             // Without the port, or with a truncated attribute.
-            let answer = ask(agent, 1, (method, attr, 0), &[], now);
+            let answer = send_request(agent, 1, (method, attr, 0), &[], now);
             assert_eq!(answer, (INVALID, vec![]), "{attr:#x}");
         }
         for other in [method::TRAP, method::GET_RESP, 0x03, 0x82] {
@@ -588,22 +594,28 @@ mod tests {
         let agent = &mut vema();
         let info = ClassPortInfo::new_zeroed();
         let claim = (SET, id::CLASS_PORT_INFO, 0);
-        assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, 0);
-        assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, BUSY);
-        assert_eq!(ask(agent, 2, (GET, id::CLASS_PORT_INFO, 0), &[], now).0, 0);
+        assert_eq!(send_request(agent, 1, claim, info.as_bytes(), now).0, 0);
+        assert_eq!(send_request(agent, 2, claim, info.as_bytes(), now).0, BUSY);
+        assert_eq!(
+            send_request(agent, 2, (GET, id::CLASS_PORT_INFO, 0), &[], now).0,
+            0
+        );
         now += OWNER_TIMEOUT - Duration::from_millis(1);
-        assert_eq!(ask(agent, 1, (GET, id::VESWPORT_INFO, 0), &[], now).0, 0);
+        assert_eq!(
+            send_request(agent, 1, (GET, id::VESWPORT_INFO, 0), &[], now).0,
+            0
+        );
         now += OWNER_TIMEOUT - Duration::from_millis(1);
-        assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, BUSY);
+        assert_eq!(send_request(agent, 2, claim, info.as_bytes(), now).0, BUSY);
         now += Duration::from_millis(1);
-        assert_eq!(ask(agent, 2, claim, info.as_bytes(), now).0, 0);
-        assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, BUSY);
+        assert_eq!(send_request(agent, 2, claim, info.as_bytes(), now).0, 0);
+        assert_eq!(send_request(agent, 1, claim, info.as_bytes(), now).0, BUSY);
 
         // Only its manager may read a host's knowledge of other hosts.
         for attr in [id::VESWPORT_INFO, id::PATHS, id::END_POINT, 0x7777] {
             let get = (GET, attr, 0);
             assert_eq!(
-                ask(agent, 1, get, &[0; 8], now),
+                send_request(agent, 1, get, &[0; 8], now),
                 (BUSY, vec![]),
                 "{attr:#x}"
             );
@@ -623,7 +635,7 @@ mod tests {
         let mut now = Instant::now();
         let agent = &mut vema();
         let claim = (SET, id::CLASS_PORT_INFO, 0);
-        ask(agent, 1, claim, ClassPortInfo::new_zeroed().as_bytes(), now);
+        send_request(agent, 1, claim, ClassPortInfo::new_zeroed().as_bytes(), now);
         let mad = VemaHeader::new(GET, id::CLASS_PORT_INFO, 0, 1).with(&[]);
         for _ in 0..2 {
             let flood = (0..100_000_u32).filter(|n| {
@@ -634,7 +646,10 @@ mod tests {
             });
             assert_eq!(flood.count(), STRANGER_ANSWERS as usize);
             for _ in 0..1000 {
-                assert_eq!(ask(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now).0, 0);
+                assert_eq!(
+                    send_request(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now).0,
+                    0
+                );
             }
             now += Duration::from_secs(1);
         }
@@ -653,7 +668,7 @@ mod tests {
         let agent = &mut vema();
         assert_eq!(flood(agent), STRANGER_ANSWERS as usize);
         let info = ClassPortInfo::new_zeroed();
-        assert_eq!(ask(agent, 1, claim, info.as_bytes(), now).0, 0);
+        assert_eq!(send_request(agent, 1, claim, info.as_bytes(), now).0, 0);
         // Now it is the manager, and any other manager is unknown.
         let other = VemaHeader::new(SET, id::CLASS_PORT_INFO, 0, 1).with(info.as_bytes());
         assert!(agent.handle_mad(address(2), &other, now).is_none());
@@ -673,7 +688,7 @@ mod tests {
     fn traps_are_sent_to_configured_address() {
         let now = Instant::now();
         let agent = &mut vema();
-        ask(
+        send_request(
             agent,
             1,
             (SET, id::VESWPORT_INFO, 0),
@@ -688,7 +703,7 @@ mod tests {
             trap_hl_qp: 0x4000_0055.into(),
             ..FromZeros::new_zeroed()
         };
-        ask(
+        send_request(
             agent,
             1,
             (SET, id::CLASS_PORT_INFO, 0),
@@ -717,7 +732,7 @@ mod tests {
         for vport in 0..2_u8 {
             let mut info = forwarding();
             info.vesw.vesw_id = (100 + u16::from(vport)).into();
-            ask(
+            send_request(
                 agent,
                 1,
                 (SET, id::VESWPORT_INFO, vport.into()),

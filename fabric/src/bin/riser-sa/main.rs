@@ -327,7 +327,7 @@ impl Daemon {
                 }
                 continue;
             }
-            let Some(answer) = ls::answer(bytes, port, &self.resolver, &self.administrator) else {
+            let Some(answer) = ls::respond(bytes, port, &self.resolver, &self.administrator) else {
                 continue;
             };
             debug!(from, "received a kernel request");

@@ -173,7 +173,7 @@ impl Program {
         if self.bytes.len() < length {
             return Ok(());
         }
-        let answer = service.answer(&self.bytes);
+        let answer = service.respond_to(&self.bytes);
         self.bytes.clear();
         let answer = answer.ok_or(io::ErrorKind::InvalidData)?;
         // The program does not read its response.

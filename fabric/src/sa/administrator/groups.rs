@@ -55,7 +55,7 @@ impl Group {
         self.members.iter().any(Member::is_full)
     }
 
-    fn answer(&self, gid: Gid, join_state: u8) -> McMemberRecord {
+    fn record_for(&self, gid: Gid, join_state: u8) -> McMemberRecord {
         let record = McMemberRecord {
             port_gid: gid.0,
             ..self.record
@@ -115,7 +115,7 @@ impl Groups {
             all.filter(move |(_, member)| member.is_full() == is_full)
         });
         all.map(|(group, member)| {
-            let record = group.answer(member.gid, member.join_state);
+            let record = group.record_for(member.gid, member.join_state);
             (member.gid, request(MEMBERSHIP.bits(), &record))
         })
     }
@@ -151,7 +151,7 @@ impl Groups {
     ) -> Result<(Records, Event), Refusal> {
         let mask = McMemberMask::from_bits_retain(mask);
         match method {
-            SaMethod::Get | SaMethod::GetTable => Ok((self.look(from, mask, wanted), None)),
+            SaMethod::Get | SaMethod::GetTable => Ok((self.find_groups(from, mask, wanted), None)),
             SaMethod::Set => {
                 let wanted = own(from, mask, wanted)?;
                 let (record, event) = self.join(from, mask, &wanted, mtu)?;
@@ -166,7 +166,7 @@ impl Groups {
     }
 
     /// Returns matching groups. Membership is only reported to the requester itself.
-    fn look(&self, from: Gid, mask: McMemberMask, wanted: &McMemberRecord) -> Records {
+    fn find_groups(&self, from: Gid, mask: McMemberMask, wanted: &McMemberRecord) -> Records {
         let groups = self
             .all
             .iter()
@@ -177,12 +177,12 @@ impl Groups {
             let record = if own {
                 let is_it = |m: &&Member| m.gid == from && m.gid == wanted.port_gid();
                 let member = members.iter().find(is_it)?;
-                group.answer(from, member.join_state)
+                group.record_for(from, member.join_state)
             } else {
                 let states = members
                     .iter()
                     .fold(0, |all, member| all | member.join_state);
-                group.answer(Gid([0; 16]), states)
+                group.record_for(Gid([0; 16]), states)
             };
             let state = wanted.join_state();
             let has_state =
@@ -235,7 +235,7 @@ impl Groups {
             group.members.len() - 1
         });
         group.members[at].join_state |= state;
-        Ok((group.answer(from, group.members[at].join_state), event))
+        Ok((group.record_for(from, group.members[at].join_state), event))
     }
 
     fn create(
@@ -366,7 +366,7 @@ impl Groups {
         if left == 0 {
             group.members.swap_remove(member);
         }
-        let answer = group.answer(from, left);
+        let answer = group.record_for(from, left);
         if group.is_alive() {
             return Ok((answer, None));
         }

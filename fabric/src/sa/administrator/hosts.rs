@@ -75,7 +75,7 @@ impl Host {
 }
 
 /// Requests to execute after a probe response.
-pub(super) struct Answered {
+pub(super) struct ProbeResponse {
     /// The host was not present before.
     pub(super) is_new: bool,
     /// Requests received by a previous administrator.
@@ -85,7 +85,7 @@ pub(super) struct Answered {
 }
 
 /// Slot in the host table.
-pub(super) enum Place {
+pub(super) enum HostSlot {
     /// The host has a slot. `left` is a present host that was evicted for it.
     Taken { left: Option<Gid> },
     /// All slots belong to hosts with stored state.
@@ -151,10 +151,10 @@ impl Hosts {
         now: Instant,
         gid: Gid,
         keepers: impl FnOnce() -> FxHashSet<Gid>,
-    ) -> Place {
+    ) -> HostSlot {
         if let Some(host) = self.find(gid) {
             host.heard = now;
-            return Place::Taken { left: None };
+            return HostSlot::Taken { left: None };
         }
         let mut left = None;
         if self.all.len() >= self.most {
@@ -172,7 +172,7 @@ impl Hosts {
                 oldest(&|host| is_free(host) && !host.is_awaited()).or_else(|| oldest(&is_late))
             });
             let Some(at) = free else {
-                return Place::None;
+                return HostSlot::None;
             };
             let host = self.all.swap_remove(at);
             left = host.answered.map(|_| host.gid);
@@ -182,7 +182,7 @@ impl Hosts {
             answered: (gid == self.own).then_some(now),
             ..Host::new(gid, now)
         });
-        Place::Taken { left }
+        HostSlot::Taken { left }
     }
 
     /// Defers a request until its host has responded. A retransmission replaces the original.
@@ -248,14 +248,14 @@ impl Hosts {
         now: Instant,
         from: Gid,
         transaction: TransactionId,
-    ) -> Option<Answered> {
+    ) -> Option<ProbeResponse> {
         if transaction != self.challenge(from) {
             return None;
         }
         let host = self.find(from)?;
         let is_new = host.answered.is_none();
         (host.heard, host.answered, host.unanswered) = (now, Some(now), 0);
-        Some(Answered {
+        Some(ProbeResponse {
             is_new,
             restored: std::mem::take(&mut host.restored),
             waiting: std::mem::take(&mut host.waiting),

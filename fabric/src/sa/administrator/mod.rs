@@ -39,7 +39,7 @@ use super::wire::path::{PathMask, PathRecord};
 use super::wire::service::ServiceRecord;
 use super::wire::{CLASS_VERSION, DATA_LEN, Record, SaHeader, SaMethod, SaStatus, rmpp_type};
 use groups::Groups;
-use hosts::{Hosts, Place};
+use hosts::{HostSlot, Hosts};
 use notices::Notices;
 use services::Services;
 
@@ -328,7 +328,7 @@ impl Administrator {
         if let Ok((header, data)) = SaHeader::parse(mad)
             && SaMethod::of(header.mad.method()) == Some(SaMethod::Set)
         {
-            let result = self.answer(now, host, SaMethod::Set, &header, data);
+            let result = self.execute_request(now, host, SaMethod::Set, &header, data);
             self.changes += u64::from(result.is_ok());
             if let Err(Refusal(status)) = result {
                 let attribute = header.mad.attribute();
@@ -371,7 +371,7 @@ impl Administrator {
             _ if header.mad.class_version() != CLASS_VERSION => Err(MadStatus::BadVersion.into()),
             None => Err(MadStatus::UnsupportedMethod.into()),
             Some(SaMethod::Set) if !is_known => Err(SaStatus::NoResources.into()),
-            Some(method) => self.answer(now, from, method, header, data),
+            Some(method) => self.execute_request(now, from, method, header, data),
         };
         self.changes += u64::from(is_change && result.is_ok());
         let is_table = method == Some(SaMethod::GetTable);
@@ -442,13 +442,13 @@ impl Administrator {
         let (services, groups, notices) = (&self.services, &self.groups, &self.notices);
         let keepers = || keepers(services, groups, notices);
         match self.hosts.note(now, gid, keepers) {
-            Place::Taken { left } => {
+            HostSlot::Taken { left } => {
                 if let Some(left) = left {
                     self.notices.raise(now, Trap::GidOutOfService, left);
                 }
                 true
             }
-            Place::None => false,
+            HostSlot::None => false,
         }
     }
 
@@ -478,7 +478,7 @@ impl Administrator {
         }
     }
 
-    fn answer(
+    fn execute_request(
         &mut self,
         now: Instant,
         from: Gid,

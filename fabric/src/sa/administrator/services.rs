@@ -18,7 +18,7 @@ struct Service {
 
 impl Service {
     /// Returns the record as reported to clients: without its key, and with the remaining lease.
-    fn answer(&self, now: Instant) -> ServiceRecord {
+    fn to_record(&self, now: Instant) -> ServiceRecord {
         let left = self.until.map(|until| until.saturating_duration_since(now));
         // Round up, so that a valid lease is never reported as 0.
         let seconds = left.map(|left| left.as_secs() + u64::from(left.subsec_nanos() != 0));
@@ -71,7 +71,7 @@ impl Services {
         self.all.iter().map(move |service| {
             let record = ServiceRecord {
                 key: service.record.key,
-                ..service.answer(now)
+                ..service.to_record(now)
             };
             (record.gid(), request(ServiceMask::ALL.bits(), &record))
         })
@@ -89,7 +89,7 @@ impl Services {
         match method {
             SaMethod::Get | SaMethod::GetTable => {
                 let found = self.all.iter().filter(|s| s.record.matches(mask, wanted));
-                Ok(Records::of(found.map(|service| service.answer(now))))
+                Ok(Records::of(found.map(|service| service.to_record(now))))
             }
             SaMethod::Set => self
                 .set(now, &own(from, mask, wanted)?)
@@ -99,7 +99,7 @@ impl Services {
                 let at = self.all.iter().position(|service| service.is(&wanted));
                 let at = at.ok_or(SaStatus::NoRecords)?;
                 self.check_key(at, &wanted)?;
-                Ok(Records::of([self.all.swap_remove(at).answer(now)]))
+                Ok(Records::of([self.all.swap_remove(at).to_record(now)]))
             }
         }
     }
@@ -114,7 +114,7 @@ impl Services {
             record: *record,
             until,
         };
-        let answer = service.answer(now);
+        let answer = service.to_record(now);
         if let Some(at) = self.all.iter().position(|known| known.is(record)) {
             self.check_key(at, record)?;
             self.all[at] = service;

@@ -1,4 +1,6 @@
-use super::super::client::{Answer, ClientConfig, QueryId, Request, SaClient, SaError, SaEvent};
+use super::super::client::{
+    ClientConfig, QueryId, Request, SaClient, SaError, SaEvent, SaResponse,
+};
 use super::super::wire::attribute;
 use super::super::wire::inform::{InformInfoRecord, InformMask, Notice};
 use super::super::wire::mcmember::{McMemberMask, join_state};
@@ -133,17 +135,17 @@ impl Fabric {
         self.now = end;
     }
 
-    fn ask(&mut self, client: usize, request: Request) -> Result<Answer, SaError> {
+    fn query(&mut self, client: usize, request: Request) -> Result<SaResponse, SaError> {
         let id = self.clients[client].1.query(self.now, request).unwrap();
         self.deliver();
         self.result(client, id)
     }
 
-    fn result(&mut self, client: usize, id: QueryId) -> Result<Answer, SaError> {
+    fn result(&mut self, client: usize, id: QueryId) -> Result<SaResponse, SaError> {
         while let Some(event) = self.clients[client].1.poll_event() {
             match event {
-                SaEvent::Answered { id: ended, result } if ended == id => return result,
-                SaEvent::Answered { .. } => {}
+                SaEvent::Completed { id: ended, result } if ended == id => return result,
+                SaEvent::Completed { .. } => {}
                 SaEvent::Notice(_) => self.kept.push((client, event)),
             }
         }
@@ -157,13 +159,13 @@ impl Fabric {
             .chain(events)
             .filter_map(|event| match event {
                 SaEvent::Notice(notice) => notice.event(),
-                SaEvent::Answered { .. } => None,
+                SaEvent::Completed { .. } => None,
             })
             .collect()
     }
 }
 
-fn status(result: Result<Answer, SaError>) -> u16 {
+fn status(result: Result<SaResponse, SaError>) -> u16 {
     match result {
         Err(SaError::Status(status)) => status,
         other => panic!("{other:?}"),
@@ -174,7 +176,7 @@ fn status(result: Result<Answer, SaError>) -> u16 {
 fn paths_are_computed_from_gids() {
     let mut fabric = Fabric::new(1);
     let request = Request::path(gid(2), gid(9), Some(0x7fff), Some(0x1234));
-    let path: PathRecord = fabric.ask(0, request).unwrap().record().unwrap();
+    let path: PathRecord = fabric.query(0, request).unwrap().record().unwrap();
     assert_eq!((path.sgid(), path.dgid()), (gid(2), gid(9)));
     assert_eq!((path.pkey.get(), path.service_id.get()), (0x7fff, 0x1234));
     assert_eq!((path.hop_limit(), path.mtu.0), (64, 0x85));
@@ -192,7 +194,7 @@ fn paths_are_computed_from_gids() {
     let group = Gid::from(IpAddr::from([239, 1, 1, 1]));
     for (dgid, pkey) in [(gid(9), Some(0x8001)), (v6, None), (group, None)] {
         let request = Request::path(gid(2), dgid, pkey, None);
-        assert_eq!(status(fabric.ask(0, request)), 0x0300, "{dgid}");
+        assert_eq!(status(fabric.query(0, request)), 0x0300, "{dgid}");
     }
 }
 
@@ -230,7 +232,7 @@ fn path_table_contains_all_known_hosts() {
     fabric.deliver();
     let wanted = PathRecord::default();
     let answer = fabric
-        .ask(0, Request::new(SaMethod::GetTable, 0, &wanted))
+        .query(0, Request::new(SaMethod::GetTable, 0, &wanted))
         .unwrap();
     let mut dgids: Vec<Gid> = answer
         .records::<PathRecord>()
@@ -246,22 +248,22 @@ fn path_table_contains_all_known_hosts() {
     };
     let mask = PathMask::NUMB_PATH.bits();
     let answer = fabric
-        .ask(0, Request::new(SaMethod::GetTable, mask, &wanted))
+        .query(0, Request::new(SaMethod::GetTable, mask, &wanted))
         .unwrap();
     assert_eq!(answer.records::<PathRecord>().count(), 3);
     let node = node_record(gid(7));
     let answer = fabric
-        .ask(0, Request::new(SaMethod::GetTable, 0, &node))
+        .query(0, Request::new(SaMethod::GetTable, 0, &node))
         .unwrap();
     assert_eq!(answer.records::<NodeRecord>().count(), 41);
     let mask = NodeMask::PORT_GUID.bits();
     let answer = fabric
-        .ask(0, Request::new(SaMethod::Get, mask, &node))
+        .query(0, Request::new(SaMethod::Get, mask, &node))
         .unwrap();
     assert_eq!(answer.record(), Some(node));
     let port = port_info_record(gid(7), Mtu::Mtu4096);
     let answer = fabric
-        .ask(0, Request::new(SaMethod::GetTable, 0, &port))
+        .query(0, Request::new(SaMethod::GetTable, 0, &port))
         .unwrap();
     assert_eq!(answer.records::<PortInfoRecord>().count(), 41);
 }
@@ -293,24 +295,27 @@ fn tables_survive_datagram_loss() {
 fn services_are_set_found_and_deleted() {
     let mut fabric = Fabric::new(2);
     let record = ServiceRecord::new(0x1000, gid(2)).with_name("riser");
-    let set = fabric.ask(0, Request::set_service(&record)).unwrap();
+    let set = fabric.query(0, Request::set_service(&record)).unwrap();
     assert_eq!(set.record(), Some(record));
     let mask = ServiceMask::NAME;
     let wanted = ServiceRecord::new(0, gid(9)).with_name("riser");
     let find = |method| Request::service(method, mask, &wanted);
-    let found = fabric.ask(1, find(SaMethod::GetTable)).unwrap();
+    let found = fabric.query(1, find(SaMethod::GetTable)).unwrap();
     assert_eq!(found.records().collect::<Vec<ServiceRecord>>(), [record]);
     assert_eq!(
-        fabric.ask(1, find(SaMethod::Get)).unwrap().record(),
+        fabric.query(1, find(SaMethod::Get)).unwrap().record(),
         Some(record)
     );
     // Only the owner may delete the record or set a record for its GID.
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &record);
-    assert_eq!(status(fabric.ask(1, delete.clone())), 0x0500);
-    assert_eq!(status(fabric.ask(1, Request::set_service(&record))), 0x0500);
-    fabric.ask(0, delete.clone()).unwrap();
-    assert_eq!(status(fabric.ask(0, delete)), 0x0300);
-    assert_eq!(status(fabric.ask(1, find(SaMethod::Get))), 0x0300);
+    assert_eq!(status(fabric.query(1, delete.clone())), 0x0500);
+    assert_eq!(
+        status(fabric.query(1, Request::set_service(&record))),
+        0x0500
+    );
+    fabric.query(0, delete.clone()).unwrap();
+    assert_eq!(status(fabric.query(0, delete)), 0x0300);
+    assert_eq!(status(fabric.query(1, find(SaMethod::Get))), 0x0300);
 }
 
 #[test]
@@ -319,20 +324,23 @@ fn service_key_protects_and_lease_expires() {
     let mut record = ServiceRecord::new(0x1000, gid(2));
     record.key = [7; 16];
     record.lease = U32::new(60);
-    fabric.ask(0, Request::set_service(&record)).unwrap();
+    fabric.query(0, Request::set_service(&record)).unwrap();
     let mut other = record;
     other.key = [8; 16];
-    assert_eq!(status(fabric.ask(0, Request::set_service(&other))), 0x0700);
+    assert_eq!(
+        status(fabric.query(0, Request::set_service(&other))),
+        0x0700
+    );
     fabric.pass(Duration::from_secs(20));
     let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &record);
-    let found: ServiceRecord = fabric.ask(1, find.clone()).unwrap().record().unwrap();
+    let found: ServiceRecord = fabric.query(1, find.clone()).unwrap().record().unwrap();
     assert_eq!((found.lease.get(), found.key), (40, [0; 16]));
     // Another Set renews it.
-    fabric.ask(0, Request::set_service(&record)).unwrap();
+    fabric.query(0, Request::set_service(&record)).unwrap();
     fabric.pass(Duration::from_secs(59));
     assert_eq!(fabric.administrator.usage().services, 1);
     fabric.pass(Duration::from_secs(2));
-    assert_eq!(status(fabric.ask(1, find)), 0x0300);
+    assert_eq!(status(fabric.query(1, find)), 0x0300);
 }
 
 fn group_request(mgid: Gid, port: Gid) -> (McMemberMask, McMemberRecord) {
@@ -346,16 +354,16 @@ fn group_request(mgid: Gid, port: Gid) -> (McMemberMask, McMemberRecord) {
 fn groups_live_until_last_full_member() {
     let mut fabric = Fabric::new(3);
     fabric
-        .ask(2, Request::inform(&InformInfo::new(None, true)))
+        .query(2, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
     let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
     let (mask, record) = group_request(mgid, gid(2));
     // A plain join does not create the group.
     let join = McMemberRecord::new(mgid, gid(3), join_state::SEND_ONLY_NON_MEMBER);
     let just_join = Request::join(McMemberMask::MGID, &join);
-    assert_eq!(status(fabric.ask(1, just_join.clone())), 0x0200);
+    assert_eq!(status(fabric.query(1, just_join.clone())), 0x0200);
     let made: McMemberRecord = fabric
-        .ask(0, Request::join(mask, &record))
+        .query(0, Request::join(mask, &record))
         .unwrap()
         .record()
         .unwrap();
@@ -364,16 +372,16 @@ fn groups_live_until_last_full_member() {
         (made.mlid.get(), made.mtu.0, made.join_state()),
         (0xc000, 0x85, 1)
     );
-    let joined: McMemberRecord = fabric.ask(1, just_join).unwrap().record().unwrap();
+    let joined: McMemberRecord = fabric.query(1, just_join).unwrap().record().unwrap();
     assert_eq!((joined.qkey.get(), joined.join_state()), (0x8001_0000, 4));
     // Another queue key.
     let mut other = record;
     other.qkey = U32::new(5);
     other.port_gid = gid(3).0;
-    assert_eq!(status(fabric.ask(1, Request::join(mask, &other))), 0x0200);
+    assert_eq!(status(fabric.query(1, Request::join(mask, &other))), 0x0200);
     // Any host sees the group, but not its members.
     let look = Request::new(SaMethod::GetTable, 0, &McMemberRecord::default());
-    let all: Vec<McMemberRecord> = fabric.ask(2, look).unwrap().records().collect();
+    let all: Vec<McMemberRecord> = fabric.query(2, look).unwrap().records().collect();
     assert_eq!(
         (all.len(), all[0].port_gid(), all[0].join_state()),
         (1, Gid([0; 16]), 5)
@@ -387,13 +395,13 @@ fn groups_live_until_last_full_member() {
             ..PathRecord::default()
         },
     );
-    let path: PathRecord = fabric.ask(2, request).unwrap().record().unwrap();
+    let path: PathRecord = fabric.query(2, request).unwrap().record().unwrap();
     assert_eq!(path.dlid.get(), 0xc000);
     // A host cannot remove another host's membership.
     let leave = McMemberRecord::new(mgid, gid(2), join_state::FULL_MEMBER);
-    assert_eq!(status(fabric.ask(1, Request::leave(&leave))), 0x0500);
-    fabric.ask(0, Request::leave(&leave)).unwrap();
-    assert_eq!(status(fabric.ask(0, Request::leave(&leave))), 0x0200);
+    assert_eq!(status(fabric.query(1, Request::leave(&leave))), 0x0500);
+    fabric.query(0, Request::leave(&leave)).unwrap();
+    assert_eq!(status(fabric.query(0, Request::leave(&leave))), 0x0200);
     assert_eq!(fabric.administrator.usage().members, 0);
     fabric.pass(Duration::from_secs(1));
     let notices = fabric.notices(2);
@@ -412,7 +420,7 @@ fn allocated_group_gid_matches_address_family() {
     let mut mgids = Vec::new();
     for _ in 0..2 {
         let made: McMemberRecord = fabric
-            .ask(0, Request::join(mask, &record))
+            .query(0, Request::join(mask, &record))
             .unwrap()
             .record()
             .unwrap();
@@ -423,28 +431,31 @@ fn allocated_group_gid_matches_address_family() {
     // A GID of the wrong address family, and a unicast GID.
     for mgid in [Gid([0xff; 16]), gid(5)] {
         let (mask, record) = group_request(mgid, gid(2));
-        assert_eq!(status(fabric.ask(0, Request::join(mask, &record))), 0x0200);
+        assert_eq!(
+            status(fabric.query(0, Request::join(mask, &record))),
+            0x0200
+        );
     }
     // Required fields for group creation are missing.
     let (mask, record) = group_request(Gid::from(IpAddr::from([239, 5, 5, 5])), gid(2));
     let request = Request::join(mask - McMemberMask::QKEY, &record);
-    assert_eq!(status(fabric.ask(0, request)), 0x0600);
+    assert_eq!(status(fabric.query(0, request)), 0x0600);
 }
 
 #[test]
 fn unresponsive_subscriber_loses_its_subscription() {
     let mut fabric = Fabric::new(2);
     let subscribe = |is| Request::inform(&InformInfo::new(Some(Trap::GidInService), is));
-    assert_eq!(status(fabric.ask(0, subscribe(false))), 0x0200);
-    fabric.ask(0, subscribe(true)).unwrap();
-    fabric.ask(0, subscribe(true)).unwrap();
+    assert_eq!(status(fabric.query(0, subscribe(false))), 0x0200);
+    fabric.query(0, subscribe(true)).unwrap();
+    fabric.query(0, subscribe(true)).unwrap();
     assert_eq!(fabric.administrator.usage().subscriptions, 1);
-    fabric.ask(0, subscribe(false)).unwrap();
+    fabric.query(0, subscribe(false)).unwrap();
     assert_eq!(fabric.administrator.usage().subscriptions, 0);
-    fabric.ask(0, subscribe(true)).unwrap();
+    fabric.query(0, subscribe(true)).unwrap();
     let gone = fabric.clients.remove(0);
     fabric
-        .ask(0, Request::path(gid(3), gid(2), None, None))
+        .query(0, Request::path(gid(3), gid(2), None, None))
         .unwrap();
     assert_eq!(fabric.administrator.usage().subscriptions, 1);
     fabric.pass(Duration::from_secs(10));
@@ -539,21 +550,24 @@ fn limits_apply_per_host_and_total() {
         (4, 1, 0),
         (5, 1, 0x0100),
     ] {
-        let result = fabric.ask(client, service(id, client));
+        let result = fabric.query(client, service(id, client));
         let got = result.err().map_or(0, |e| status(Err(e)));
         assert_eq!(got, expected, "service {id}");
     }
     // Existing records can be renewed.
-    fabric.ask(0, service(1, 0)).unwrap();
+    fabric.query(0, service(1, 0)).unwrap();
     let subscribe = |trap| Request::inform(&InformInfo::new(Some(trap), true));
-    fabric.ask(2, subscribe(Trap::GroupCreated)).unwrap();
-    assert_eq!(status(fabric.ask(2, subscribe(Trap::GroupDeleted))), 0x0100);
-    fabric.ask(3, subscribe(Trap::GroupCreated)).unwrap();
+    fabric.query(2, subscribe(Trap::GroupCreated)).unwrap();
+    assert_eq!(
+        status(fabric.query(2, subscribe(Trap::GroupDeleted))),
+        0x0100
+    );
+    fabric.query(3, subscribe(Trap::GroupCreated)).unwrap();
     // All slots belong to hosts with stored state. Requests from any other host still receive a
     // response, but cannot store state.
-    assert_eq!(status(fabric.ask(4, service(9, 4))), 0x0100);
+    assert_eq!(status(fabric.query(4, service(9, 4))), 0x0100);
     fabric
-        .ask(4, Request::path(gid(6), gid(2), None, None))
+        .query(4, Request::path(gid(6), gid(2), None, None))
         .unwrap();
     let usage = fabric.administrator.usage();
     assert_eq!(
@@ -566,9 +580,9 @@ fn limits_apply_per_host_and_total() {
 fn host_without_state_is_forgotten() {
     let mut fabric = Fabric::new(2);
     let request = Request::path(gid(2), gid(3), None, None);
-    fabric.ask(0, request.clone()).unwrap();
+    fabric.query(0, request.clone()).unwrap();
     fabric
-        .ask(1, Request::inform(&InformInfo::new(None, true)))
+        .query(1, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
     fabric.pass(FORGETTING + SWEEP);
     assert_eq!(fabric.administrator.usage().hosts, 1);
@@ -700,7 +714,7 @@ fn subnet_administration_client() {
             now += Duration::from_millis(u64::from(chunk[0]) * 4);
             client.handle_timeout(now);
             while let Some(event) = client.poll_event() {
-                if let SaEvent::Answered { result, .. } = event {
+                if let SaEvent::Completed { result, .. } = event {
                     ended += 1;
                     if let Ok(answer) = result {
                         assert!(answer.records::<PathRecord>().count() <= 1024);
@@ -715,7 +729,7 @@ fn subnet_administration_client() {
         while client.poll_transmit().is_some() {}
         let events = std::iter::from_fn(|| client.poll_event());
         ended += events
-            .filter(|e| matches!(e, SaEvent::Answered { .. }))
+            .filter(|e| matches!(e, SaEvent::Completed { .. }))
             .count();
         assert_eq!(ended, asked);
         assert!(client.is_idle());
@@ -751,7 +765,7 @@ fn repeated_segments_do_not_extend_query() {
         now += Duration::from_millis(500);
         client.handle_timeout(now);
     }
-    let Some(SaEvent::Answered { result, .. }) = client.poll_event() else {
+    let Some(SaEvent::Completed { result, .. }) = client.poll_event() else {
         panic!("it waits still");
     };
     assert_eq!(result, Err(SaError::TimedOut));
@@ -784,7 +798,7 @@ fn forged_queries_leave_host_state_intact() {
             .handle_mad(fabric.now, gid(from), &header.emit(&[]));
     }
     let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
-    let answer = fabric.ask(0, request).unwrap();
+    let answer = fabric.query(0, request).unwrap();
     assert!(answer.records::<PathRecord>().count() > 0);
 }
 
@@ -796,11 +810,11 @@ fn full_administrator_still_returns_tables() {
     for at in 0..limits.services.0 {
         let (client, id) = (at / limits.services.1, at as u64);
         let record = ServiceRecord::new(id, fabric.clients[client].0);
-        fabric.ask(client, Request::set_service(&record)).unwrap();
+        fabric.query(client, Request::set_service(&record)).unwrap();
     }
     let wanted = ServiceRecord::new(0, gid(2));
     let find = Request::service(SaMethod::GetTable, ServiceMask::empty(), &wanted);
-    let all = fabric.ask(0, find).unwrap();
+    let all = fabric.query(0, find).unwrap();
     assert_eq!(all.records::<ServiceRecord>().count(), limits.services.0);
 }
 
@@ -809,13 +823,13 @@ fn notices_after_restart_are_not_duplicates() {
     let mut fabric = Fabric::new(3);
     let path = Request::path(gid(3), gid(2), None, None);
     let subscription = Request::inform(&InformInfo::new(Some(Trap::GidInService), true));
-    fabric.ask(0, subscription.clone()).unwrap();
-    fabric.ask(1, path.clone()).unwrap();
+    fabric.query(0, subscription.clone()).unwrap();
+    fabric.query(1, path.clone()).unwrap();
     fabric.pass(Duration::from_secs(1));
     assert_eq!(fabric.notices(0), [(Trap::GidInService, gid(3))]);
     fabric.restart();
-    fabric.ask(0, subscription).unwrap();
-    fabric.ask(2, path).unwrap();
+    fabric.query(0, subscription).unwrap();
+    fabric.query(2, path).unwrap();
     fabric.pass(Duration::from_secs(1));
     assert_eq!(fabric.notices(0), [(Trap::GidInService, gid(4))]);
 }
@@ -849,7 +863,7 @@ fn ports_match_by_capabilities() {
 fn state_of_forged_host_is_not_stored() {
     let mut fabric = Fabric::new(1);
     fabric
-        .ask(0, Request::inform(&InformInfo::new(None, true)))
+        .query(0, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
     let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
     let before = fabric.sent;
@@ -883,7 +897,7 @@ fn state_of_forged_host_is_not_stored() {
     // Nor does it occur in a table or a notice.
     assert_eq!(fabric.notices(0), []);
     let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
-    let nodes = fabric.ask(0, nodes).unwrap();
+    let nodes = fabric.query(0, nodes).unwrap();
     assert_eq!(nodes.records::<NodeRecord>().count(), 2);
     fabric.pass(FORGETTING + SWEEP);
     assert_eq!(fabric.administrator.usage().hosts, 1);
@@ -898,7 +912,7 @@ fn forged_hosts_do_not_evict_present_hosts() {
     let mut fabric = Fabric::with(3, limits);
     let path = Request::path(gid(2), gid(3), None, None);
     for client in 0..3 {
-        fabric.ask(client, path.clone()).unwrap();
+        fabric.query(client, path.clone()).unwrap();
     }
     for last in 50..250 {
         let mad = path.emit(TransactionId(7));
@@ -906,7 +920,7 @@ fn forged_hosts_do_not_evict_present_hosts() {
         fabric.deliver();
     }
     let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
-    let nodes = fabric.ask(0, nodes).unwrap();
+    let nodes = fabric.query(0, nodes).unwrap();
     assert_eq!(nodes.records::<NodeRecord>().count(), 4);
 }
 
@@ -914,21 +928,23 @@ fn forged_hosts_do_not_evict_present_hosts() {
 fn unresponsive_host_loses_its_state() {
     let mut fabric = Fabric::new(3);
     fabric
-        .ask(0, Request::inform(&InformInfo::new(None, true)))
+        .query(0, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
     let mgid = Gid::from(IpAddr::from([239, 1, 2, 3]));
     for client in [1, 2] {
         let host = fabric.clients[client].0;
         let service = ServiceRecord::new(1, host);
-        fabric.ask(client, Request::set_service(&service)).unwrap();
+        fabric
+            .query(client, Request::set_service(&service))
+            .unwrap();
         let of_none = InformInfo {
             gid: [9; 16],
             ..InformInfo::new(None, true)
         };
-        fabric.ask(client, Request::inform(&of_none)).unwrap();
+        fabric.query(client, Request::inform(&of_none)).unwrap();
     }
     let (mask, record) = group_request(mgid, gid(4));
-    fabric.ask(2, Request::join(mask, &record)).unwrap();
+    fabric.query(2, Request::join(mask, &record)).unwrap();
     fabric.pass(Duration::from_secs(5));
     fabric.notices(0);
     // One client is silent for weeks but responds to probes; the other one was removed.
@@ -952,7 +968,7 @@ fn unresponsive_host_loses_its_state() {
 fn paused_administrator_keeps_its_hosts() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(1, gid(2));
-    fabric.ask(0, Request::set_service(&service)).unwrap();
+    fabric.query(0, Request::set_service(&service)).unwrap();
     // A debugger or a live migration: no timer fires for a day.
     fabric.now += Duration::from_secs(24 * 3600);
     let now = fabric.now;
@@ -966,10 +982,10 @@ fn subscriptions_are_found_by_their_hosts() {
     let mut fabric = Fabric::new(3);
     let of = |trap| InformInfo::new(Some(trap), true);
     for trap in [Trap::GroupCreated, Trap::GroupDeleted] {
-        fabric.ask(0, Request::inform(&of(trap))).unwrap();
+        fabric.query(0, Request::inform(&of(trap))).unwrap();
     }
     fabric
-        .ask(1, Request::inform(&of(Trap::GroupCreated)))
+        .query(1, Request::inform(&of(Trap::GroupCreated)))
         .unwrap();
     let mut find = |mask: InformMask, gid: Gid, number: u16| {
         let wanted = InformInfoRecord {
@@ -978,7 +994,7 @@ fn subscriptions_are_found_by_their_hosts() {
             ..InformInfoRecord::default()
         };
         let request = Request::new(SaMethod::GetTable, mask.bits(), &wanted);
-        let answer = fabric.ask(2, request).unwrap();
+        let answer = fabric.query(2, request).unwrap();
         answer.records().collect::<Vec<InformInfoRecord>>()
     };
     let all = find(InformMask::empty(), gid(2), 0);
@@ -998,26 +1014,26 @@ fn registrations_survive_administrator_restart() {
     let mut fabric = Fabric::new(4);
     let mut service = ServiceRecord::new(0x1000, gid(2)).with_name("riser");
     (service.key, service.lease) = ([7; 16], U32::new(600));
-    fabric.ask(0, Request::set_service(&service)).unwrap();
+    fabric.query(0, Request::set_service(&service)).unwrap();
     let mut mgids = Vec::new();
     for last in [1, 2] {
         let mgid = Gid::from(IpAddr::from([239, 1, 2, last]));
         let (mask, record) = group_request(mgid, gid(2));
-        fabric.ask(0, Request::join(mask, &record)).unwrap();
+        fabric.query(0, Request::join(mask, &record)).unwrap();
         let join = McMemberRecord::new(mgid, gid(3), join_state::SEND_ONLY_NON_MEMBER);
         fabric
-            .ask(1, Request::join(McMemberMask::MGID, &join))
+            .query(1, Request::join(McMemberMask::MGID, &join))
             .unwrap();
         mgids.push(mgid);
     }
     fabric
-        .ask(2, Request::inform(&InformInfo::new(None, true)))
+        .query(2, Request::inform(&InformInfo::new(None, true)))
         .unwrap();
     // A host that was removed before the new administrator starts.
     let gone = ServiceRecord::new(0x2000, gid(5));
-    fabric.ask(3, Request::set_service(&gone)).unwrap();
+    fabric.query(3, Request::set_service(&gone)).unwrap();
     let look = Request::new(SaMethod::GetTable, 0, &McMemberRecord::default());
-    let groups = fabric.ask(2, look.clone()).unwrap();
+    let groups = fabric.query(2, look.clone()).unwrap();
     let before = fabric.administrator.usage();
     assert!(fabric.administrator.changes() >= 7);
     fabric.pass(Duration::from_secs(100));
@@ -1037,12 +1053,15 @@ fn registrations_survive_administrator_restart() {
     assert_eq!((usage.services, usage.subscriptions), (1, 1));
     assert_eq!(usage.groups, before.groups);
     let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &service);
-    let found: ServiceRecord = fabric.ask(2, find).unwrap().record().unwrap();
+    let found: ServiceRecord = fabric.query(2, find).unwrap().record().unwrap();
     assert_eq!(found.lease.get(), 500);
     let mut other = service;
     other.key = [8; 16];
-    assert_eq!(status(fabric.ask(0, Request::set_service(&other))), 0x0700);
-    let sorted = |answer: &Answer| {
+    assert_eq!(
+        status(fabric.query(0, Request::set_service(&other))),
+        0x0700
+    );
+    let sorted = |answer: &SaResponse| {
         let mut all: Vec<McMemberRecord> = answer.records().collect();
         all.sort_by_key(|record| record.mgid);
         // A send-only member may have been probed before the group existed.
@@ -1050,7 +1069,7 @@ fn registrations_survive_administrator_restart() {
             .for_each(|record| *record = record.with_state(record.scope(), 1));
         all
     };
-    let again = fabric.ask(2, look).unwrap();
+    let again = fabric.query(2, look).unwrap();
     assert_eq!(sorted(&again), sorted(&groups));
     // The other host is probed for an hour.
     fabric.pass(Duration::from_secs(30 * 60));
@@ -1063,12 +1082,12 @@ fn registrations_survive_administrator_restart() {
 fn probed_host_may_change_restored_state() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
-    fabric.ask(0, Request::set_service(&service)).unwrap();
+    fabric.query(0, Request::set_service(&service)).unwrap();
     fabric.restart_with_state();
     // The probe is lost, and the host deletes its record.
     while fabric.administrator.poll_transmit(fabric.now).is_some() {}
     let delete = Request::service(SaMethod::Delete, ServiceMask::ALL, &service);
-    fabric.ask(0, delete).unwrap();
+    fabric.query(0, delete).unwrap();
     fabric.pass(Duration::from_secs(3600));
     assert_eq!(fabric.administrator.usage().services, 0);
     // A file from another program may contain anything.
@@ -1097,7 +1116,9 @@ fn missing_restored_hosts_free_their_slots() {
     fabric.pass(SWEEP * 3);
     for client in 0..3 {
         let service = ServiceRecord::new(0x1000, fabric.clients[client].0);
-        fabric.ask(client, Request::set_service(&service)).unwrap();
+        fabric
+            .query(client, Request::set_service(&service))
+            .unwrap();
     }
     assert_eq!(fabric.administrator.usage().services, 3);
 }
@@ -1106,7 +1127,7 @@ fn missing_restored_hosts_free_their_slots() {
 fn stranger_does_not_evict_probed_host() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
-    fabric.ask(0, Request::set_service(&service)).unwrap();
+    fabric.query(0, Request::set_service(&service)).unwrap();
     fabric.administrator.config.limits.hosts = 1;
     fabric.restart_with_state();
     // The datagram was queued in the socket before the first probe was sent.
@@ -1123,7 +1144,7 @@ fn stranger_does_not_evict_probed_host() {
 fn deferred_requests_survive_second_restart() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
-    fabric.ask(0, Request::set_service(&service)).unwrap();
+    fabric.query(0, Request::set_service(&service)).unwrap();
     let requests = fabric.restart_with_state();
     assert_eq!(requests.len(), 1);
     // The host has not responded yet.
@@ -1134,7 +1155,7 @@ fn deferred_requests_survive_second_restart() {
 fn unprobed_hosts_are_not_silent() {
     let mut fabric = Fabric::new(1);
     let service = ServiceRecord::new(0x1000, gid(2));
-    fabric.ask(0, Request::set_service(&service)).unwrap();
+    fabric.query(0, Request::set_service(&service)).unwrap();
     let end = fabric.now + FORGETTING + SWEEP * 60;
     while fabric.now < end {
         fabric.now += SWEEP;

@@ -20,7 +20,7 @@ pub(super) struct Tables {
 
 impl EthernetManager {
     /// Rebuilds the tables after changes. The interval doubles with each consecutive rebuild.
-    pub(super) fn settle(&mut self, now: Instant) {
+    pub(super) fn rebuild_tables(&mut self, now: Instant) {
         let interval = self.config.interval;
         let is_calm = self.settled.is_none_or(|settled| settled + interval <= now);
         let before = self.digests();

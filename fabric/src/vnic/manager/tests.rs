@@ -588,7 +588,7 @@ fn unconfigurable_member_is_queried_at_limited_rate() {
             _ => vec![0; 100],
         };
         net.manager
-            .handle_mad(liar, &header.answer(0).with(&data), net.now);
+            .handle_mad(liar, &header.to_response(0).with(&data), net.now);
         to == MadDestination::Group || to == MadDestination::Member(liar)
     });
     let asked = asked.count();
@@ -787,7 +787,7 @@ fn vnic_manager() {
                 MadDestination::Member(address) => address,
             };
             let status = u16::from(status & 0x1c);
-            let answer = header.answer(status).with(data);
+            let answer = header.to_response(status).with(data);
             net.manager.handle_mad(from, &answer, net.now);
             net.manager.handle_mad(from, data, net.now);
             assert!(mad.len() <= 1024);

@@ -100,7 +100,7 @@ impl VemaHeader {
 
     /// Returns the headers of the response to this request.
     #[must_use]
-    pub fn answer(&self, status: u16) -> Self {
+    pub fn to_response(&self, status: u16) -> Self {
         Self {
             method: method::GET_RESP,
             status: status.into(),
@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(header.with(&[0xaa]), golden);
         let (parsed, data) = VemaHeader::parse(&golden).unwrap();
         assert_eq!((parsed, data, parsed.vport()), (header, &[0xaa][..], 2));
-        let answer = parsed.answer(status::INVALID_ATTRIB_VALUE).with(&[]);
+        let answer = parsed.to_response(status::INVALID_ATTRIB_VALUE).with(&[]);
         assert_eq!(answer[3..6], [0x81, 0x00, 0x1c]);
     }
 

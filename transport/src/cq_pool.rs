@@ -115,7 +115,7 @@ impl CqPool {
     ///
     /// # Panics
     /// Panics if the entries were not allocated from this pool.
-    pub fn put(&mut self, share: CqShare) {
+    pub fn release(&mut self, share: CqShare) {
         let mut queues = self.queues.iter_mut();
         let queue = queues.find(|queue| queue.cq == share.cq);
         queue.expect("queue belongs to this pool").taken -= share.entries;
@@ -156,7 +156,7 @@ mod tests {
         let long = pool.get(nic, 5000, Some(1), soft).unwrap();
         assert_eq!(nic.query_cq(long.cq).unwrap().entries, 5000);
         // Released entries can be allocated again.
-        pool.put(b);
+        pool.release(b);
         assert_eq!(pool.get(nic, 1000, Some(1), soft).unwrap().cq, a.cq);
         assert_eq!(pool.queues().count(), 4);
         // Without a hint, users are distributed.
@@ -186,7 +186,7 @@ mod tests {
         pool.destroy(nic);
         assert_eq!(pool.queues().count(), 1);
         nic.destroy_qp(qp).unwrap();
-        pool.put(share);
+        pool.release(share);
         pool.destroy(nic);
         assert_eq!(pool.queues().count(), 0);
     }

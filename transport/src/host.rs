@@ -24,7 +24,7 @@ impl Host {
     ///
     /// # Errors
     /// Returns an error if the addresses cannot be listed.
-    pub fn look() -> io::Result<Self> {
+    pub fn query() -> io::Result<Self> {
         let found = rdma_core::devices().map_err(|e| with_causes(&rdma_core::OpenError::from(e)));
         let some = |devices: Vec<DeviceSummary>| match devices.is_empty() {
             true => Err("the kernel has no RDMA devices".to_owned()),

@@ -279,7 +279,7 @@ impl MrPool {
     ///
     /// # Errors
     /// Returns the allocation error for the new region.
-    pub fn put<V: Verbs + ?Sized>(
+    pub fn release<V: Verbs + ?Sized>(
         &mut self,
         verbs: &mut V,
         mut mr: PooledMr,
@@ -301,7 +301,7 @@ impl MrPool {
     /// [`MrPool::discard`].
     pub fn destroy<V: Verbs + ?Sized>(&mut self, verbs: &mut V) {
         for mr in self.free.drain(..) {
-            // See `put`.
+            // See `release`.
             let _ = verbs.dereg_mr(mr.id);
         }
     }
@@ -309,7 +309,7 @@ impl MrPool {
     /// Deregisters a region instead of returning it. This reduces the pool size.
     pub fn discard<V: Verbs + ?Sized>(&mut self, verbs: &mut V, mr: PooledMr) {
         self.out = self.out.saturating_sub(1);
-        // See `put`.
+        // See `release`.
         let _ = verbs.dereg_mr(mr.id);
     }
 }
@@ -349,7 +349,7 @@ mod tests {
             // Mapped and returned without being used.
             let mut mr = pool.get().unwrap();
             mr.map(&mut verbs, &memory).unwrap();
-            pool.put(&mut verbs, mr).unwrap();
+            pool.release(&mut verbs, mr).unwrap();
             let mut mr = pool.get().unwrap();
             // Invalidated first by the peer and then by us.
             mr.map(&mut verbs, &memory).unwrap();
@@ -359,7 +359,7 @@ mod tests {
             let _ = mr.reg_wr(WrId(2), access);
             let _ = mr.inv_wr(WrId(3));
             assert!(mr.on_invalidated(mr.rkey()));
-            pool.put(&mut verbs, mr).unwrap();
+            pool.release(&mut verbs, mr).unwrap();
         });
     }
 

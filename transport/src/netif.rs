@@ -50,7 +50,7 @@ impl Interface {
 /// # Errors
 /// Returns an error from `getifaddrs(3)`.
 pub fn interfaces() -> io::Result<Vec<Interface>> {
-    let mut found: Vec<_> = Addresses::look()?
+    let mut found: Vec<_> = Addresses::query()?
         .iter()
         .filter(|entry| entry.is_up && !crate::wire::is_link_local(entry.address))
         .map(|entry| Interface {
@@ -68,14 +68,14 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
 /// if there is no such interface.
 #[must_use]
 pub fn interface_mtu(addr: IpAddr) -> Option<u32> {
-    mtu_of(Addresses::look().ok()?.holder(addr)?.name)
+    mtu_of(Addresses::query().ok()?.holder(addr)?.name)
 }
 
 /// Returns the index of the interface that uses `addr` or whose network includes it, or `None` if
 /// there is no such interface.
 #[must_use]
 pub fn interface_index(addr: IpAddr) -> Option<u32> {
-    index_of(Addresses::look().ok()?.holder(addr)?.name)
+    index_of(Addresses::query().ok()?.holder(addr)?.name)
 }
 
 /// Returns true if this is an address of this host: it is used by an interface that is up, or
@@ -88,7 +88,7 @@ pub fn interface_index(addr: IpAddr) -> Option<u32> {
 /// # Errors
 /// Returns an error from `getifaddrs(3)`.
 pub fn is_local(addr: IpAddr) -> io::Result<bool> {
-    LocalAddresses::look().map(|all| all.has(addr))
+    LocalAddresses::query().map(|all| all.has(addr))
 }
 
 /// Snapshot of the addresses of this host.
@@ -99,8 +99,8 @@ impl LocalAddresses {
     ///
     /// # Errors
     /// Returns an error from `getifaddrs(3)`.
-    pub(crate) fn look() -> io::Result<Self> {
-        Addresses::look().map(Self)
+    pub(crate) fn query() -> io::Result<Self> {
+        Addresses::query().map(Self)
     }
 
     /// Returns whether the address is included. See [`is_local`].
@@ -126,7 +126,7 @@ struct Entry<'a> {
 }
 
 impl Addresses {
-    fn look() -> io::Result<Self> {
+    fn query() -> io::Result<Self> {
         let mut head = ptr::null_mut();
         // SAFETY: on success, `head` has been initialized.
         if unsafe { libc::getifaddrs(&raw mut head) } != 0 {
@@ -231,7 +231,7 @@ impl Request {
 
     /// Executes the ioctl in the network namespace of a socket, which can use any address family.
     /// The result is stored in the request.
-    fn ask(&mut self, socket: impl AsFd, what: libc::Ioctl) -> io::Result<()> {
+    fn execute(&mut self, socket: impl AsFd, what: libc::Ioctl) -> io::Result<()> {
         // SAFETY: the request uses the layout of `ifreq` and is valid until the call returns.
         let answer = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), what, ptr::from_mut(self)) };
         if answer < 0 {
@@ -246,7 +246,7 @@ impl Request {
 fn number_of(name: &[u8], what: libc::Ioctl) -> Option<u32> {
     let mut request = Request::named(name)?;
     let socket = UnixDatagram::unbound().ok()?;
-    if let Err(error) = request.ask(&socket, what) {
+    if let Err(error) = request.execute(&socket, what) {
         let name = String::from_utf8_lossy(name);
         tracing::debug!(%error, %name, "interface not found");
         return None;
@@ -269,8 +269,8 @@ fn index_of(name: &[u8]) -> Option<u32> {
 fn link_flags(socket: impl AsFd, index: u32) -> Option<u32> {
     let mut request = Request::new();
     request.number = c_int::try_from(index).ok()?;
-    request.ask(&socket, libc::SIOCGIFNAME).ok()?;
-    request.ask(&socket, libc::SIOCGIFFLAGS).ok()?;
+    request.execute(&socket, libc::SIOCGIFNAME).ok()?;
+    request.execute(&socket, libc::SIOCGIFFLAGS).ok()?;
     // The value is a short integer.
     let [low, high, ..] = request.number.to_ne_bytes();
     Some(u16::from_ne_bytes([low, high]).into())

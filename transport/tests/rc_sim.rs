@@ -27,7 +27,7 @@ use riser_transport::mr::MrTable;
 use riser_transport::rc::{
     Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
-use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch, Way};
+use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch, TxPath};
 use riser_transport::verbs::{
     Access, AsyncEvent, Completion, Handle, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey, RecvWr,
     RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
@@ -540,7 +540,7 @@ impl Sim {
             self.tx.copy_to(&mut bytes);
             let icrc = side.flow_out.compute(&bytes, 0);
             let dst = "127.0.0.1:4791".parse().expect("an address");
-            let way = Way::to(dst).markable(true);
+            let way = TxPath::to(dst).markable(true);
             side.batch.begin(way, Qpn::new(2), bytes.len() + 4);
             side.batch.push_bytes(&self.tx.headers);
             side.batch.push_bytes(&self.tx.inline);

@@ -42,7 +42,7 @@ struct Device<'a> {
 
 pub(super) fn run(global: &Global) -> Result<(), CliError> {
     let host =
-        Host::look().map_err(|e| CliError::io("cannot list the addresses of this host", e))?;
+        Host::query().map_err(|e| CliError::io("cannot list the addresses of this host", e))?;
     output::result(&document(&host), global, |out| writeln!(out, "{host}"))
 }
 

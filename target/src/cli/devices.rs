@@ -9,7 +9,7 @@ use serde_json::json;
 use super::ask::Output;
 
 pub(super) fn devices(output: Output) -> io::Result<String> {
-    let host = Host::look()?;
+    let host = Host::query()?;
     if output != Output::Json {
         return Ok(host.to_string());
     }

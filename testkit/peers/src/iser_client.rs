@@ -289,7 +289,7 @@ impl<P: Provider> Client<P> {
 
     fn put(&mut self, mr: PooledMr) {
         let pool = self.pool.as_mut().expect("it came from there");
-        pool.put(&mut self.dev, mr).unwrap();
+        pool.release(&mut self.dev, mr).unwrap();
     }
 
     /// Waits until the next PDU is received.

@@ -91,7 +91,7 @@ impl Cm {
             },
             _ => req,
         };
-        self.ask(now, id, transaction, &CmMessage::Req(req));
+        self.send_request(now, id, transaction, &CmMessage::Req(req));
         Ok(id)
     }
 
@@ -141,7 +141,7 @@ impl Cm {
         });
         let transaction = conn.transaction;
         self.become_state(id, CmState::RepSent);
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         conn.local_qpn = params.local_qpn;
         // Keep the REP: if we receive a duplicate REQ, the REP was lost and must be sent again.
         conn.req = None;
@@ -149,7 +149,7 @@ impl Cm {
         // This must be called first, since the first interval is limited by the lifetime of
         // a half-open connection.
         self.note_rep(now, id);
-        self.ask(now, id, transaction, &rep);
+        self.send_request(now, id, transaction, &rep);
         Ok(())
     }
 
@@ -171,7 +171,7 @@ impl Cm {
         };
         let transaction = conn.transaction;
         self.become_state(id, CmState::Established);
-        self.answer(id, transaction, &CmMessage::Rtu(rtu));
+        self.send_response(id, transaction, &CmMessage::Rtu(rtu));
         Ok(())
     }
 
@@ -183,7 +183,7 @@ impl Cm {
     /// Returns an error unless the state is `RepSent` or `MraRepRcvd`.
     pub fn establish(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
         self.in_state(id, &[CmState::RepSent, CmState::MraRepRcvd])?;
-        self.answered(id);
+        self.clear_pending(id);
         self.become_state(id, CmState::Established);
         self.end_superseded(now, id);
         Ok(())
@@ -218,7 +218,7 @@ impl Cm {
         };
         let transaction = conn.transaction;
         self.become_state(id, next);
-        self.answer(id, transaction, &CmMessage::Mra(mra));
+        self.send_response(id, transaction, &CmMessage::Mra(mra));
         Ok(())
     }
 
@@ -261,7 +261,7 @@ impl Cm {
         let time = (2 * asks_again)
             .max(conn.timewait)
             .min(self.config.max_timewait);
-        self.answer(id, transaction, &CmMessage::Rej(rej));
+        self.send_response(id, transaction, &CmMessage::Rej(rej));
         self.enter_timewait_for(now, id, time);
         self.release(id);
         Ok(())
@@ -291,7 +291,7 @@ impl Cm {
         // A DREQ starts a new transaction. The DREP uses the same transaction ID.
         let transaction = self.new_transaction();
         self.become_state(id, CmState::DreqSent);
-        self.ask(now, id, transaction, &dreq);
+        self.send_request(now, id, transaction, &dreq);
         Ok(())
     }
 
@@ -313,7 +313,7 @@ impl Cm {
             private_data,
         };
         let transaction = conn.transaction;
-        self.answer(id, transaction, &CmMessage::Drep(drep));
+        self.send_response(id, transaction, &CmMessage::Drep(drep));
         self.enter_timewait(now, id);
         Ok(())
     }

@@ -145,7 +145,7 @@ impl Cm {
         }
         if let Some(oldest) = in_its_way {
             self.counters.displaced += 1;
-            self.give_up(now, oldest);
+            self.fail_pending(now, oldest);
         }
 
         let id = self.new_id();
@@ -257,7 +257,7 @@ impl Cm {
     }
 
     fn on_rep(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, rep: &RepMsg) {
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         let dest_qpn = match conn.qp_type {
             QpType::XrcIni => Qpn::new(rep.eecn.value()),
             _ => rep.qpn,
@@ -266,8 +266,8 @@ impl Cm {
         if is_special(dest_qpn) || rep.local_comm_id == CommId(0) {
             return self.illegal();
         }
-        self.answered(id);
-        let conn = self.known(id);
+        self.clear_pending(id);
+        let conn = self.conn_mut(id);
         conn.remote_id = Some(rep.local_comm_id);
         conn.remote_qpn = Some(dest_qpn);
         conn.remote_guid = Some(rep.ca_guid);
@@ -313,7 +313,7 @@ impl Cm {
             CmState::RepSent | CmState::MraRepRcvd => {
                 // The RTU contains our random ID, so the REP must have been received at the peer's
                 // address.
-                self.answered(id);
+                self.clear_pending(id);
                 self.become_state(id, CmState::Established);
                 // We can't do this earlier, since the request might have been forged.
                 self.end_superseded(now, id);
@@ -354,7 +354,7 @@ impl Cm {
         // By sending an MRA, the peer has proved that it can receive messages, so we allow the
         // maximum lifetime of a half-open connection. But this must not be extended again.
         let longest = self.config.max_half_open;
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         let interval = conn.interval;
         if let Some(rep) = &mut conn.unconfirmed {
             // A duplicate REQ may already have extended this.
@@ -459,7 +459,7 @@ impl Cm {
             state if state.is_connected() => self.on_dreq(now, id, transaction, dreq),
             CmState::DreqSent => {
                 // Both sides are closing the connection at the same time.
-                self.answer(id, transaction, &drep);
+                self.send_response(id, transaction, &drep);
                 self.enter_timewait(now, id);
                 self.report(
                     id,
@@ -485,11 +485,11 @@ impl Cm {
     }
 
     fn on_dreq(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, dreq: &DreqMsg) {
-        self.answered(id);
+        self.clear_pending(id);
         self.become_state(id, CmState::DreqRcvd);
         // Like an RTU, a DREQ proves that the peer has received the REP.
         self.end_superseded(now, id);
-        self.known(id).transaction = transaction;
+        self.conn_mut(id).transaction = transaction;
         assert!(
             !self.conns[&id].is_orphan,
             "the side that releases a connection sends a DREQ"

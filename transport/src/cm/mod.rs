@@ -392,7 +392,7 @@ impl Cm {
         // linear search.
         self.listeners
             .iter()
-            .find(|(_, listener)| listener.takes(service_id))
+            .find(|(_, listener)| listener.accepts(service_id))
             .map(|(id, _)| *id)
     }
 

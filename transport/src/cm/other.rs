@@ -46,7 +46,7 @@ impl Cm {
         });
         let transaction = self.new_transaction();
         self.become_state(id, CmState::LapSent);
-        self.ask(now, id, transaction, &message);
+        self.send_request(now, id, transaction, &message);
         Ok(())
     }
 
@@ -77,7 +77,7 @@ impl Cm {
         };
         let transaction = conn.transaction;
         self.become_state(id, CmState::Established);
-        self.answer(id, transaction, &CmMessage::Apr(apr));
+        self.send_response(id, transaction, &CmMessage::Apr(apr));
         Ok(())
     }
 
@@ -127,7 +127,7 @@ impl Cm {
         match state {
             CmState::Established if is_repeated && has_apr => self.answer_again(id),
             CmState::Established => {
-                self.known(id).transaction = transaction;
+                self.conn_mut(id).transaction = transaction;
                 self.become_state(id, CmState::LapRcvd);
                 self.report(
                     id,
@@ -153,7 +153,7 @@ impl Cm {
         if !matches!(state, CmState::LapSent | CmState::MraLapRcvd) {
             return self.illegal();
         }
-        self.answered(id);
+        self.clear_pending(id);
         self.become_state(id, CmState::Established);
         let event = IbCmEventKind::AprReceived {
             status: apr.status,
@@ -193,7 +193,7 @@ impl Cm {
             service_id: params.service_id,
             private_data: params.private_data,
         });
-        self.ask(now, id, transaction, &message);
+        self.send_request(now, id, transaction, &message);
         Ok(id)
     }
 

@@ -33,7 +33,7 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    pub(super) fn takes(&self, service_id: ServiceId) -> bool {
+    pub(super) fn accepts(&self, service_id: ServiceId) -> bool {
         (self.service_id.0 ^ service_id.0) & self.mask == 0
     }
 
@@ -105,7 +105,7 @@ impl Cm {
 
     /// Called when the user has released the ID.
     pub(super) fn release(&mut self, id: IbCmId) {
-        self.known(id).is_orphan = true;
+        self.conn_mut(id).is_orphan = true;
         self.note_finished(id);
     }
 
@@ -135,7 +135,7 @@ impl Cm {
     }
 
     /// Returns a connection that must exist.
-    pub(super) fn known(&mut self, id: IbCmId) -> &mut Conn {
+    pub(super) fn conn_mut(&mut self, id: IbCmId) -> &mut Conn {
         self.conns.get_mut(&id).expect("identifier exists")
     }
 
@@ -199,7 +199,7 @@ impl Cm {
     pub(super) fn note_rep(&mut self, now: Instant, id: IbCmId) {
         self.reps += 1;
         let (number, longest) = (self.reps, self.config.max_half_open);
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         // Based on the interval and retry count requested by the peer, but limited to the lifetime
         // of a half-open connection. Otherwise a REQ could use an entry for minutes.
         let patience = conn.interval * (u32::from(conn.max_retries) + 1);
@@ -220,7 +220,7 @@ impl Cm {
     /// restarts the timeout, up to the number of retries specified in the REQ, so that we don't
     /// wait forever for a peer that keeps sending it.
     pub(super) fn renew_rep(&mut self, now: Instant, id: IbCmId) {
-        let Some(rep) = &mut self.known(id).unconfirmed else {
+        let Some(rep) = &mut self.conn_mut(id).unconfirmed else {
             return;
         };
         if let Some(left) = rep.renewals_left.checked_sub(1) {
@@ -274,7 +274,7 @@ impl Cm {
 
     /// Sets or clears the timer for an ID.
     pub(super) fn arm(&mut self, id: IbCmId, deadline: Option<Instant>) {
-        let before = std::mem::replace(&mut self.known(id).deadline, deadline);
+        let before = std::mem::replace(&mut self.conn_mut(id).deadline, deadline);
         // The timer is used as the key in both sets, so we need it to remove the ID.
         if let Some(before) = before {
             self.timers.remove(&(before, id));
@@ -298,10 +298,15 @@ impl Cm {
 
     /// Sends a message that doesn't need a response, and stores it to be sent again for a duplicate
     /// request.
-    pub(super) fn answer(&mut self, id: IbCmId, transaction: TransactionId, message: &CmMessage) {
+    pub(super) fn send_response(
+        &mut self,
+        id: IbCmId,
+        transaction: TransactionId,
+        message: &CmMessage,
+    ) {
         // UDP is not reliable, so we must send the same response for a duplicate request.
         let mad = message.emit(transaction);
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         conn.answer = Some(Box::new(mad));
         let peer = conn.route().peer;
         self.send(peer, mad);
@@ -318,7 +323,7 @@ impl Cm {
     }
 
     /// Sends a message repeatedly until there is a response.
-    pub(super) fn ask(
+    pub(super) fn send_request(
         &mut self,
         now: Instant,
         id: IbCmId,
@@ -334,7 +339,7 @@ impl Cm {
         } else {
             u8::MAX
         };
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         let interval = match message {
             CmMessage::Dreq(_) => conn.interval.min(DREQ_INTERVAL),
             CmMessage::Rep(_) => conn.interval.min(REP_INTERVAL),
@@ -358,8 +363,8 @@ impl Cm {
     }
 
     /// Called when there was a response to the pending message.
-    pub(super) fn answered(&mut self, id: IbCmId) {
-        self.known(id).pending = None;
+    pub(super) fn clear_pending(&mut self, id: IbCmId) {
+        self.conn_mut(id).pending = None;
         self.arm(id, None);
     }
 
@@ -371,12 +376,12 @@ impl Cm {
 
     pub(super) fn enter_timewait_for(&mut self, now: Instant, id: IbCmId, time: Duration) {
         // Stop all retransmissions, but keep the last response for a duplicate request.
-        self.answered(id);
+        self.clear_pending(id);
         self.become_state(id, CmState::Timewait);
         // A new connection can now use the peer's ID and QP. The request must still be known, to
         // detect a duplicate.
         self.forget_claims(id);
-        self.known(id).req = None;
+        self.conn_mut(id).req = None;
         self.arm(id, Some(now + time));
         self.note_finished(id);
     }

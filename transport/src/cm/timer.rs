@@ -25,7 +25,7 @@ impl Cm {
     }
 
     fn on_timeout(&mut self, now: Instant, id: IbCmId) {
-        let conn = self.known(id);
+        let conn = self.conn_mut(id);
         if conn.state == CmState::Timewait {
             // This must be reported before the ID is removed, since `report` needs to check if it
             // was released by the user.
@@ -40,12 +40,12 @@ impl Cm {
             .expect("timers are only used for timewait and pending messages");
         // The lifetime of a half-open connection is over, regardless of remaining retries.
         if until.is_some_and(|until| until <= now) {
-            return self.give_up(now, id);
+            return self.fail_pending(now, id);
         }
         if pending.retries_left == 0 {
             // A REP without any retries left can still be confirmed.
             return match until {
-                None => self.give_up(now, id),
+                None => self.fail_pending(now, id),
                 until => self.arm(id, until),
             };
         }
@@ -60,7 +60,7 @@ impl Cm {
     }
 
     /// Called when there was no response to the pending message.
-    pub(super) fn give_up(&mut self, now: Instant, id: IbCmId) {
+    pub(super) fn fail_pending(&mut self, now: Instant, id: IbCmId) {
         match self.conns[&id].state {
             CmState::ReqSent | CmState::MraReqRcvd => {
                 // The peer may have created a connection for this REQ, so we need to cancel it.
@@ -78,7 +78,7 @@ impl Cm {
             }
             CmState::LapSent | CmState::MraLapRcvd => {
                 // If the alternate path is not accepted, the connection is not affected.
-                self.answered(id);
+                self.clear_pending(id);
                 self.become_state(id, CmState::Established);
                 self.report(id, IbCmEventKind::LapTimeout);
             }
@@ -155,6 +155,6 @@ impl Cm {
             private_data: PrivateData::default(),
         });
         let transaction = conn.transaction;
-        self.answer(id, transaction, &rej);
+        self.send_response(id, transaction, &rej);
     }
 }

@@ -24,7 +24,7 @@ const REST: Duration = Duration::from_secs(1);
 
 /// Writes to a socket. Returns the number of bytes written. If the connection is closed, this
 /// returns an error without a signal.
-fn give(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
+fn send_bytes(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
     loop {
         match socket.send_with_flags(bytes, libc::MSG_NOSIGNAL) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -187,7 +187,7 @@ impl Iwarp {
     }
 
     /// Handles all sockets that are ready. Returns their number.
-    fn look(&mut self) -> usize {
+    fn poll_sockets(&mut self) -> usize {
         let mut events = [epoll::Event {
             flags: EventFlags::empty(),
             data: EventData::new_u64(0),
@@ -280,7 +280,7 @@ impl Iwarp {
             return false;
         };
         while conn.has_output() {
-            match give(&conn.socket, &conn.outbox[conn.sent..]) {
+            match send_bytes(&conn.socket, &conn.outbox[conn.sent..]) {
                 Ok(len) => conn.sent += len,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     conn.awaits_room = true;
@@ -308,7 +308,7 @@ impl Iwarp {
             // Send directly from this buffer until the socket is full.
             let mut sent = 0;
             while sent < output.len()
-                && let Ok(len) = give(&conn.socket, &output[sent..])
+                && let Ok(len) = send_bytes(&conn.socket, &output[sent..])
             {
                 sent += len;
             }
@@ -402,7 +402,7 @@ impl Provider for Iwarp {
         // Send first, as in the software NIC: if the application has posted work based on the
         // completions of the last call, it is sent immediately.
         let sent = self.send();
-        let looked = self.look();
+        let looked = self.poll_sockets();
         let answered = self.send();
         let fired = self.expire(now) + self.nic.handle_timeouts(now);
         sent + looked + answered + fired

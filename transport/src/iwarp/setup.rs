@@ -13,7 +13,7 @@ use super::id::Id;
 use super::{CLOSING_TIME, Iwarp, MAX_STRANGERS, OLDER_TIME, SETUP_TIME};
 use crate::rdmap::StreamParams;
 use crate::rdmap::qp::MIN_MULPDU;
-use crate::rdmap::setup::{self, Agreed};
+use crate::rdmap::setup::{self, NegotiatedParams};
 use crate::rdmap::wire::start::{ANY_DEPTH, Enhanced, StartFrame, StartKind};
 use crate::roce::nic::rdma_cm::IdState;
 use crate::verbs::{Access, CmError, CmEvent, CmEventKind, CmId, ConnParam, QpId, VerbsError};
@@ -258,7 +258,7 @@ impl Iwarp {
         token: Token,
         qp: QpId,
         reply: &StartFrame,
-        agreed: Agreed,
+        agreed: NegotiatedParams,
         by_first: bool,
     ) -> Result<(), CmError> {
         let conn = self.conns.get_mut(&token);
@@ -310,7 +310,7 @@ impl Iwarp {
         if reply.revision < request.revision && self.ask_as(token, reply.revision, &request) {
             return;
         }
-        let (mut agreed, disagreement) = setup::judge(&request, reply);
+        let (mut agreed, disagreement) = setup::negotiate(&request, reply);
         if request.enhanced.is_none() {
             // In revision 1, each side uses its own limits without comparing them.
             let asked = self.ids.get(id).ok().and_then(|entry| entry.param.as_ref());

@@ -92,8 +92,8 @@ type Queue = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
 /// Source and destination of a packet.
 type Ends = (SocketAddr, SocketAddr);
 
-/// Held packets, ordered by release time and sequence number.
-type Held = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
+/// Delayed packets, ordered by release time and sequence number.
+type DelayedPackets = BTreeMap<(Instant, u64), (Ends, Vec<u8>)>;
 
 /// Blocked directions for an address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -148,7 +148,7 @@ impl Delays {
 }
 
 /// Address of a device and the index of its worker.
-type Place = (IpAddr, u32);
+type DeviceKey = (IpAddr, u32);
 
 /// Callback for the source, destination and data of a packet.
 type OnPacket = dyn FnMut(SocketAddr, SocketAddr, &[u8]) + Send;
@@ -170,10 +170,10 @@ struct Wire {
     injector: FaultInjector<Ends>,
     delays: Option<Delays>,
     /// They can't be stored in the queue of a device, because the device may not exist yet.
-    held: Held,
-    queues: HashMap<Place, Queue>,
+    held: DelayedPackets,
+    queues: HashMap<DeviceKey, Queue>,
     /// Number of the device at each place.
-    plugged: HashMap<Place, u64>,
+    plugged: HashMap<DeviceKey, u64>,
     /// Number of low bits in QP numbers that contain the worker index, for shared addresses.
     worker_bits: HashMap<IpAddr, u8>,
     /// Maps additional addresses of a device to its first address.
@@ -181,7 +181,7 @@ struct Wire {
     /// Addresses of removed devices.
     unplugged: HashSet<IpAddr>,
     /// Devices that have joined each multicast group.
-    groups: BTreeMap<IpAddr, BTreeSet<Place>>,
+    groups: BTreeMap<IpAddr, BTreeSet<DeviceKey>>,
     /// Blocked directions of isolated addresses.
     partitioned: HashMap<IpAddr, Blocked>,
     /// Faults of all devices at an address, shared with these devices.
@@ -256,7 +256,7 @@ impl Wire {
         self.queue_at(now, ends, bytes, (first, worker));
     }
 
-    fn queue_at(&mut self, now: Instant, ends: Ends, bytes: Vec<u8>, place: Place) {
+    fn queue_at(&mut self, now: Instant, ends: Ends, bytes: Vec<u8>, place: DeviceKey) {
         let Some(queue) = self.queues.get_mut(&place) else {
             return;
         };
@@ -667,18 +667,18 @@ impl Fabric {
         wire.pump(now);
     }
 
-    fn join(&self, group: IpAddr, place: Place) {
+    fn join(&self, group: IpAddr, place: DeviceKey) {
         self.wire().groups.entry(group).or_default().insert(place);
     }
 
-    fn leave(&self, group: IpAddr, place: Place) {
+    fn leave(&self, group: IpAddr, place: DeviceKey) {
         if let Some(places) = self.wire().groups.get_mut(&group) {
             places.remove(&place);
         }
     }
 
     /// Returns the next packet that has arrived at a place.
-    fn take(&self, now: Instant, place: Place) -> Option<(Ends, Vec<u8>)> {
+    fn receive_packet(&self, now: Instant, place: DeviceKey) -> Option<(Ends, Vec<u8>)> {
         let mut wire = self.wire();
         let entry = wire.queues.get_mut(&place)?.first_entry()?;
         // The first packet also arrives first, so if it is not due, we don't need to check the
@@ -686,7 +686,7 @@ impl Fabric {
         (entry.key().0 <= now).then(|| entry.remove())
     }
 
-    fn next_for(&self, place: Place) -> Option<Instant> {
+    fn next_for(&self, place: DeviceKey) -> Option<Instant> {
         let wire = self.wire();
         let first = wire.queues.get(&place)?.keys().next().map(|k| k.0);
         first.into_iter().chain(wire.release()).min()
@@ -700,7 +700,7 @@ pub struct Endpoint {
     fabric: Fabric,
     /// Number of this device in the fabric.
     number: u64,
-    place: Place,
+    place: DeviceKey,
     batch: TxBatch,
     /// If set, the socket is full until this time.
     full_until: Option<Instant>,
@@ -847,7 +847,7 @@ impl Provider for Endpoint {
             self.fabric.leave(group, self.place);
         }
         let mut did = self.nic.suffer(now);
-        while let Some(((src, dst), packet)) = self.fabric.take(now, self.place) {
+        while let Some(((src, dst), packet)) = self.fabric.receive_packet(now, self.place) {
             let nic = &mut self.nic;
             let to = nic.local_addrs().iter().position(|at| *at == dst);
             let fields = IpFields {

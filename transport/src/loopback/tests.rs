@@ -1,5 +1,5 @@
 use super::*;
-use crate::roce::batch::Way;
+use crate::roce::batch::TxPath;
 use crate::wire::Qpn;
 
 const A: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1));
@@ -13,7 +13,7 @@ fn at(addr: IpAddr) -> SocketAddr {
 fn arrives(fabric: &Fabric, from: IpAddr, to: IpAddr) -> bool {
     fabric.inject(at(from), at(to), vec![0; 64]);
     let due = fabric.now() + fabric.socket().1;
-    fabric.take(due, (to, 0)).is_some()
+    fabric.receive_packet(due, (to, 0)).is_some()
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn held_packet_arrives_at_replacement_device() {
     assert!(due <= fabric.now() + most);
     fabric.advance_to(due);
     assert_eq!(fabric.next_arrival(), Some(due + fabric.socket().1));
-    let arrived = fabric.take(due + fabric.socket().1, (B, 0));
+    let arrived = fabric.receive_packet(due + fabric.socket().1, (B, 0));
     assert_eq!(arrived, Some(((at(A), at(B)), vec![0; 64])));
     assert_eq!(fabric.next_arrival(), None);
 }
@@ -54,7 +54,7 @@ fn held_packet_arrives_at_replacement_device() {
 /// Appends packets for a QP to the batch of a device.
 fn append(device: &mut Endpoint, qpn: u32, count: usize) {
     for _ in 0..count {
-        device.batch.begin(Way::to(at(B)), Qpn::new(qpn), 64);
+        device.batch.begin(TxPath::to(at(B)), Qpn::new(qpn), 64);
         device.batch.push_bytes(&[0; 64]);
     }
 }

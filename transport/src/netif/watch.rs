@@ -92,8 +92,8 @@ impl AddressWatch {
             state: AddressState::Up,
         };
         // This must be called after the socket is listening, so that no change is missed.
-        watch.look()?;
-        watch.judge();
+        watch.read_addresses()?;
+        watch.update_state();
         Ok(watch)
     }
 
@@ -118,25 +118,25 @@ impl AddressWatch {
             match recv(self.socket.as_raw_fd(), &mut bytes, MsgFlags::empty()) {
                 Ok(len) => {
                     for notice in notices(&bytes[..len.min(NOTICE)]) {
-                        concerns |= self.take(notice);
+                        concerns |= self.handle_notice(notice);
                     }
                 }
                 // Some notifications were lost, but the following ones will be complete.
-                Err(Errno::ENOBUFS) => concerns |= self.look().is_ok(),
+                Err(Errno::ENOBUFS) => concerns |= self.read_addresses().is_ok(),
                 Err(Errno::EINTR) => {}
                 Err(_) => break,
             }
         }
         concerns && {
             let before = self.state;
-            self.judge();
+            self.update_state();
             self.state != before
         }
     }
 
     /// Finds the interfaces using the address.
-    fn look(&mut self) -> io::Result<()> {
-        let all = Addresses::look()?;
+    fn read_addresses(&mut self) -> io::Result<()> {
+        let all = Addresses::query()?;
         let with = |entry: &super::Entry<'_>| {
             // The loopback interface uses all addresses of its network.
             let holds_all = entry.address.is_loopback() && entry.common_bits(self.addr).is_some();
@@ -155,7 +155,7 @@ impl AddressWatch {
     }
 
     /// Processes a notification. Returns whether it is for our address.
-    fn take(&mut self, notice: Notice) -> bool {
+    fn handle_notice(&mut self, notice: Notice) -> bool {
         match notice {
             // Addresses in the loopback network can be used without being assigned to the
             // interface.
@@ -173,7 +173,7 @@ impl AddressWatch {
     }
 
     /// Updates the state based on the interfaces using the address.
-    fn judge(&mut self) {
+    fn update_state(&mut self) {
         const RUNNING: u32 = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
         let flags = |index: &u32| link_flags(self.socket.as_fd(), *index);
         self.holders.retain(|index| flags(index).is_some());

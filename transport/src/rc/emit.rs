@@ -13,7 +13,7 @@ const COPIED: usize = 256;
 
 /// Request packet and its position in the request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Cut {
+pub(crate) struct RequestPacket {
     /// Number of packet numbers used.
     pub(crate) count: u32,
     /// Offset in the message, in bytes.
@@ -51,7 +51,7 @@ pub(crate) fn gather(
 }
 
 /// Returns the opcode for a request packet (IBTA 9.2.1, table 35).
-pub(crate) fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
+pub(crate) fn plan_opcode(op: &SendOp, cut: RequestPacket) -> Opcode {
     // The operation determines the opcode group, and the packet position selects an opcode from
     // this group.
     let pick = |first, middle, last, only| match (cut.is_first, cut.is_last) {
@@ -81,7 +81,7 @@ pub(crate) fn plan_opcode(op: &SendOp, cut: Cut) -> Opcode {
 }
 
 /// Appends the extended headers for a request packet (IBTA 9.2.1, table 38).
-pub(crate) fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: Cut, mtu: u32) {
+pub(crate) fn push_extended(headers: &mut HeaderBuf, wqe: &SendWqe, cut: RequestPacket, mtu: u32) {
     match wqe.op {
         SendOp::SendImm(imm) if cut.is_last => push_header(headers, &ImmDt::new(imm)),
         SendOp::SendInv(key) if cut.is_last => push_header(headers, &Ieth::new(key.0)),

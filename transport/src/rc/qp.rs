@@ -363,7 +363,7 @@ impl RcQp {
     /// Rejects the expected request because it is not allowed to use its receive queue.
     pub fn refuse_expected(&mut self, now: Instant, env: &mut Env<'_>) {
         let fault = self.responder.refuse_expected(&mut ctx!(self, now, env));
-        self.settle(Err(fault), env);
+        self.apply_result(Err(fault), env);
     }
 
     /// Processes a packet received for this QP.
@@ -409,12 +409,12 @@ impl RcQp {
             let result = self
                 .responder
                 .handle_request(&mut ctx!(self, now, env), pkt);
-            self.settle(result, env);
+            self.apply_result(result, env);
         } else {
             let result = self
                 .requester
                 .handle_response(&mut ctx!(self, now, env), pkt);
-            self.settle(result, env);
+            self.apply_result(result, env);
         }
     }
 
@@ -475,7 +475,7 @@ impl RcQp {
         self.responder.handle_timeout(now);
         if matches!(self.state, QpState::Rts | QpState::Sqd) {
             let result = self.requester.handle_timeout(&mut ctx!(self, now, env));
-            self.settle(result, env);
+            self.apply_result(result, env);
         }
     }
 
@@ -619,7 +619,7 @@ impl RcQp {
         }
     }
 
-    fn settle(&mut self, result: Result<(), Fault>, env: &mut Env<'_>) {
+    fn apply_result(&mut self, result: Result<(), Fault>, env: &mut Env<'_>) {
         match result {
             Ok(()) => self.check_drained(env),
             Err(Fault) => self.enter_error(env),

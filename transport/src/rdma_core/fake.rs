@@ -82,7 +82,7 @@ impl Library {
 
     /// Accepts a list of requests with these numbers. Returns the index of the first request that
     /// is not accepted.
-    fn take(&mut self, numbers: &[u64]) -> Option<usize> {
+    fn post_requests(&mut self, numbers: &[u64]) -> Option<usize> {
         self.lists.push(numbers.len());
         let taken = numbers.len().min(self.room);
         self.room -= taken;
@@ -107,7 +107,7 @@ unsafe fn post<T>(
         places.push(wr);
         wr = behind;
     }
-    match library(|library| library.take(&numbers)) {
+    match library(|library| library.post_requests(&numbers)) {
         None => 0,
         Some(at) => {
             // SAFETY: the caller passes a valid output pointer.
@@ -342,7 +342,7 @@ impl RdmaCoreDevice {
             channel: Box::into_raw(channel),
             comp: Box::into_raw(comp),
             probe: ptr::null_mut(),
-            seat: Seat::take(context as usize).unwrap(),
+            seat: Seat::create(context as usize).unwrap(),
             port: 1,
         };
         let mut device = Self::of_parts(parts, IpAddr::V4(Ipv4Addr::LOCALHOST));

@@ -329,7 +329,7 @@ mod tests {
         library(|library| library.arms)
     }
 
-    fn take(device: &mut RdmaCoreDevice, cq: CqId) -> usize {
+    fn poll_completions(device: &mut RdmaCoreDevice, cq: CqId) -> usize {
         device.poll_cq(cq, BATCH, &mut Vec::new()).unwrap()
     }
 
@@ -340,7 +340,7 @@ mod tests {
             device.fake_message(cq, qp, n);
             assert_eq!(device.progress(Instant::now()), 1);
             assert_eq!(device.poll_cq_event(), Some(cq));
-            assert_eq!(take(&mut device, cq), 1);
+            assert_eq!(poll_completions(&mut device, cq), 1);
             assert_eq!(device.req_notify_cq(cq, Notify::Next), Ok(false));
             assert_eq!(device.poll_cq_event(), None, "once for each");
         }
@@ -358,7 +358,7 @@ mod tests {
         assert_eq!(device.readable(), [true, false, false]);
         assert_eq!(device.progress(Instant::now()), 1);
         assert_eq!(device.poll_cq_event(), Some(cq));
-        assert_eq!(take(&mut device, cq), 1);
+        assert_eq!(poll_completions(&mut device, cq), 1);
         assert_eq!(device.readable(), [false; 3]);
     }
 
@@ -368,7 +368,7 @@ mod tests {
     fn completion_before_arming_keeps_user_awake() {
         let (mut device, cq, qp) = watched();
         device.fake_message(cq, qp, 1);
-        take(&mut device, cq);
+        poll_completions(&mut device, cq);
         device.progress(Instant::now());
         while device.poll_cq_event().is_some() {}
         assert_eq!(device.req_notify_cq(cq, Notify::Next), Ok(false));
@@ -378,7 +378,7 @@ mod tests {
         assert_eq!(library(|library| library.events()), 0);
         assert!(device.deadline().is_some());
         assert_eq!(device.poll_cq_event(), Some(cq));
-        assert_eq!(take(&mut device, cq), 1);
+        assert_eq!(poll_completions(&mut device, cq), 1);
         // The queue is still armed, but its late event must not be reported to the application.
         device.fake_message(cq, qp, 3);
         assert_eq!(device.reap_cq_events(), 1);
@@ -400,7 +400,7 @@ mod tests {
         device.fake_message(cq, qp, 2);
         device.progress(Instant::now());
         assert_eq!(device.poll_cq_event(), Some(cq));
-        assert_eq!(take(&mut device, cq), 2);
+        assert_eq!(poll_completions(&mut device, cq), 2);
     }
 
     #[test]
@@ -440,7 +440,7 @@ mod tests {
             device.fake_message(cq, qp, n);
             assert_eq!(device.reap_cq_events(), 1);
             assert_eq!(device.poll_cq_event(), Some(cq));
-            take(&mut device, cq);
+            poll_completions(&mut device, cq);
             device.req_notify_cq(cq, Notify::Next).unwrap();
         }
         let acknowledged = || library(|library| library.acknowledged.clone());

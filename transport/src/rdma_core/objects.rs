@@ -340,7 +340,7 @@ impl RdmaCoreDevice {
                 return Err(OpenError::NoDevice { addr, source });
             }
         };
-        let seat = match Seat::take(context as usize) {
+        let seat = match Seat::create(context as usize) {
             Ok(seat) => seat,
             Err(error) => {
                 // SAFETY: both were created above, and there are no other objects.
@@ -567,14 +567,14 @@ impl Drop for RdmaCoreDevice {
     }
 }
 
-type Probed = (*mut rdma_cm_id, *mut ibv_context, u8);
+type ProbedId = (*mut rdma_cm_id, *mut ibv_context, u8);
 
 /// Binds an id to an address, so that librdmacm opens the device.
 fn probe(
     core: &RdmaCore,
     channel: *mut rdma_event_channel,
     addr: IpAddr,
-) -> Result<Probed, crate::verbs::CmError> {
+) -> Result<ProbedId, crate::verbs::CmError> {
     let mut id = ptr::null_mut();
     // SAFETY: the channel is open, and the id is an output parameter.
     checked_cm(unsafe {

@@ -111,7 +111,7 @@ impl Inbox {
         })
     }
 
-    fn put(&self, occurrence: Occurrence, wake: bool) {
+    fn push(&self, occurrence: Occurrence, wake: bool) {
         // Ignore duplicates, because a flapping port could generate an unlimited number of events.
         let mut waiting = locked(&self.waiting);
         if !waiting.contains(&occurrence) {
@@ -166,7 +166,7 @@ impl Seat {
     ///
     /// # Errors
     /// Returns an error if the system can't create a descriptor.
-    pub(super) fn take(context: usize) -> io::Result<Self> {
+    pub(super) fn create(context: usize) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::new()?);
         locked(&SEATS).push((context, Arc::clone(&inbox)));
         Ok(Self { context, inbox })
@@ -184,7 +184,7 @@ impl Seat {
         // wake ourselves.
         for (context, inbox) in locked(&SEATS).iter() {
             if *context == self.context {
-                inbox.put(occurrence, !Arc::ptr_eq(inbox, &self.inbox));
+                inbox.push(occurrence, !Arc::ptr_eq(inbox, &self.inbox));
             }
         }
     }
@@ -247,7 +247,7 @@ mod tests {
         unsafe { libc::poll(&raw mut poll, 1, 0) == 1 }
     }
 
-    fn taken(seat: &Seat) -> Vec<Occurrence> {
+    fn received(seat: &Seat) -> Vec<Occurrence> {
         let mut out = Vec::new();
         seat.take_all(&mut out);
         out
@@ -260,22 +260,22 @@ mod tests {
 
     #[test]
     fn events_are_passed_to_all_seats() {
-        let [a, b, other] = [0x1000, 0x1000, 0x2000].map(|c| Seat::take(c).unwrap());
+        let [a, b, other] = [0x1000, 0x1000, 0x2000].map(|c| Seat::create(c).unwrap());
         a.report(DRAINED);
         a.report(DRAINED);
         assert!(!readable(a.wake_fd()), "it is awake");
         assert!(readable(b.wake_fd()));
-        assert_eq!(taken(&b), [DRAINED], "once");
+        assert_eq!(received(&b), [DRAINED], "once");
         assert!(!readable(b.wake_fd()));
-        assert_eq!(taken(&b), []);
-        assert_eq!(taken(&a), [DRAINED]);
+        assert_eq!(received(&b), []);
+        assert_eq!(received(&a), [DRAINED]);
         assert!(!readable(other.wake_fd()));
-        assert_eq!(taken(&other), []);
+        assert_eq!(received(&other), []);
     }
 
     #[test]
     fn last_seat_runs_callback() {
-        let [a, b] = [0x3000, 0x3000].map(|c| Seat::take(c).unwrap());
+        let [a, b] = [0x3000, 0x3000].map(|c| Seat::create(c).unwrap());
         let (mut first, mut second, mut again) = (false, false, false);
         a.leave(|| first = true);
         b.leave(|| second = true);

@@ -726,7 +726,7 @@ mod tests {
     use super::super::objects::BATCH;
     use super::*;
 
-    fn taken(device: &mut RdmaCoreDevice, cq: CqId) -> Vec<u64> {
+    fn poll_ids(device: &mut RdmaCoreDevice, cq: CqId) -> Vec<u64> {
         let mut out = Vec::new();
         device.poll_cq(cq, BATCH, &mut out).unwrap();
         out.iter().map(|completion| completion.wr_id.0).collect()
@@ -757,7 +757,7 @@ mod tests {
         for signaled in [posted[1], posted[3]] {
             device.fake_completion(cq, signaled);
         }
-        assert_eq!(taken(&mut device, cq), [1, 3]);
+        assert_eq!(poll_ids(&mut device, cq), [1, 3]);
         assert_eq!(device.slots.len(), 1, "the last is not signaled");
     }
 
@@ -774,7 +774,7 @@ mod tests {
         for number in library(|library| library.posted.clone()) {
             device.fake_completion(cq, number);
         }
-        assert_eq!(taken(&mut device, cq), [10, 11, 12, 13]);
+        assert_eq!(poll_ids(&mut device, cq), [10, 11, 12, 13]);
         assert_eq!(device.slots.len(), 0);
     }
 

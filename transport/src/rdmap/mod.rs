@@ -57,9 +57,9 @@ use crate::rc::RcEvent;
 use crate::verbs::{PdId, QpCap, QpId};
 
 pub use qp::{RdmapQp, StreamParams};
-pub use setup::{Agreed, Rtr, Wishes};
+pub use setup::{NegotiatedParams, Rtr, Wishes};
 
-use wire::ddp::{Header, Opcode, Place, Queue};
+use wire::ddp::{Header, Opcode, Placement, Queue};
 use wire::fpdu::Framer;
 
 /// QP configuration, which can't be changed later.
@@ -116,13 +116,13 @@ impl Tx<'_> {
         header: &Header,
         fill: impl FnOnce(&MrTable, &mut Vec<u8>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let start = Framer::begin(self.out);
+        let start = Framer::begin_fpdu(self.out);
         header.emit(self.out);
         if let Err(e) = fill(self.mrs, self.out) {
             self.out.truncate(start);
             return Err(e);
         }
-        self.framer.end(self.out, start);
+        self.framer.end_fpdu(self.out, start);
         Ok(())
     }
 
@@ -131,7 +131,7 @@ impl Tx<'_> {
         let header = Header {
             opcode,
             last: true,
-            place: Place::Untagged {
+            place: Placement::Untagged {
                 invalidate: 0,
                 qn: queue as u32,
                 msn,

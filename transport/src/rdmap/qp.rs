@@ -5,8 +5,8 @@
 
 use super::requester::{Fault, Requester};
 use super::responder::{Responder, event_of};
-use super::setup::{Agreed, Disagreement, Rtr};
-use super::wire::ddp::{Header, HeaderError, Opcode, Place, Queue};
+use super::setup::{Disagreement, NegotiatedParams, Rtr};
+use super::wire::ddp::{Header, HeaderError, Opcode, Placement, Queue};
 use super::wire::fpdu::{Deframer, Framer, FramingError, MAX_ULPDU};
 use super::wire::terminate::{Reason, Terminate};
 use super::{RdmapConfig, RdmapCounters, Tx};
@@ -24,7 +24,7 @@ pub const MIN_MULPDU: usize = 128;
 #[derive(Clone, Copy, Debug)]
 pub struct StreamParams {
     /// Result of the negotiation.
-    pub agreed: Agreed,
+    pub agreed: NegotiatedParams,
     /// Maximum size of a ULPDU to send in bytes, from [`MIN_MULPDU`] to [`MAX_ULPDU`].
     pub mulpdu: usize,
     /// Access rights for the peer. Only remote rights are used.
@@ -232,8 +232,8 @@ impl RdmapQp {
                     stream.awaits_first = false;
                     self.counters.rx_segments += 1;
                     match self.handle_segment(ulpdu, env) {
-                        Ok(Heard::Segment) => {}
-                        Ok(Heard::End) => stream.is_over = true,
+                        Ok(SegmentResult::Segment) => {}
+                        Ok(SegmentResult::End) => stream.is_over = true,
                         Err(reason) => {
                             stream.terminate = Some(Terminate::about(reason, ulpdu));
                             stream.is_over = true;
@@ -271,10 +271,10 @@ impl RdmapQp {
         }
     }
 
-    fn handle_segment(&mut self, ulpdu: &[u8], env: &mut Env<'_>) -> Result<Heard, Reason> {
+    fn handle_segment(&mut self, ulpdu: &[u8], env: &mut Env<'_>) -> Result<SegmentResult, Reason> {
         // The first message from an initiator can be empty.
         if ulpdu.is_empty() {
-            return Ok(Heard::Segment);
+            return Ok(SegmentResult::Segment);
         }
         let (header, payload) = Header::parse(ulpdu).map_err(|e| match e {
             HeaderError::Length { .. } => Reason::Framing,
@@ -285,7 +285,7 @@ impl RdmapQp {
         })?;
         let cfg = &self.cfg;
         let mut number = 0;
-        if let Place::Untagged { qn, msn, .. } = header.place {
+        if let Placement::Untagged { qn, msn, .. } = header.place {
             if header.opcode.queue().map(|queue| queue as u32) != Some(qn) {
                 return Err(Reason::InvalidQueue);
             }
@@ -319,10 +319,10 @@ impl RdmapQp {
             Opcode::Terminate => {
                 self.counters.rx_terminates += 1;
                 self.on_terminate(payload, env);
-                return Ok(Heard::End);
+                return Ok(SegmentResult::End);
             }
         }
-        Ok(Heard::Segment)
+        Ok(SegmentResult::Segment)
     }
 
     /// The peer has closed the connection.
@@ -359,7 +359,7 @@ impl RdmapQp {
             };
             self.counters.tx_segments += u64::from(is_made);
             if let Some(terminate) = failed {
-                self.end(terminate, env);
+                self.terminate_stream(terminate, env);
                 // The Terminate message is sent in the next iteration.
                 continue;
             }
@@ -371,7 +371,7 @@ impl RdmapQp {
     }
 
     /// Closes the connection with a Terminate message.
-    fn end(&mut self, terminate: Terminate, env: &mut Env<'_>) {
+    fn terminate_stream(&mut self, terminate: Terminate, env: &mut Env<'_>) {
         if let Some(stream) = &mut self.stream
             && !stream.is_over
         {
@@ -382,7 +382,7 @@ impl RdmapQp {
 
     /// Closes a connection after receiving an invalid reply. The stream has already been started.
     pub fn refuse_reply(&mut self, disagreement: Disagreement, env: &mut Env<'_>) {
-        self.end(Terminate::new(disagreement.reason()), env);
+        self.terminate_stream(Terminate::new(disagreement.reason()), env);
     }
 
     fn make_segment(&mut self, env: &mut Env<'_>, out: &mut Vec<u8>) -> Result<bool, Terminate> {
@@ -431,7 +431,7 @@ impl RdmapQp {
 }
 
 /// Result of processing a segment.
-enum Heard {
+enum SegmentResult {
     Segment,
     /// The connection was closed by the peer.
     End,

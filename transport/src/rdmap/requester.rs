@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::setup::Rtr;
 use super::wire::ddp::{
-    Atomic, AtomicRequest, AtomicResponse, Header, Opcode, Place, Queue, ReadRequest,
+    Atomic, AtomicRequest, AtomicResponse, Header, Opcode, Placement, Queue, ReadRequest,
 };
 use super::wire::terminate::Reason;
 use super::{RdmapConfig, Tx};
@@ -231,7 +231,7 @@ impl Requester {
                     }
                     self.sq.wqe_mut(self.next).phase = Phase::Started;
                     if wqe.has_response() {
-                        self.ask(tx, &wqe);
+                        self.send_read_request(tx, &wqe);
                         self.next += 1;
                         return Ok(true);
                     }
@@ -273,7 +273,7 @@ impl Requester {
     }
 
     /// Sends the request for a READ or an atomic.
-    fn ask(&mut self, tx: &mut Tx<'_>, wqe: &SendWqe) {
+    fn send_read_request(&mut self, tx: &mut Tx<'_>, wqe: &SendWqe) {
         let number = self.read_msn;
         let atomic = |remote: RemoteAddr, atomic| AtomicRequest {
             id: number,
@@ -345,14 +345,14 @@ impl Requester {
         };
         match rtr {
             Rtr::Empty => {
-                let start = super::Framer::begin(tx.out);
-                tx.framer.end(tx.out, start);
+                let start = super::Framer::begin_fpdu(tx.out);
+                tx.framer.end_fpdu(tx.out, start);
             }
             Rtr::Write => {
                 let header = Header {
                     opcode: Opcode::Write,
                     last: true,
-                    place: Place::Tagged { stag: 0, to: 0 },
+                    place: Placement::Tagged { stag: 0, to: 0 },
                 };
                 let filled: Result<(), std::convert::Infallible> =
                     tx.segment(&header, |_, _| Ok(()));
@@ -366,9 +366,9 @@ impl Requester {
     }
 
     /// Returns opcode and position for the next segment of a message with data.
-    fn plan_segment(&self, wqe: &SendWqe) -> (Opcode, Place) {
+    fn plan_segment(&self, wqe: &SendWqe) -> (Opcode, Placement) {
         if let SendOp::Write(remote) | SendOp::WriteImm(remote, _) = wqe.op {
-            let place = Place::Tagged {
+            let place = Placement::Tagged {
                 stag: remote.rkey.0,
                 to: remote.addr.wrapping_add(u64::from(self.offset)),
             };
@@ -376,7 +376,7 @@ impl Requester {
         }
         let is_solicited = wqe.flags.contains(SendFlags::SOLICITED);
         let (opcode, invalidate) = send_opcode(&wqe.op, is_solicited);
-        let place = Place::Untagged {
+        let place = Placement::Untagged {
             invalidate,
             qn: Queue::Send as u32,
             msn: self.send_msn,
@@ -397,7 +397,7 @@ impl Requester {
                 out.extend_from_slice(&data);
             });
             self.send_msn = self.send_msn.wrapping_add(1);
-            return self.end(tx);
+            return self.finish_message(tx);
         }
         let left = wqe.length - self.offset;
         let (opcode, place) = self.plan_segment(wqe);
@@ -430,14 +430,14 @@ impl Requester {
             self.offset = wqe.length + 1;
             return Ok(());
         }
-        if matches!(place, Place::Untagged { .. }) {
+        if matches!(place, Placement::Untagged { .. }) {
             self.send_msn = self.send_msn.wrapping_add(1);
         }
-        self.end(tx)
+        self.finish_message(tx)
     }
 
     /// Called when the message for a request was sent.
-    fn end(&mut self, tx: &mut Tx<'_>) -> Result<(), Fault> {
+    fn finish_message(&mut self, tx: &mut Tx<'_>) -> Result<(), Fault> {
         self.is_sending = false;
         self.sq.wqe_mut(self.next).phase = Phase::Executed;
         self.next += 1;
@@ -456,7 +456,7 @@ impl Requester {
         header: &Header,
         payload: &[u8],
     ) -> Result<(), Reason> {
-        let Place::Tagged { stag, to } = header.place else {
+        let Placement::Tagged { stag, to } = header.place else {
             return Err(Reason::UnexpectedOpcode);
         };
         let Some(read) = self.outstanding.front_mut().filter(|it| !it.is_atomic) else {
@@ -486,7 +486,7 @@ impl Requester {
             read.received = end as u32;
         }
         match header.last {
-            true => self.answered(cfg, events),
+            true => self.complete_response(cfg, events),
             false => Ok(()),
         }
     }
@@ -517,11 +517,15 @@ impl Requester {
             let _ = self.fail(at, WcStatus::LocProtErr, cfg, events);
             return Err(Reason::DdpCatastrophic);
         }
-        self.answered(cfg, events)
+        self.complete_response(cfg, events)
     }
 
     /// Called when the response to the oldest READ or atomic is complete.
-    fn answered(&mut self, cfg: &RdmapConfig, events: &mut Vec<RcEvent>) -> Result<(), Reason> {
+    fn complete_response(
+        &mut self,
+        cfg: &RdmapConfig,
+        events: &mut Vec<RcEvent>,
+    ) -> Result<(), Reason> {
         let done = self
             .outstanding
             .pop_front()

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use riser_memory::fault;
 
 use super::wire::ddp::{
-    AtomicRequest, AtomicResponse, Header, IMMEDIATE_LEN, Opcode, Place, Queue, ReadRequest,
+    AtomicRequest, AtomicResponse, Header, IMMEDIATE_LEN, Opcode, Placement, Queue, ReadRequest,
 };
 use super::wire::terminate::{Reason, Terminate};
 use super::{RdmapConfig, Tx};
@@ -15,7 +15,7 @@ use crate::verbs::{Access, AsyncEvent, Completion, RKey, WcOpcode, WcStatus};
 
 /// READ or atomic from the peer waiting for a response.
 #[derive(Clone, Copy, Debug)]
-enum Answer {
+enum PendingResponse {
     Read {
         request: ReadRequest,
         msn: u32,
@@ -36,7 +36,7 @@ pub(super) struct Responder {
     /// Size of the last WRITE, needed for immediate data following it, and whether it is complete.
     written: (u32, bool),
     /// READs and atomics waiting for a response, oldest first. Limited to `ird`.
-    answers: VecDeque<Answer>,
+    answers: VecDeque<PendingResponse>,
     /// Set if a READ response was started but is not complete.
     is_sending: bool,
     ird: u16,
@@ -75,7 +75,7 @@ fn about_request(reason: Reason, request: &ReadRequest, msn: u32) -> Terminate {
     let header = Header {
         opcode: Opcode::ReadRequest,
         last: true,
-        place: Place::Untagged {
+        place: Placement::Untagged {
             invalidate: 0,
             qn: Queue::ReadRequest as u32,
             msn,
@@ -171,7 +171,7 @@ impl Responder {
         header: &Header,
         payload: &[u8],
     ) -> Result<(), Reason> {
-        let Place::Untagged {
+        let Placement::Untagged {
             invalidate,
             msn,
             mo,
@@ -256,7 +256,7 @@ impl Responder {
         payload: &[u8],
     ) -> Result<(), Reason> {
         let data: [u8; IMMEDIATE_LEN] = payload.try_into().map_err(|_| Reason::Framing)?;
-        let Place::Untagged { msn, mo, .. } = header.place else {
+        let Placement::Untagged { msn, mo, .. } = header.place else {
             return Err(Reason::UnexpectedOpcode);
         };
         if self.receiving.is_some() || !header.last {
@@ -297,7 +297,7 @@ impl Responder {
         header: &Header,
         payload: &[u8],
     ) -> Result<(), Reason> {
-        let Place::Tagged { stag, to } = header.place else {
+        let Placement::Tagged { stag, to } = header.place else {
             return Err(Reason::UnexpectedOpcode);
         };
         #[expect(
@@ -325,7 +325,7 @@ impl Responder {
 
     /// Checks the position of a request in its queue. Each request is a single segment.
     fn check_request(&self, header: &Header) -> Result<(), Reason> {
-        let Place::Untagged { msn, mo, .. } = header.place else {
+        let Placement::Untagged { msn, mo, .. } = header.place else {
             return Err(Reason::UnexpectedOpcode);
         };
         if msn != self.read_msn {
@@ -372,7 +372,8 @@ impl Responder {
                 .map_err(|e| rdmap_reason(e, to, len))?;
         }
         let (msn, sent) = (self.read_msn, 0);
-        self.answers.push_back(Answer::Read { request, msn, sent });
+        self.answers
+            .push_back(PendingResponse::Read { request, msn, sent });
         self.read_msn = msn.wrapping_add(1);
         Ok(())
     }
@@ -410,10 +411,11 @@ impl Responder {
             return Err(Reason::RdmapBounds);
         }
         self.read_msn = self.read_msn.wrapping_add(1);
-        self.answers.push_back(Answer::Atomic(AtomicResponse {
-            id: request.id,
-            original,
-        }));
+        self.answers
+            .push_back(PendingResponse::Atomic(AtomicResponse {
+                id: request.id,
+                original,
+            }));
         Ok(())
     }
 
@@ -424,7 +426,7 @@ impl Responder {
     pub(super) fn poll(&mut self, tx: &mut Tx<'_>) -> Result<bool, Terminate> {
         let (request, msn, sent) = match self.answers.front_mut() {
             None => return Ok(false),
-            Some(Answer::Atomic(response)) => {
+            Some(PendingResponse::Atomic(response)) => {
                 let (response, msn) = (*response, self.answer_msn);
                 let queue = Queue::AtomicResponse;
                 tx.message(Opcode::AtomicResponse, queue, msn, |out| response.emit(out));
@@ -432,10 +434,10 @@ impl Responder {
                 self.answers.pop_front();
                 return Ok(true);
             }
-            Some(Answer::Read { request, msn, sent }) => (*request, *msn, sent),
+            Some(PendingResponse::Read { request, msn, sent }) => (*request, *msn, sent),
         };
         let offset = *sent;
-        let place = Place::Tagged {
+        let place = Placement::Tagged {
             stag: request.sink_stag,
             to: request.sink_to.wrapping_add(offset.into()),
         };

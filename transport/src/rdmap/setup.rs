@@ -38,7 +38,7 @@ pub struct Wishes {
 
 /// Negotiated parameters, as seen from one side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Agreed {
+pub struct NegotiatedParams {
     /// Framing for sent data.
     pub tx: Framing,
     /// Framing for received data.
@@ -135,7 +135,7 @@ pub fn reply(
     request: &StartFrame,
     wishes: &Wishes,
     private_data: Vec<u8>,
-) -> Result<(StartFrame, Agreed), Disagreement> {
+) -> Result<(StartFrame, NegotiatedParams), Disagreement> {
     if !matches!(request.revision, 1 | 2) {
         return Err(Disagreement::Revision {
             revision: request.revision,
@@ -165,7 +165,7 @@ pub fn reply(
         enhanced,
         private_data,
     };
-    let agreed = Agreed {
+    let agreed = NegotiatedParams {
         tx: Framing {
             markers: request.markers,
             crc,
@@ -202,9 +202,12 @@ fn choose_rtr(said: &Enhanced, ird: u16) -> Option<Rtr> {
 /// the reply is not acceptable and the connection must be closed. The framing from both frames must
 /// be used for the Terminate message.
 #[must_use]
-pub fn judge(request: &StartFrame, reply: &StartFrame) -> (Agreed, Option<Disagreement>) {
+pub fn negotiate(
+    request: &StartFrame,
+    reply: &StartFrame,
+) -> (NegotiatedParams, Option<Disagreement>) {
     let crc = request.crc || reply.crc;
-    let mut agreed = Agreed {
+    let mut agreed = NegotiatedParams {
         tx: Framing {
             markers: reply.markers,
             crc,
@@ -224,7 +227,7 @@ pub fn judge(request: &StartFrame, reply: &StartFrame) -> (Agreed, Option<Disagr
 
 /// Updates the parameters with the revision 2 fields in a reply.
 fn agree_on_resources(
-    agreed: &mut Agreed,
+    agreed: &mut NegotiatedParams,
     request: &StartFrame,
     reply: &StartFrame,
 ) -> Result<(), Disagreement> {
@@ -281,7 +284,7 @@ mod tests {
     fn peers_use_smaller_limits() {
         let asked = request(&wishes(3, 5), b"hello".to_vec());
         let (said, passive) = reply(&asked, &wishes(4, 9), b"welcome".to_vec()).unwrap();
-        let (active, None) = judge(&asked, &said) else {
+        let (active, None) = negotiate(&asked, &said) else {
             panic!("the reply fits");
         };
         assert_eq!((active.ird, active.ord), (3, 4));
@@ -303,7 +306,7 @@ mod tests {
         };
         let asked = request(&with, Vec::new());
         let (said, passive) = reply(&asked, &wishes(1, 1), Vec::new()).unwrap();
-        let (active, None) = judge(&asked, &said) else {
+        let (active, None) = negotiate(&asked, &said) else {
             panic!("the reply fits");
         };
         assert!(active.rx.markers && passive.tx.markers);
@@ -322,7 +325,7 @@ mod tests {
         let (said, passive) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
         assert_eq!((said.revision, said.enhanced), (1, None));
         assert_eq!((passive.ird, passive.ord), (4, 9));
-        let (active, None) = judge(&asked, &said) else {
+        let (active, None) = negotiate(&asked, &said) else {
             panic!("the reply fits");
         };
         assert_eq!((active.ird, active.ord, active.rtr), (0, 0, None));
@@ -336,7 +339,7 @@ mod tests {
             let (mut frame, mut enhanced) = (said.clone(), said.enhanced.unwrap());
             change(&mut frame, &mut enhanced);
             frame.enhanced = frame.enhanced.map(|_| enhanced);
-            let (agreed, disagreement) = judge(&asked, &frame);
+            let (agreed, disagreement) = negotiate(&asked, &frame);
             assert!(agreed.tx.crc, "the message about it has a CRC");
             disagreement
         };
@@ -350,7 +353,7 @@ mod tests {
             let mut frame = said.clone();
             frame.revision = revision;
             let refused = Some(Disagreement::Revision { revision });
-            assert_eq!(judge(&asked, &frame).1, refused);
+            assert_eq!(negotiate(&asked, &frame).1, refused);
             let mut frame = asked.clone();
             frame.revision = revision;
             let refused = Err(Disagreement::Revision { revision });

@@ -3,7 +3,7 @@
 
 use riser_memory::Memory;
 
-use super::wire::ddp::{Atomic, AtomicRequest, Header, Opcode, Place, ReadRequest};
+use super::wire::ddp::{Atomic, AtomicRequest, Header, Opcode, Placement, ReadRequest};
 use super::wire::fpdu::{Deframer, Framer, Framing, MAX_ULPDU};
 use super::wire::start::{StartFrame, StartKind};
 use super::wire::terminate::{Reason, Terminate};
@@ -38,7 +38,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(agreed: Agreed, mulpdu: usize) -> Self {
+    fn new(agreed: NegotiatedParams, mulpdu: usize) -> Self {
         let mut mrs = MrTable::new(64, 8, *b"sixteen bytes!!!");
         let memory = Memory::new(REGION).unwrap();
         let all = Access::LOCAL_WRITE | Access::REMOTE;
@@ -131,8 +131,8 @@ impl Bench {
     }
 }
 
-fn agreed(framing: Framing, rtr: Option<Rtr>, awaits_first: bool) -> Agreed {
-    Agreed {
+fn agreed(framing: Framing, rtr: Option<Rtr>, awaits_first: bool) -> NegotiatedParams {
+    NegotiatedParams {
         tx: framing,
         rx: framing,
         ird: 4,
@@ -421,9 +421,9 @@ fn answer(says: impl FnOnce(&mut Bench) -> Vec<Vec<u8>>) -> (Option<Terminate>, 
     let mut framer = Framer::new(PLAIN);
     let mut bytes = Vec::new();
     for ulpdu in &ulpdus {
-        let start = Framer::begin(&mut bytes);
+        let start = Framer::begin_fpdu(&mut bytes);
         bytes.extend_from_slice(ulpdu);
-        framer.end(&mut bytes, start);
+        framer.end_fpdu(&mut bytes, start);
     }
     b.input(&bytes);
     let out = b.output(usize::MAX);
@@ -438,7 +438,7 @@ fn answer(says: impl FnOnce(&mut Bench) -> Vec<Vec<u8>>) -> (Option<Terminate>, 
     (last, b)
 }
 
-fn ulpdu(opcode: Opcode, last: bool, place: Place, payload: &[u8]) -> Vec<u8> {
+fn ulpdu(opcode: Opcode, last: bool, place: Placement, payload: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let header = Header {
         opcode,
@@ -450,8 +450,8 @@ fn ulpdu(opcode: Opcode, last: bool, place: Place, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-fn untagged(qn: u32, msn: u32, mo: u32) -> Place {
-    Place::Untagged {
+fn untagged(qn: u32, msn: u32, mo: u32) -> Placement {
+    Placement::Untagged {
         invalidate: 0,
         qn,
         msn,
@@ -459,8 +459,8 @@ fn untagged(qn: u32, msn: u32, mo: u32) -> Place {
     }
 }
 
-fn tagged(stag: u32, to: u64) -> Place {
-    Place::Tagged { stag, to }
+fn tagged(stag: u32, to: u64) -> Placement {
+    Placement::Tagged { stag, to }
 }
 
 fn write(stag: u32, to: u64) -> Vec<u8> {
@@ -498,7 +498,7 @@ fn message(last: bool, msn: u32, mo: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// Creates a single-segment message.
-fn only(opcode: Opcode, place: Place, payload: &[u8]) -> Vec<Vec<u8>> {
+fn only(opcode: Opcode, place: Placement, payload: &[u8]) -> Vec<Vec<u8>> {
     vec![ulpdu(opcode, true, place, payload)]
 }
 
@@ -583,7 +583,7 @@ const MISTAKES: &[Case] = &[
         vec![read(1, 1, key, at), add(1, key, at)]
     }),
     (Reason::CannotInvalidate, |key, _| {
-        let place = Place::Untagged {
+        let place = Placement::Untagged {
             invalidate: key,
             qn: 0,
             msn: 1,
@@ -775,7 +775,7 @@ fn random_streams_have_no_effect() {
         let mut framer = Framer::new(PLAIN);
         let mut bytes = Vec::new();
         for _ in 0..random.usize(1..6) {
-            let start = Framer::begin(&mut bytes);
+            let start = Framer::begin_fpdu(&mut bytes);
             if random.u8(..4) > 0 {
                 bytes.push([0x41, 0x01, 0xc1, 0x81][random.usize(..4)]);
                 bytes.push(0x40 | random.u8(..13));
@@ -785,7 +785,7 @@ fn random_streams_have_no_effect() {
             bytes.extend((0..len).map(|_| random.u16(..most) as u8));
             match round % 3 {
                 0 => bytes.resize(start + 80, 0),
-                _ => framer.end(&mut bytes, start),
+                _ => framer.end_fpdu(&mut bytes, start),
             }
         }
         b.input(&bytes);

@@ -100,7 +100,7 @@ pub enum Piece {
 
 /// Destination of a packet and how to send it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct TxPath {
     /// Destination address.
     pub dst: SocketAddr,
     /// Source address, as an index into the GID table.
@@ -114,8 +114,8 @@ pub struct Way {
     pub is_to_stranger: bool,
 }
 
-impl Way {
-    /// Creates a `Way` to a known peer via the ordinary socket. The packet is not ECN-capable.
+impl TxPath {
+    /// Creates a `TxPath` to a known peer via the ordinary socket. The packet is not ECN-capable.
     #[must_use]
     pub const fn to(dst: SocketAddr) -> Self {
         Self {
@@ -127,7 +127,7 @@ impl Way {
         }
     }
 
-    /// Returns the same `Way`, but marks the packet as ECN-capable (RFC 3168) if `is_markable` is
+    /// Returns the same `TxPath`, but marks the packet as ECN-capable (RFC 3168) if `is_markable` is
     /// set, because its receiver will report congestion to us.
     #[must_use]
     pub const fn markable(self, is_markable: bool) -> Self {
@@ -143,7 +143,7 @@ impl Way {
 #[derive(Clone, Debug)]
 pub struct Group {
     /// Destination of the packets and how to send them.
-    pub way: Way,
+    pub way: TxPath,
     /// Destination QP.
     pub qpn: Qpn,
     /// Range of the packets in the batch's list of pieces.
@@ -302,7 +302,7 @@ impl TxBatch {
 
     /// Appends a packet and its ICRC, which is zero if `flow` is `None`. Consumes the segments of
     /// `tx`.
-    pub(super) fn push_packet(&mut self, flow: Option<&IcrcFlow>, way: &Way, tx: &mut TxPacket) {
+    pub(super) fn push_packet(&mut self, flow: Option<&IcrcFlow>, way: &TxPath, tx: &mut TxPacket) {
         let len = tx.len() + ICRC_LEN;
         // The ICRC covers the IPv4 identification, which is the index of the packet in its
         // segmented send, so we need to determine this index first.
@@ -343,7 +343,7 @@ impl TxBatch {
     }
 
     /// Starts a packet of `len` bytes to QP `qpn`. Returns its IPv4 identification.
-    pub fn begin(&mut self, way: Way, qpn: Qpn, len: usize) -> u16 {
+    pub fn begin(&mut self, way: TxPath, qpn: Qpn, len: usize) -> u16 {
         self.total += len;
         self.packets += 1;
         if let Some(g) = self.groups.last_mut() {
@@ -467,8 +467,8 @@ mod tests {
     use super::*;
     use riser_memory::Memory;
 
-    fn way(n: u8) -> Way {
-        Way::to(SocketAddr::from(([127, 0, 0, n], 4791)))
+    fn way(n: u8) -> TxPath {
+        TxPath::to(SocketAddr::from(([127, 0, 0, n], 4791)))
     }
 
     fn packet(b: &mut TxBatch, dst: u8, len: usize) -> u16 {
@@ -506,7 +506,7 @@ mod tests {
         b.begin(markable, Qpn::new(3), 8);
         assert_eq!(b.begin(markable, Qpn::new(3), 8), 1);
         assert_eq!(b.begin(way(1), Qpn::new(3), 8), 0, "marked or not");
-        let stranger = Way {
+        let stranger = TxPath {
             is_to_stranger: true,
             ..way(1)
         };

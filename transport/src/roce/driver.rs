@@ -28,7 +28,7 @@
 //! Anyone can send a request to queue pair 1 using a spoofed source address. If this address is on
 //! the local link but doesn't exist, our response will wait for neighbor resolution for seconds,
 //! using up the send buffer of the socket. Therefore, messages to unverified addresses
-//! ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) are sent using separate sockets
+//! ([`TxPath::is_to_stranger`](super::batch::TxPath::is_to_stranger)) are sent using separate sockets
 //! with a different source port; peers only check the destination port. If these sockets are full,
 //! messages are dropped and the requester has to retransmit its request. Packets to peers are never
 //! blocked by this.
@@ -969,7 +969,7 @@ mod tests {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
-    use crate::roce::batch::Way;
+    use crate::roce::batch::TxPath;
 
     fn open(addr: &str) -> Driver {
         Driver::open(&DriverConfig {
@@ -1004,7 +1004,7 @@ mod tests {
 
     fn packets(batch: &mut TxBatch, dst: SocketAddr, is_markable: bool) {
         for _ in 0..2 {
-            let way = Way::to(dst).markable(is_markable);
+            let way = TxPath::to(dst).markable(is_markable);
             batch.begin(way, Qpn::new(2), 16);
             batch.push_bytes(&[0; 16]);
         }
@@ -1076,12 +1076,12 @@ mod tests {
         };
         for _ in 0..2000 {
             let dst = ([10, 9, 2, 77], ROCE_PORT).into();
-            push(Way {
+            push(TxPath {
                 from: 1,
-                ..Way::to(dst)
+                ..TxPath::to(dst)
             });
         }
-        push(Way::to(peer.local_addr().unwrap()));
+        push(TxPath::to(peer.local_addr().unwrap()));
         let now = Instant::now();
         assert_eq!(driver.deadline(), None);
         assert_eq!(driver.send(now, &mut batch), SendOutcome::Blocked);
@@ -1098,9 +1098,9 @@ mod tests {
         assert!(driver.counters().strangers_dropped > 0);
         let dst = ([10, 9, 2, 77], ROCE_PORT).into();
         batch.begin(
-            Way {
+            TxPath {
                 from: 1,
-                ..Way::to(dst)
+                ..TxPath::to(dst)
             },
             Qpn::new(2),
             1024,

@@ -145,7 +145,7 @@ pub struct FaultCounters {
 }
 
 #[derive(Debug)]
-struct Held<T> {
+struct DelayedPacket<T> {
     release_after: u64,
     release_at: Instant,
     tag: T,
@@ -159,7 +159,7 @@ pub struct FaultInjector<T> {
     config: FaultConfig,
     random: fastrand::Rng,
     passed: u64,
-    held: Vec<Held<T>>,
+    held: Vec<DelayedPacket<T>>,
     ready: VecDeque<(T, Vec<u8>)>,
     counters: FaultCounters,
 }
@@ -217,7 +217,7 @@ impl<T: Clone> FaultInjector<T> {
         if (self.held.len() as u64) < depth && self.happens(self.config.reorder) {
             self.counters.reordered += 1;
             let by = 1 + self.random.u64(..depth);
-            self.held.push(Held {
+            self.held.push(DelayedPacket {
                 release_after: self.passed + by,
                 release_at: now + self.config.reorder_time,
                 tag,
@@ -231,7 +231,7 @@ impl<T: Clone> FaultInjector<T> {
         self.release(|h, passed| h.release_after <= passed);
     }
 
-    fn release(&mut self, due: impl Fn(&Held<T>, u64) -> bool) {
+    fn release(&mut self, due: impl Fn(&DelayedPacket<T>, u64) -> bool) {
         let mut i = 0;
         while i < self.held.len() {
             if due(&self.held[i], self.passed) {

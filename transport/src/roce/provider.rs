@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tracing::{info, warn};
 
-use super::batch::{SendOutcome, TxBatch, Way};
+use super::batch::{SendOutcome, TxBatch, TxPath};
 use super::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultCounters, FaultInjector, RoceFaults};
@@ -155,7 +155,7 @@ pub struct Roce {
     nic: Nic,
     driver: Driver,
     batch: TxBatch,
-    tx_faults: Option<FaultInjector<(Way, Qpn)>>,
+    tx_faults: Option<FaultInjector<(TxPath, Qpn)>>,
     rx_faults: Option<FaultInjector<Arrival>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     requests: Requests,

@@ -19,7 +19,7 @@ use arrayvec::ArrayVec;
 
 use crate::mr::{MrTable, Span};
 use crate::rc::{RcEvent, RecvQueue, RecvWqe, TxPacket};
-use crate::roce::batch::Way;
+use crate::roce::batch::TxPath;
 use crate::verbs::{
     AsyncEvent, Completion, GRH_LEN, PdId, PostReason, QKey, QpCap, QpId, QpState, QpType,
     RouteHeader, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId, qp_state,
@@ -34,7 +34,7 @@ struct UdSend {
     wr_id: WrId,
     flags: SendFlags,
     imm: Option<u32>,
-    way: Way,
+    way: TxPath,
     qpn: Qpn,
     qkey: u32,
     sges: ArrayVec<Sge, MAX_UD_SGE>,
@@ -154,7 +154,7 @@ impl UdQp {
     pub fn post_send(
         &mut self,
         wr: &SendWr<'_>,
-        way: Way,
+        way: TxPath,
         out: &mut Vec<RcEvent>,
     ) -> Result<(), PostReason> {
         if !matches!(
@@ -217,7 +217,7 @@ impl UdQp {
         mrs: &MrTable,
         out: &mut Vec<RcEvent>,
         tx: &mut TxPacket,
-    ) -> Option<Way> {
+    ) -> Option<TxPath> {
         // In the SQD state, posted sends must wait until the state is RTS again.
         if self.state != QpState::Rts {
             return None;
@@ -405,8 +405,8 @@ mod tests {
         b
     }
 
-    fn peer() -> Way {
-        Way::to("10.0.0.9:4791".parse().unwrap())
+    fn peer() -> TxPath {
+        TxPath::to("10.0.0.9:4791".parse().unwrap())
     }
 
     /// Creates the IP header of a datagram of `len` bytes from 10.0.0.1 to 10.0.0.2.

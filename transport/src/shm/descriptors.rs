@@ -28,7 +28,7 @@ sockopt_impl!(
 ///
 /// # Errors
 /// Returns the errors of `setsockopt(2)`.
-pub(super) fn pass(socket: &OwnedFd, passes: bool) -> io::Result<bool> {
+pub(super) fn allow_descriptors(socket: &OwnedFd, passes: bool) -> io::Result<bool> {
     match setsockopt(socket, PassRights, &passes) {
         Ok(()) => Ok(true),
         Err(Errno::ENOPROTOOPT) => Ok(false),
@@ -43,7 +43,7 @@ pub(super) fn pass(socket: &OwnedFd, passes: bool) -> io::Result<bool> {
 pub(super) fn socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    pass(&socket, false)?;
+    allow_descriptors(&socket, false)?;
     Ok(socket)
 }
 
@@ -54,7 +54,7 @@ pub(super) fn socket() -> io::Result<OwnedFd> {
 #[must_use]
 pub fn refuses_descriptors() -> bool {
     static REFUSES: LazyLock<bool> = LazyLock::new(|| {
-        let tried = socket().and_then(|socket| pass(&socket, false));
+        let tried = socket().and_then(|socket| allow_descriptors(&socket, false));
         tried.unwrap_or(false)
     });
     *REFUSES

@@ -232,7 +232,7 @@ fn reach(addr: IpAddr) -> io::Result<OwnedFd> {
 /// # Errors
 /// [`io::ErrorKind::AddrNotAvailable`], and the errors of `getifaddrs(3)`.
 pub(super) fn check_local(addresses: &[IpAddr]) -> io::Result<()> {
-    let all = LocalAddresses::look()?;
+    let all = LocalAddresses::query()?;
     match addresses.iter().find(|addr| !all.has(**addr)) {
         None => Ok(()),
         Some(addr) => Err(io::Error::new(
@@ -268,7 +268,7 @@ pub(super) fn connect(to: IpAddr, own: IpAddr, users: &ShmUsers) -> io::Result<O
         return Err(error);
     }
     // We will receive the memory with the response.
-    descriptors::pass(&socket, true)?;
+    descriptors::allow_descriptors(&socket, true)?;
     let hello = Hello {
         magic: HELLO,
         version: U16::new(VERSION),
@@ -424,7 +424,7 @@ pub(super) fn receive_welcome(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
 ///
 /// # Errors
 /// [`io::ErrorKind::TimedOut`], and the errors of [`connect`] and [`receive_welcome`].
-pub(super) fn ask(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
+pub(super) fn test_handshake(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     let socket = connect(addr, addr, users)?;
     let mut readable = [PollFd::new(&socket, PollFlags::IN)];
     rustix::event::poll(&mut readable, Some(&PATIENCE))?;
@@ -575,7 +575,7 @@ mod tests {
     /// Creates a listener of an untrusted program, which can send and receive arbitrary messages.
     fn squat(addr: IpAddr) -> OwnedFd {
         let socket = descriptors::socket().unwrap();
-        descriptors::pass(&socket, true).unwrap();
+        descriptors::allow_descriptors(&socket, true).unwrap();
         rustix::net::bind(&socket, &socket_address(addr).unwrap()).unwrap();
         rustix::net::listen(&socket, BACKLOG).unwrap();
         socket

@@ -324,7 +324,7 @@ impl Links {
     }
 
     /// Closes a link.
-    fn end(&mut self, slot: usize) {
+    fn close_link(&mut self, slot: usize) {
         let Some(link) = self.slots[slot].link.take() else {
             return;
         };
@@ -376,7 +376,7 @@ impl Links {
         };
         let link = self.slots[slot].link.as_mut().expect("it was found");
         match &mut link.state {
-            State::Up(rings) => match put(rings, batch, group) {
+            State::Up(rings) => match write_packet(rings, batch, group) {
                 Ok(fits) => fits,
                 Err(broken) => {
                     self.on_broken(slot, broken);
@@ -446,12 +446,12 @@ impl Links {
 
     fn on_broken(&mut self, slot: usize, broken: Broken) {
         if let Some(link) = &self.slots[slot].link
-            && let Some(held_back) = self.lines.broken.pass(Instant::now())
+            && let Some(held_back) = self.lines.broken.allow_message(Instant::now())
         {
             info!(peer = %link.peer, %broken, held_back, "invalid data in shared memory");
         }
         self.counters.broken += 1;
-        self.end(slot);
+        self.close_link(slot);
     }
 
     /// Returns whether there are packets available.
@@ -491,7 +491,7 @@ fn watch(set: &OwnedFd, fd: &impl AsFd, data: u64) -> io::Result<()> {
 }
 
 /// Writes a packet to a ring. This will return `false` if the ring is full.
-fn put(rings: &mut Rings, batch: &TxBatch, group: &Group) -> Result<bool, Broken> {
+fn write_packet(rings: &mut Rings, batch: &TxBatch, group: &Group) -> Result<bool, Broken> {
     if !rings.begin(group.bytes)? {
         return Ok(false);
     }

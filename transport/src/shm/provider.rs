@@ -106,7 +106,7 @@ impl ShmListener {
 /// - [`io::ErrorKind::WouldBlock`] if there are too many pending connections
 /// - [`io::ErrorKind::ResourceBusy`] if sockets of other users are being closed
 pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
-    hello::ask(addr.to_canonical(), users)
+    hello::test_handshake(addr.to_canonical(), users)
 }
 
 /// Returns the process listening on an address, if any.
@@ -211,7 +211,7 @@ impl Shm {
     }
 
     /// Checks the sockets if it is time to do so.
-    fn look(&mut self, now: Instant) -> usize {
+    fn poll_sockets(&mut self, now: Instant) -> usize {
         let was_armed = std::mem::take(&mut self.is_armed);
         if was_armed {
             self.links.wake();
@@ -223,7 +223,7 @@ impl Shm {
         self.links.expire(now);
         let nic = &mut self.nic;
         self.links
-            .look(now, |from, packet| nic.handle_unsealed(now, from, packet))
+            .poll_sockets(now, |from, packet| nic.handle_unsealed(now, from, packet))
     }
 
     /// Releases everything that used a closed link.
@@ -293,7 +293,7 @@ impl RdmaCm for Shm {
 impl Provider for Shm {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
-        let looked = self.look(now);
+        let looked = self.poll_sockets(now);
         // Send first, like on a socket (`roce/provider.rs`): if the application has posted work
         // based on the completions of the last call, it is sent with the acknowledgements of that
         // call.

@@ -214,7 +214,7 @@ impl Rings {
     /// Copies and returns the next packet, or `None` if the ring is empty.
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Broken> {
         if self.tail_seen == self.head {
-            self.look()?;
+            self.update_tail()?;
         }
         let written = self.tail_seen.wrapping_sub(self.head);
         if written == 0 {
@@ -249,7 +249,7 @@ impl Rings {
     }
 
     /// Updates the position of the peer's writer.
-    fn look(&mut self) -> Result<(), Broken> {
+    fn update_tail(&mut self) -> Result<(), Broken> {
         let theirs = self.word(self.input.tail).load(Ordering::Acquire);
         let ours = self.head;
         let written = theirs.wrapping_sub(ours);

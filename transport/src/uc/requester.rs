@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::pace::Pace;
 use super::{Link, UcConfig};
 use crate::mr::KeyError;
-use crate::rc::emit::{Cut, gather, plan_opcode, push_extended};
+use crate::rc::emit::{RequestPacket, gather, plan_opcode, push_extended};
 use crate::rc::message::plan_packets;
 use crate::rc::send_queue::{SendQueue, SendWqe};
 use crate::rc::{Env, RcEvent, TxPacket, packet_cost};
@@ -131,7 +131,7 @@ impl Requester {
     ) -> Result<(), KeyError> {
         let (at, mtu) = (self.sq.head(), link.mtu.bytes());
         let packets = plan_packets(wqe.length, mtu);
-        let cut = Cut {
+        let cut = RequestPacket {
             count: 1,
             offset: self.index * mtu,
             is_first: self.index == 0,

@@ -13,7 +13,7 @@ use crate::wire::{Operation, Packet, Psn};
 
 /// Reason why a message was not completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+enum DropReason {
     /// The message is lost but its receive can be used again.
     Lost,
     /// The message is lost because it exceeds its receive.
@@ -100,9 +100,9 @@ impl Responder {
         }
         match self.place(cfg, mtu, pkt, env) {
             Ok(()) => {}
-            Err(End::Lost) => self.lose(cfg, WcStatus::RemInvReqErr, env, counters),
-            Err(End::TooLong) => self.lose(cfg, WcStatus::LocLenErr, env, counters),
-            Err(End::BadReceive) => {
+            Err(DropReason::Lost) => self.lose(cfg, WcStatus::RemInvReqErr, env, counters),
+            Err(DropReason::TooLong) => self.lose(cfg, WcStatus::LocLenErr, env, counters),
+            Err(DropReason::BadReceive) => {
                 self.inbound = Inbound::None;
                 self.is_bound = false;
                 let failed = recv_completion(cfg, self.recv.wr_id, WcStatus::LocProtErr);
@@ -137,32 +137,37 @@ impl Responder {
         mtu: Mtu,
         pkt: &Packet<'_>,
         env: &mut Env<'_>,
-    ) -> Result<(), End> {
+    ) -> Result<(), DropReason> {
         // Packets in the middle must be full-sized. Otherwise sender and receiver would not agree
         // on the position of the next packet.
         let len = pkt.payload.len();
         if !pkt.op.payload.allows(len, mtu.bytes() as usize) {
-            return Err(End::Lost);
+            return Err(DropReason::Lost);
         }
         match (self.inbound, pkt.op.operation) {
             (Inbound::None | Inbound::Send { .. }, Operation::Send) => self.on_send(cfg, pkt, env),
             (Inbound::None | Inbound::Write { .. }, Operation::Write) => {
                 self.on_write(cfg, pkt, env)
             }
-            _ => Err(End::Lost),
+            _ => Err(DropReason::Lost),
         }
     }
 
     /// Binds a receive, either from a lost message or from the queue.
-    fn bind(&mut self, rq: &mut RecvQueue) -> Result<(), End> {
+    fn bind(&mut self, rq: &mut RecvQueue) -> Result<(), DropReason> {
         if !self.is_bound && !rq.pop(&mut self.recv) {
-            return Err(End::Lost);
+            return Err(DropReason::Lost);
         }
         self.is_bound = true;
         Ok(())
     }
 
-    fn on_send(&mut self, cfg: &UcConfig, pkt: &Packet<'_>, env: &mut Env<'_>) -> Result<(), End> {
+    fn on_send(
+        &mut self,
+        cfg: &UcConfig,
+        pkt: &Packet<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<(), DropReason> {
         let received = match self.inbound {
             Inbound::Send { received } => received,
             _ => 0,
@@ -171,11 +176,11 @@ impl Responder {
         // This cannot exceed the receive size, which is at most the maximum message size.
         let total = received + payload_len(pkt);
         if total > self.recv.length {
-            return Err(End::TooLong);
+            return Err(DropReason::TooLong);
         }
         self.recv
             .scatter(cfg.pd, env.mrs, received as usize, pkt.payload)
-            .map_err(|_| End::BadReceive)?;
+            .map_err(|_| DropReason::BadReceive)?;
         self.inbound = Inbound::Send { received: total };
         if pkt.op.position.is_end() {
             self.complete(cfg, pkt, env, WcOpcode::Recv, total);
@@ -183,9 +188,14 @@ impl Responder {
         Ok(())
     }
 
-    fn on_write(&mut self, cfg: &UcConfig, pkt: &Packet<'_>, env: &mut Env<'_>) -> Result<(), End> {
+    fn on_write(
+        &mut self,
+        cfg: &UcConfig,
+        pkt: &Packet<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<(), DropReason> {
         let part = WritePart::of(self.inbound, pkt).filter(|part| part.is_allowed(self.access));
-        let part = part.ok_or(End::Lost)?;
+        let part = part.ok_or(DropReason::Lost)?;
         // Check the remaining range. This is repeated for each packet because the owner may have
         // invalidated the key.
         let right = Access::REMOTE_WRITE;
@@ -199,7 +209,7 @@ impl Responder {
             head,
             right,
         );
-        let span = span.map_err(|_| End::Lost)?;
+        let span = span.map_err(|_| DropReason::Lost)?;
         // Do this before writing the payload, since the last packet also needs a receive.
         if pkt.op.has_imm() {
             self.bind(env.rq)?;

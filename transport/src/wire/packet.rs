@@ -107,7 +107,7 @@ pub struct Packet<'a> {
     pub icrc: u32,
 }
 
-fn take<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
+fn read_header<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
     let (value, after) = T::read_from_prefix(rest).ok()?;
     *rest = after;
     Some(value)
@@ -123,7 +123,7 @@ impl<'a> Packet<'a> {
         };
         // We remove the ICRC first, so that no header can overlap it.
         let mut rest = body;
-        let Some(bth) = take::<Bth>(&mut rest) else {
+        let Some(bth) = read_header::<Bth>(&mut rest) else {
             return Err(PacketError::ShortBth { len });
         };
         // Because of the padding, the size of a valid packet is always a multiple of four.
@@ -171,15 +171,15 @@ impl ExtHeaders {
         let mut ext = Self::default();
         for header in op.headers {
             match header {
-                ExtHeader::Deth => ext.deth = Some(take(rest)?),
-                ExtHeader::Reth => ext.reth = Some(take(rest)?),
-                ExtHeader::AtomicEth => ext.atomic_eth = Some(take(rest)?),
-                ExtHeader::Aeth => ext.aeth = Some(take(rest)?),
-                ExtHeader::AtomicAckEth => ext.atomic_ack = Some(take(rest)?),
-                ExtHeader::ImmDt => ext.imm = Some(take(rest)?),
-                ExtHeader::Ieth => ext.ieth = Some(take(rest)?),
-                ExtHeader::XrcEth => ext.xrc = Some(take(rest)?),
-                ExtHeader::Reserved => drop(take::<[u8; RESERVED_LEN]>(rest)?),
+                ExtHeader::Deth => ext.deth = Some(read_header(rest)?),
+                ExtHeader::Reth => ext.reth = Some(read_header(rest)?),
+                ExtHeader::AtomicEth => ext.atomic_eth = Some(read_header(rest)?),
+                ExtHeader::Aeth => ext.aeth = Some(read_header(rest)?),
+                ExtHeader::AtomicAckEth => ext.atomic_ack = Some(read_header(rest)?),
+                ExtHeader::ImmDt => ext.imm = Some(read_header(rest)?),
+                ExtHeader::Ieth => ext.ieth = Some(read_header(rest)?),
+                ExtHeader::XrcEth => ext.xrc = Some(read_header(rest)?),
+                ExtHeader::Reserved => drop(read_header::<[u8; RESERVED_LEN]>(rest)?),
             }
         }
         Some(ext)

@@ -196,12 +196,12 @@ pub struct UdHeader {
     pub imm: Option<ImmDt>,
 }
 
-fn put(out: &mut UdHeaderBuf, bytes: &[u8]) {
+fn append(out: &mut UdHeaderBuf, bytes: &[u8]) {
     out.try_extend_from_slice(bytes)
         .expect("the longest header fits");
 }
 
-fn take<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
+fn read_header<T: FromBytes + Immutable + KnownLayout>(rest: &mut &[u8]) -> Option<T> {
     let (value, after) = T::read_from_prefix(rest).ok()?;
     *rest = after;
     Some(value)
@@ -258,10 +258,10 @@ impl UdHeader {
             None => Opcode::UdSendOnly,
         };
         let bth = self.bth.with_opcode(opcode).with_pad_for(payload_len);
-        put(&mut out, bth.as_bytes());
-        put(&mut out, self.deth.as_bytes());
+        append(&mut out, bth.as_bytes());
+        append(&mut out, self.deth.as_bytes());
         if let Some(imm) = &self.imm {
-            put(&mut out, imm.as_bytes());
+            append(&mut out, imm.as_bytes());
         }
         Ok(out)
     }
@@ -285,10 +285,10 @@ impl UdHeader {
                 if words > LID_LENGTH_MASK {
                     return Err(Unwritable("the payload is too long"));
                 }
-                put(out, &[lrh.virtual_lane << 4, lrh.service_level << 4 | next]);
-                put(out, &lrh.destination.to_be_bytes());
-                put(out, &words.to_be_bytes());
-                put(out, &lrh.source.to_be_bytes());
+                append(out, &[lrh.virtual_lane << 4, lrh.service_level << 4 | next]);
+                append(out, &lrh.destination.to_be_bytes());
+                append(out, &words.to_be_bytes());
+                append(out, &lrh.source.to_be_bytes());
             }
             LinkHeader::Ethernet(ethernet) => {
                 let kind = match self.network {
@@ -297,13 +297,13 @@ impl UdHeader {
                     NetworkLayer::Ipv4(..) => TYPE_IPV4,
                     NetworkLayer::Ipv6(..) => TYPE_IPV6,
                 };
-                put(out, &ethernet.destination);
-                put(out, &ethernet.source);
+                append(out, &ethernet.destination);
+                append(out, &ethernet.source);
                 if let Some(vlan) = ethernet.vlan {
-                    put(out, &TYPE_VLAN.to_be_bytes());
-                    put(out, &vlan.to_be_bytes());
+                    append(out, &TYPE_VLAN.to_be_bytes());
+                    append(out, &vlan.to_be_bytes());
                 }
-                put(out, &kind.to_be_bytes());
+                append(out, &kind.to_be_bytes());
             }
         }
         Ok(())
@@ -322,7 +322,7 @@ impl UdHeader {
             LinkKind::InfiniBand => take_infiniband(&mut rest, short)?,
             LinkKind::Ethernet => take_ethernet(&mut rest, short)?,
         };
-        let bth: Bth = take(&mut rest).ok_or(short)?;
+        let bth: Bth = read_header(&mut rest).ok_or(short)?;
         let has_imm = match bth.raw_opcode() {
             code if code == Opcode::UdSendOnly as u8 => false,
             code if code == Opcode::UdSendOnlyImm as u8 => true,
@@ -339,9 +339,9 @@ impl UdHeader {
                 field: "version",
             });
         }
-        let deth = take(&mut rest).ok_or(short)?;
+        let deth = read_header(&mut rest).ok_or(short)?;
         let imm = match has_imm {
-            true => Some(take(&mut rest).ok_or(short)?),
+            true => Some(read_header(&mut rest).ok_or(short)?),
             false => None,
         };
         // The pad count is provided by the sender and can exceed the available data.
@@ -372,11 +372,11 @@ fn put_global(
         return Err(UdHeaderError::Unwritable("flow label of more than 20 bits"));
     }
     let first = 6 << 28 | u32::from(route.traffic_class) << 20 | route.flow_label;
-    put(out, &first.to_be_bytes());
-    put(out, &len.to_be_bytes());
-    put(out, &[next, route.hop_limit]);
-    put(out, &route.source.octets());
-    put(out, &route.destination.octets());
+    append(out, &first.to_be_bytes());
+    append(out, &len.to_be_bytes());
+    append(out, &[next, route.hop_limit]);
+    append(out, &route.source.octets());
+    append(out, &route.destination.octets());
     Ok(())
 }
 
@@ -393,12 +393,12 @@ fn put_ipv4(out: &mut UdHeaderBuf, route: &Ipv4Route, total: u16) {
     h[16..].copy_from_slice(&route.destination.octets());
     let sum = checksum(&h);
     h[10..12].copy_from_slice(&sum.to_be_bytes());
-    put(out, &h);
+    append(out, &h);
 }
 
 fn put_udp(out: &mut UdHeaderBuf, port: u16, len: u16) {
     for field in [port, ROCE_PORT, len, 0] {
-        put(out, &field.to_be_bytes());
+        append(out, &field.to_be_bytes());
     }
 }
 
@@ -421,7 +421,7 @@ fn word(bytes: &[u8]) -> u16 {
 }
 
 fn take_infiniband(rest: &mut &[u8], short: UdHeaderError) -> Result<Layers, UdHeaderError> {
-    let h: [u8; LRH_LEN] = take(rest).ok_or(short)?;
+    let h: [u8; LRH_LEN] = read_header(rest).ok_or(short)?;
     if h[0] & 0x0f != 0 {
         return Err(UdHeaderError::Field {
             header: "LRH",
@@ -451,9 +451,9 @@ fn take_infiniband(rest: &mut &[u8], short: UdHeaderError) -> Result<Layers, UdH
 }
 
 fn take_ethernet(rest: &mut &[u8], short: UdHeaderError) -> Result<Layers, UdHeaderError> {
-    let destination = take(rest).ok_or(short)?;
-    let source = take(rest).ok_or(short)?;
-    let next = |rest: &mut &[u8]| Some(word(&take::<[u8; 2]>(rest)?));
+    let destination = read_header(rest).ok_or(short)?;
+    let source = read_header(rest).ok_or(short)?;
+    let next = |rest: &mut &[u8]| Some(word(&read_header::<[u8; 2]>(rest)?));
     let mut kind = next(rest).ok_or(short)?;
     let mut vlan = None;
     if kind == TYPE_VLAN {
@@ -491,7 +491,7 @@ fn take_global(
     next: u8,
     short: UdHeaderError,
 ) -> Result<GlobalRoute, UdHeaderError> {
-    let h: [u8; GRH_LEN] = take(rest).ok_or(short)?;
+    let h: [u8; GRH_LEN] = read_header(rest).ok_or(short)?;
     let first = u32::from_be_bytes([h[0], h[1], h[2], h[3]]);
     if first >> 28 != 6 {
         return Err(UdHeaderError::Field {
@@ -521,7 +521,7 @@ fn take_global(
 }
 
 fn take_ipv4(rest: &mut &[u8], short: UdHeaderError) -> Result<Ipv4Route, UdHeaderError> {
-    let h: [u8; IPV4_LEN] = take(rest).ok_or(short)?;
+    let h: [u8; IPV4_LEN] = read_header(rest).ok_or(short)?;
     let wrong = |field| {
         Err(UdHeaderError::Field {
             header: "IPv4",
@@ -559,7 +559,7 @@ fn take_ipv4(rest: &mut &[u8], short: UdHeaderError) -> Result<Ipv4Route, UdHead
 
 /// Returns the source port. The checksum is not verified, as the ICRC covers more data.
 fn take_udp(rest: &mut &[u8], short: UdHeaderError) -> Result<u16, UdHeaderError> {
-    let h: [u8; UDP_LEN] = take(rest).ok_or(short)?;
+    let h: [u8; UDP_LEN] = read_header(rest).ok_or(short)?;
     if word(&h[2..]) != ROCE_PORT {
         return Err(UdHeaderError::Next {
             header: "UDP",

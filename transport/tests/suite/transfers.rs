@@ -112,7 +112,7 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
             );
         }
         assert!(mr.on_invalidated(mr.rkey()) && mr.state() == MrState::Idle);
-        pool.put(w.provider(End::A), mr).unwrap();
+        pool.release(w.provider(End::A), mr).unwrap();
         let here: Vec<_> = parts
             .iter()
             .flat_map(riser_memory::MemSlice::to_vec)
@@ -144,7 +144,7 @@ pub(crate) fn region_returned_valid_is_replaced<W: World>(mut w: W) {
     w.provider(End::A).post_send(a.qp, &[reg]).unwrap();
     w.pass(std::time::Duration::from_millis(1));
     let (id, remote) = (mr.id(), mr.remote());
-    pool.put(w.provider(End::A), mr).unwrap();
+    pool.release(w.provider(End::A), mr).unwrap();
     assert!(
         w.provider(End::A).query_mr(id).is_err(),
         "the old region is gone"
@@ -170,6 +170,6 @@ pub(crate) fn region_returned_valid_is_replaced<W: World>(mut w: W) {
         (WcOpcode::LocalInv, WcStatus::Success, WrId(2))
     );
     assert!(mr.on_invalidated(mr.rkey()));
-    pool.put(w.provider(End::A), mr).unwrap();
+    pool.release(w.provider(End::A), mr).unwrap();
     pool.destroy(w.provider(End::A));
 }

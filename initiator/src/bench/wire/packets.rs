@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use riser_memory::MemSlice;
-use riser_transport::roce::batch::{TxBatch, Way};
+use riser_transport::roce::batch::{TxBatch, TxPath};
 use riser_transport::roce::gather::update_icrc;
 use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, Credit, ExtHeaders, ICRC_LEN, IcrcFlow, Msn, Opcode, Operation,
@@ -121,7 +121,7 @@ pub(super) fn parse(datagram: &[u8]) -> Option<Received<'_>> {
 /// Adds packets for a peer to a batch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sender {
-    data: Way,
+    data: TxPath,
     flow: IcrcFlow,
     psn: Psn,
 }
@@ -132,7 +132,7 @@ impl Sender {
     pub(super) fn new(local: SocketAddr, peer: SocketAddr) -> Option<Self> {
         Some(Self {
             // As in the NIC, data is ECN-capable. The socket sets this for all packets.
-            data: Way::to(peer).markable(true),
+            data: TxPath::to(peer).markable(true),
             flow: IcrcFlow::new(local, peer)?,
             psn: Psn::new(0),
         })
@@ -181,7 +181,7 @@ impl Sender {
             ..ExtHeaders::default()
         };
         let headers = emit_headers(&bth, &ext);
-        let way = Way::to(self.peer());
+        let way = TxPath::to(self.peer());
         let id = batch.begin(way, QPN, headers.len() + ICRC_LEN);
         batch.push_bytes(&headers);
         batch.push_bytes(&self.flow.compute(&headers, id).to_le_bytes());

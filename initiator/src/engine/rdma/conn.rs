@@ -589,7 +589,7 @@ impl<const R: usize> RdmaConn<R> {
     fn put_back<P: Provider>(&mut self, device: &mut Device<P>, back: ArrayVec<PooledMr, R>) {
         if let Some(rings) = &mut self.rings {
             for region in back {
-                let _ = rings.regions.put(&mut device.provider, region);
+                let _ = rings.regions.release(&mut device.provider, region);
             }
         }
     }

@@ -614,7 +614,7 @@ pub(super) fn lost_drep_is_repeated_even_if_removed() {
 pub(super) fn dreq_uses_shorter_retry_interval() {
     let mut pair = Pair::new();
     let ids = pair.established();
-    pair.a.known(ids.a).interval = Duration::from_millis(1500);
+    pair.a.conn_mut(ids.a).interval = Duration::from_millis(1500);
     pair.a
         .send_dreq(pair.now, ids.a, PrivateData::default())
         .unwrap();

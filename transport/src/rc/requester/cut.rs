@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::{FIRST_ROUND_TRIP, Requester};
 use crate::rc::TxPacket;
 use crate::rc::ctx::{Ctx, Fault};
-use crate::rc::emit::{Cut, gather, plan_opcode, push_extended};
+use crate::rc::emit::{RequestPacket, gather, plan_opcode, push_extended};
 use crate::rc::message::plan_packets;
 use crate::rc::send_queue::{Phase, SendWqe};
 use crate::rc::state::RequesterState;
@@ -265,7 +265,7 @@ impl Requester {
         let wqe = self.sq.wqe(self.cur);
         let index = wqe.index_of(self.nxt);
         let count = self.next_count(wqe);
-        let cut = Cut {
+        let cut = RequestPacket {
             count,
             offset: index * self.mtu,
             is_first: index == 0,

@@ -260,7 +260,7 @@ impl Responder {
             }
             // This returns false if a repeated response was dropped because its key is not valid
             // anymore. Try the next one.
-            if self.answer(ctx, tx, at)? {
+            if self.emit_response(ctx, tx, at)? {
                 // The response packets acknowledge all previous packets. `rdma_rxe` treats an
                 // acknowledgement between them as the end of the response.
                 if is_covered {
@@ -321,7 +321,12 @@ impl Responder {
     }
 
     /// Writes the next packet of a resource to `tx`, or returns false if there is nothing to send.
-    fn answer(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket, at: usize) -> Result<bool, Fault> {
+    fn emit_response(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        tx: &mut TxPacket,
+        at: usize,
+    ) -> Result<bool, Fault> {
         let resource = self.resources[at];
         let Some(mut pending) = resource.pending else {
             return Ok(false);

@@ -112,7 +112,7 @@ impl Opcode {
 
 /// Buffer model of a segment, and the position in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Placement {
     /// Buffer specified by the receiver.
     Tagged {
         /// Buffer key.
@@ -141,7 +141,7 @@ pub struct Header {
     /// Set if this is the last segment of a message.
     pub last: bool,
     /// Segment position.
-    pub place: Place,
+    pub place: Placement,
 }
 
 /// Error returned for an invalid segment.
@@ -178,10 +178,10 @@ pub enum HeaderError {
 impl Header {
     /// Returns the header size in bytes.
     #[must_use]
-    pub const fn len(place: Place) -> usize {
+    pub const fn len(place: Placement) -> usize {
         match place {
-            Place::Tagged { .. } => TAGGED_LEN,
-            Place::Untagged { .. } => UNTAGGED_LEN,
+            Placement::Tagged { .. } => TAGGED_LEN,
+            Placement::Untagged { .. } => UNTAGGED_LEN,
         }
     }
 
@@ -210,11 +210,11 @@ impl Header {
             .ok_or(HeaderError::Opcode { opcode: code })?;
         let word = |offset| u32::from_be_bytes(at(bytes, offset));
         let place = match tagged {
-            true if bytes.len() >= TAGGED_LEN => Place::Tagged {
+            true if bytes.len() >= TAGGED_LEN => Placement::Tagged {
                 stag: word(2),
                 to: u64::from_be_bytes(at(bytes, 6)),
             },
-            false if bytes.len() >= UNTAGGED_LEN => Place::Untagged {
+            false if bytes.len() >= UNTAGGED_LEN => Placement::Untagged {
                 invalidate: word(2),
                 qn: word(6),
                 msn: word(10),
@@ -232,16 +232,16 @@ impl Header {
 
     /// Appends the header to `out`.
     pub fn emit(&self, out: &mut Vec<u8>) {
-        let tagged = matches!(self.place, Place::Tagged { .. });
+        let tagged = matches!(self.place, Placement::Tagged { .. });
         let last = if self.last { LAST } else { 0 };
         out.push(if tagged { TAGGED } else { 0 } | last | DDP_VERSION);
         out.push(RDMAP_VERSION | self.opcode as u8);
         match self.place {
-            Place::Tagged { stag, to } => {
+            Placement::Tagged { stag, to } => {
                 out.extend_from_slice(&stag.to_be_bytes());
                 out.extend_from_slice(&to.to_be_bytes());
             }
-            Place::Untagged {
+            Placement::Untagged {
                 invalidate,
                 qn,
                 msn,
@@ -454,7 +454,7 @@ mod tests {
         let write = Header {
             opcode: Opcode::Write,
             last: true,
-            place: Place::Tagged {
+            place: Placement::Tagged {
                 stag: 0x0102_0304,
                 to: 0x1112_1314_1516_1718,
             },
@@ -466,7 +466,7 @@ mod tests {
         let send = Header {
             opcode: Opcode::SendSolicitedInvalidate,
             last: false,
-            place: Place::Untagged {
+            place: Placement::Untagged {
                 invalidate: 0x2122_2324,
                 qn: 0,
                 msn: 7,

@@ -85,8 +85,8 @@ impl Framer {
     }
 
     /// Starts an FPDU at the end of `out`. The ULPDU must be appended after this. Returns the start
-    /// offset to be passed to [`Framer::end`].
-    pub fn begin(out: &mut Vec<u8>) -> usize {
+    /// offset to be passed to [`Framer::end_fpdu`].
+    pub fn begin_fpdu(out: &mut Vec<u8>) -> usize {
         let start = out.len();
         out.extend_from_slice(&[0; LENGTH_LEN]);
         start
@@ -96,7 +96,7 @@ impl Framer {
     ///
     /// # Panics
     /// Panics if the ULPDU exceeds [`MAX_ULPDU`] bytes.
-    pub fn end(&mut self, out: &mut Vec<u8>, start: usize) {
+    pub fn end_fpdu(&mut self, out: &mut Vec<u8>, start: usize) {
         let len = out.len() - start - LENGTH_LEN;
         assert!(len <= MAX_ULPDU, "no longer than MULPDU");
         #[expect(clippy::cast_possible_truncation, reason = "just checked")]
@@ -292,9 +292,9 @@ mod tests {
 
     fn framed(framer: &mut Framer, ulpdu: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
-        let start = Framer::begin(&mut out);
+        let start = Framer::begin_fpdu(&mut out);
         out.extend_from_slice(ulpdu);
-        framer.end(&mut out, start);
+        framer.end_fpdu(&mut out, start);
         out
     }
 

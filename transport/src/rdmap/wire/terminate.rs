@@ -1,7 +1,7 @@
 //! Terminate message: contains the layer, the error and the segment that caused it.
 
 use super::at;
-use super::ddp::{Header, Opcode, Place, READ_REQUEST_LEN, TAGGED_LEN, UNTAGGED_LEN};
+use super::ddp::{Header, Opcode, Placement, READ_REQUEST_LEN, TAGGED_LEN, UNTAGGED_LEN};
 
 /// The message contains the segment length.
 const HAS_LENGTH: u8 = 0x80;
@@ -150,7 +150,9 @@ impl Terminate {
         let (_, headers) = self.segment.as_ref()?;
         let (header, _) = Header::parse(headers).ok()?;
         match (header.opcode, header.place) {
-            (Opcode::ReadRequest | Opcode::AtomicRequest, Place::Untagged { msn, .. }) => Some(msn),
+            (Opcode::ReadRequest | Opcode::AtomicRequest, Placement::Untagged { msn, .. }) => {
+                Some(msn)
+            }
             _ => None,
         }
     }

@@ -143,7 +143,7 @@ fn saturate<T: TryFrom<u64>>(value: u64, largest: T) -> T {
 }
 
 /// Writes an attribute to a MAD and sets the remaining bytes to zero.
-fn put(mad: &mut Mad, data: usize, len: usize, attribute: &[u8]) {
+fn write_attribute(mad: &mut Mad, data: usize, len: usize, attribute: &[u8]) {
     mad[data..data + len].fill(0);
     mad[data..data + attribute.len()].copy_from_slice(attribute);
 }
@@ -266,16 +266,17 @@ impl Nic {
         // The modifier selects a block of a table, or a port. Port 0 is the port which received the
         // MAD.
         let modifier = header.modifier();
-        let mut put = |attribute: &[u8]| put(mad, smp::DATA, smp::DATA_LEN, attribute);
+        let mut write =
+            |attribute: &[u8]| write_attribute(mad, smp::DATA, smp::DATA_LEN, attribute);
         match (header.attribute(), modifier) {
             (NODE_DESCRIPTION, _) => {
                 let name = self.attr.name.as_bytes();
-                put(&name[..name.len().min(smp::DATA_LEN)]);
+                write(&name[..name.len().min(smp::DATA_LEN)]);
             }
-            (NODE_INFO, _) => put(self.node_info().as_bytes()),
-            (PORT_INFO, 0 | 1) => put(self.port_info().as_bytes()),
-            (GUID_INFO, 0) => put(&self.port_guid().to_be_bytes()),
-            (PKEY_TABLE, 0) => put(&PKey::DEFAULT.0.to_be_bytes()),
+            (NODE_INFO, _) => write(self.node_info().as_bytes()),
+            (PORT_INFO, 0 | 1) => write(self.port_info().as_bytes()),
+            (GUID_INFO, 0) => write(&self.port_guid().to_be_bytes()),
+            (PKEY_TABLE, 0) => write(&PKey::DEFAULT.0.to_be_bytes()),
             (PORT_INFO | GUID_INFO | PKEY_TABLE, _) => return MadStatus::InvalidField,
             _ => return MadStatus::UnsupportedAttribute,
         }
@@ -351,7 +352,7 @@ impl Nic {
             (CLASS_PORT_INFO, false) => {
                 let can = perf::ALL_PORT_SELECT | perf::EXTENDED_WIDTH | perf::COUNTS_QP1_DROPPED;
                 let info = ClassPortInfo::new(perf::CLASS_VERSION, can, RESPONSE_TIME);
-                put(mad, perf::DATA, len, info.as_bytes());
+                write_attribute(mad, perf::DATA, len, info.as_bytes());
                 MadStatus::Success
             }
             (PORT_COUNTERS, _) => self.answer_counters(is_set, mad),
@@ -397,7 +398,7 @@ impl Nic {
             rcv_packets: wide(Counter::RcvPackets),
             ..perf::PortCounters::of(asked.port_select, asked.selected())
         };
-        put(mad, perf::DATA, mad.len() - perf::DATA, counters.as_bytes());
+        write_attribute(mad, perf::DATA, mad.len() - perf::DATA, counters.as_bytes());
         MadStatus::Success
     }
 
@@ -427,7 +428,7 @@ impl Nic {
             multicast_rcv_packets: value(Counter::MulticastRcvPackets),
             ..perf::PortCountersExtended::default()
         };
-        put(mad, perf::DATA, mad.len() - perf::DATA, counters.as_bytes());
+        write_attribute(mad, perf::DATA, mad.len() - perf::DATA, counters.as_bytes());
         MadStatus::Success
     }
 }

@@ -165,7 +165,7 @@ impl Nic {
             if let Machine::Ud(ud) = &mut qp.machine {
                 ud.handle_packet(&packet, &header, env.mrs, env.rq, env.out);
             }
-            self.settle(id);
+            self.finish_turn(id);
         }
     }
 }

@@ -314,7 +314,7 @@ impl Nic {
             traffic_class: path.ah.traffic_class,
         };
         self.migrate_cm_qp(id, route);
-        self.settle(id);
+        self.finish_turn(id);
     }
 
     /// Handles a connection timer. If there are no retries left, the connection is migrated to its

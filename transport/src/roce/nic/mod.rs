@@ -220,7 +220,7 @@ impl Qp {
 
 impl OwnWay {
     /// Returns whether packets to QP `qpn` at `dst` are handled by this device.
-    fn takes(&self, dst: SocketAddr, qpn: Qpn) -> bool {
+    fn accepts(&self, dst: SocketAddr, qpn: Qpn) -> bool {
         let is_ours = match qpn {
             // For QP1, the worker depends on the message.
             Qpn::GSI => self.worker_bits == 0,
@@ -416,7 +416,7 @@ impl Nic {
     /// Returns whether packets to QP `qpn` at `dst` should be looped back.
     fn keeps(&self, dst: SocketAddr, qpn: Qpn) -> bool {
         let own = self.own_way.as_ref();
-        own.is_some_and(|own| own.takes(dst, qpn))
+        own.is_some_and(|own| own.accepts(dst, qpn))
     }
 
     /// Returns the first address with the RoCEv2 port.

@@ -8,7 +8,7 @@ use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters, Wire};
 use crate::rc::{DrainedChange, Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
 use crate::rdmap::{RdmapConfig, RdmapQp};
-use crate::roce::batch::{ECN_MASK, Way};
+use crate::roce::batch::{ECN_MASK, TxPath};
 use crate::roce::cq::Cq;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
 use crate::uc::{UcConfig, UcQp, UcRtrParams};
@@ -93,7 +93,7 @@ impl Nic {
         }
         let qpn = match init.qp_type {
             QpType::Gsi => Qpn::GSI.value(),
-            _ => self.qpns.take(&mut self.random),
+            _ => self.qpns.allocate(&mut self.random),
         };
         // The state machine needs a handle, which is not available until we insert it into the
         // table.
@@ -332,7 +332,7 @@ impl Nic {
             self.qps.get_mut(id)?.notifies_drain = attr.en_sqd_async_notify == Some(true);
         }
         self.apply(id, from, to, attr)?;
-        self.settle(id);
+        self.finish_turn(id);
         // Update this after the state, since the connection is only set up by the state change.
         self.apply_alternate(id, alternate, attr.path_mig_state)?;
         if to == QpState::Reset {
@@ -546,7 +546,7 @@ impl Nic {
             Machine::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
             Machine::Stream(stream) => stream.to_error(&mut env),
         }
-        self.settle(id);
+        self.finish_turn(id);
     }
 
     pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
@@ -568,7 +568,7 @@ impl Nic {
             self.gsi = None;
         } else {
             self.by_qpn.remove(&qp.qpn);
-            self.qpns.give_back(qp.qpn);
+            self.qpns.release(qp.qpn);
         }
         if let Some(xrcd) = qp.xrcd {
             self.release_xrcd(xrcd);
@@ -616,7 +616,7 @@ impl Nic {
                 })
             }
         };
-        self.settle(id);
+        self.finish_turn(id);
         result
     }
 
@@ -659,17 +659,17 @@ impl Nic {
                 result
             }
         };
-        self.settle(id);
+        self.finish_turn(id);
         result
     }
 }
 
-/// Returns the `Way` for an address handle. For multicast groups, the scope is limited by the hop
+/// Returns the `TxPath` for an address handle. For multicast groups, the scope is limited by the hop
 /// limit.
-fn datagram_way(ah: &AhAttr) -> Way {
+fn datagram_way(ah: &AhAttr) -> TxPath {
     let ip = ah.dgid.ip();
-    let way = Way::to(std::net::SocketAddr::new(ip, ROCE_PORT));
-    Way {
+    let way = TxPath::to(std::net::SocketAddr::new(ip, ROCE_PORT));
+    TxPath {
         from: ah.sgid_index as u8,
         tos: ah.traffic_class & !ECN_MASK,
         hop_limit: if ip.is_multicast() {

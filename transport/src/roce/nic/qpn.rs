@@ -65,7 +65,7 @@ impl QpnAllocator {
     }
 
     /// Allocates a number which is neither in use nor recently released.
-    pub(super) fn take(&mut self, random: &mut ChaCha20Rng) -> u32 {
+    pub(super) fn allocate(&mut self, random: &mut ChaCha20Rng) -> u32 {
         // There are far more valid numbers than this, so we only need a few tries.
         loop {
             // The low bits contain the worker index, which is used by the kernel to select the
@@ -78,7 +78,7 @@ impl QpnAllocator {
     }
 
     /// Releases a number.
-    pub(super) fn give_back(&mut self, qpn: u32) {
+    pub(super) fn release(&mut self, qpn: u32) {
         self.resting.push_back(qpn);
         // Use at most a quarter of the worker's range, so that we only need a few tries even if
         // there are many workers.
@@ -103,10 +103,10 @@ mod tests {
         let mut a = QpnAllocator::new(5, 3);
         let mut seen = HashSet::new();
         for _ in 0..RESTING {
-            let n = a.take(&mut random);
+            let n = a.allocate(&mut random);
             assert!(n & 7 == 5 && (FIRST..=LAST).contains(&n));
             assert!(seen.insert(n), "{n:#x} came back");
-            a.give_back(n);
+            a.release(n);
         }
     }
 }

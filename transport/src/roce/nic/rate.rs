@@ -79,7 +79,7 @@ impl Limiter {
 impl Qp {
     /// Returns the number of packets that the QP can send when it is scheduled, based on a path MTU
     /// of `mtu` bytes.
-    pub(super) fn turn(&mut self, now: Instant, mtu: u32) -> usize {
+    pub(super) fn turn_budget(&mut self, now: Instant, mtu: u32) -> usize {
         let mtu = self.attr.path_mtu.map_or(mtu, Mtu::bytes) as usize;
         match &mut self.limiter {
             None => TURN,

@@ -90,7 +90,7 @@ struct Train<'a> {
 }
 
 /// Result of processing a packet.
-pub(super) struct Taken {
+pub(super) struct RxOutcome {
     /// Set if this packet was sent by the peer of a connected QP.
     pub(super) is_peer: bool,
     /// Set if this is the first packet on an accepted connection.
@@ -320,7 +320,7 @@ impl Nic {
         received: &Received<'_>,
         packet: &Packet<'_>,
         ip_id: u16,
-    ) -> Option<Taken> {
+    ) -> Option<RxOutcome> {
         if packet.op.service == Service::Xrc {
             return self.hand_over_xrc(id, packet);
         }
@@ -355,7 +355,7 @@ impl Nic {
                         rc.handle_mark(now, packet);
                     }
                 }
-                Taken {
+                RxOutcome {
                     is_peer: true,
                     is_first: qp.awaits_first_packet && rc.has_received(),
                 }
@@ -364,7 +364,7 @@ impl Nic {
             Machine::Xrc(_) | Machine::Stream(_) => return None,
             Machine::Uc(uc) => {
                 uc.handle_packet(packet, &mut env);
-                Taken {
+                RxOutcome {
                     is_peer: true,
                     is_first: false,
                 }
@@ -372,7 +372,7 @@ impl Nic {
             Machine::Ud(ud) => {
                 let header = received.route_header(ip_id);
                 ud.handle_packet(packet, &header, env.mrs, env.rq, env.out);
-                Taken {
+                RxOutcome {
                     is_peer: false,
                     is_first: false,
                 }
@@ -385,7 +385,7 @@ impl Nic {
     /// Settles the QP of the last packets in a train.
     fn settle_train(&mut self, train: &mut Train<'_>) {
         if let Some(id) = train.unsettled.take() {
-            self.settle(id);
+            self.finish_turn(id);
         }
     }
 
@@ -457,11 +457,11 @@ impl Nic {
             let header = received.route_header(ip_id);
             ud.handle_packet(packet, &header, &self.mrs, &mut qp.rq, &mut self.out);
         }
-        self.settle(id);
+        self.finish_turn(id);
     }
 
     /// Must be called after using a QP: passes on its events, schedules it and updates the timer.
-    pub(super) fn settle(&mut self, id: QpId) {
+    pub(super) fn finish_turn(&mut self, id: QpId) {
         if !self.out.is_empty() {
             self.drain(id);
         }

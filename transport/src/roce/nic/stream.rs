@@ -33,7 +33,7 @@ impl Nic {
         };
         let result = f(stream, &mut env);
         if !self.out.is_empty() {
-            self.settle(id);
+            self.finish_turn(id);
         }
         Some(result)
     }

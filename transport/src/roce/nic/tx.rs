@@ -9,7 +9,7 @@ use super::qp::with_env;
 use super::rate::Limiter;
 use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp};
 use crate::rc::Env;
-use crate::roce::batch::{TxBatch, Way, destination};
+use crate::roce::batch::{TxBatch, TxPath, destination};
 use crate::verbs::{PathMigState, QpId, QpType};
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
 
@@ -68,9 +68,9 @@ impl Nic {
             self.tx.headers = headers;
             let flow = has_icrc.then_some(&peer.flow);
             let batch = choose(&mut self.own_way, peer.is_own, batch);
-            let way = Way {
+            let way = TxPath {
                 from: peer.from,
-                ..Way::to(peer.addr)
+                ..TxPath::to(peer.addr)
             };
             batch.push_packet(flow, &way, &mut self.tx);
         }
@@ -105,7 +105,7 @@ impl Nic {
             if !self.out.is_empty() {
                 // Sending may have completed or failed requests. If this caused the QP to be
                 // closed, its last acknowledgements are sent later.
-                self.settle(id);
+                self.finish_turn(id);
             }
         }
         let after = self.collected(batch);
@@ -168,7 +168,7 @@ impl Nic {
         let peer = qp.peer;
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
-        let (turn, before) = (qp.turn(now, mtu), batch.total_bytes());
+        let (turn, before) = (qp.turn_budget(now, mtu), batch.total_bytes());
         // Extended connections don't support congestion notification.
         let is_markable = qp.qp_type == QpType::Rc;
         let is_migrated = qp.mig_state == PathMigState::Migrated;
@@ -186,11 +186,11 @@ impl Nic {
         };
         let flow = flow.expect("addresses of one family");
         let flow = has_icrc.then_some(&flow);
-        let mut way = Way {
+        let mut way = TxPath {
             from: peer.from,
             tos: peer.tos,
             is_to_stranger: is_silent,
-            ..Way::to(peer.addr)
+            ..TxPath::to(peer.addr)
         };
         let mut has_more = true;
         // This limits the time before other QPs can send even if packets are small.
@@ -234,16 +234,16 @@ impl Nic {
         let is_own = peer.is_some_and(|peer| peer.is_own);
         let batch = choose(&mut self.own_way, is_own, batch);
         let is_migrated = qp.mig_state == PathMigState::Migrated;
-        let (turn, before) = (qp.turn(now, mtu), batch.total_bytes());
+        let (turn, before) = (qp.turn_budget(now, mtu), batch.total_bytes());
         with_env!(self, qp, env);
         let (Machine::Uc(uc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
         };
         let flow = has_icrc.then_some(&peer.flow);
-        let way = Way {
+        let way = TxPath {
             from: peer.from,
             tos: peer.tos,
-            ..Way::to(peer.addr)
+            ..TxPath::to(peer.addr)
         };
         let mut has_more = turn > 0;
         for _ in 0..turn {
@@ -271,7 +271,7 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
-        let turn = qp.turn(now, mtu);
+        let turn = qp.turn_budget(now, mtu);
         with_env!(self, qp, env);
         let Machine::Ud(ud) = &mut qp.machine else {
             return false;
@@ -287,7 +287,7 @@ impl Nic {
             // A request on QP1 can have a spoofed source address.
             let qpn = destination(&self.tx.headers);
             let own_way = self.own_way.as_ref();
-            let is_own = own_way.is_some_and(|own| own.takes(dst, qpn));
+            let is_own = own_way.is_some_and(|own| own.accepts(dst, qpn));
             let local = locals[usize::from(way.from)];
             let is_stranger =
                 qpn == Qpn::GSI && !is_own && way.from == 0 && !cm.is_proven(dst.ip());
@@ -386,7 +386,7 @@ impl Nic {
                     Machine::Ud(_) | Machine::Stream(_) => {}
                 }
                 fired += 1;
-                self.settle(id);
+                self.finish_turn(id);
             } else if let Some(at) = qp.rearm() {
                 // The deadline has been moved back since then, as happens with each
                 // acknowledgement.

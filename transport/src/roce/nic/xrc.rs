@@ -9,7 +9,7 @@
 //! XRC is not supported by Linux `rdma_rxe`.
 
 use super::qp::with_env;
-use super::rx::Taken;
+use super::rx::RxOutcome;
 use super::{Machine, Nic, Xrcd};
 use crate::rc::Env;
 use crate::roce::srq::{Srq, XrcSrq};
@@ -45,7 +45,7 @@ impl Nic {
         let id = self.create_srq(pd, attr)?;
         // Like QP numbers, these numbers are random and are not reused for some time, so that a
         // peer connected to the domain cannot guess them.
-        let number = self.srqns.take(&mut self.random);
+        let number = self.srqns.allocate(&mut self.random);
         self.srqs.get_mut(id)?.xrc = Some(XrcSrq { xrcd, cq, number });
         self.by_srqn.insert(number, id);
         self.xrcds.get_mut(xrcd)?.users += 1;
@@ -62,7 +62,7 @@ impl Nic {
     /// Releases the resources of an XRC SRQ that was destroyed.
     pub(super) fn forget_xrc_srq(&mut self, xrc: XrcSrq) {
         self.by_srqn.remove(&xrc.number);
-        self.srqns.give_back(xrc.number);
+        self.srqns.release(xrc.number);
         self.release_xrcd(xrc.xrcd);
         if let Ok(cq) = self.cqs.get_mut(xrc.cq) {
             cq.remove_user();
@@ -89,7 +89,7 @@ impl Nic {
 
     /// Passes a verified packet to an extended connection. This will return `None` if it is not
     /// accepted.
-    pub(super) fn hand_over_xrc(&mut self, id: QpId, packet: &Packet<'_>) -> Option<Taken> {
+    pub(super) fn hand_over_xrc(&mut self, id: QpId, packet: &Packet<'_>) -> Option<RxOutcome> {
         let now = self.now;
         let qp = self.qps.get(id).ok()?;
         // Requests must be sent to a target, and responses to an initiator.
@@ -127,8 +127,8 @@ impl Nic {
         }
         qp.awaits_first_packet &= !is_first;
         // Its events must be assigned to the queue specified by this packet.
-        self.settle(id);
-        Some(Taken {
+        self.finish_turn(id);
+        Some(RxOutcome {
             is_peer: true,
             is_first,
         })

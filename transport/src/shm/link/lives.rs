@@ -31,7 +31,7 @@ impl Links {
             let slot = self.live[at];
             let link = self.slots[slot].link.as_ref();
             if let Some(link) = link.filter(|link| link.until().is_some_and(|until| until <= now)) {
-                if let Some(held_back) = self.lines.greetings.pass(now) {
+                if let Some(held_back) = self.lines.greetings.allow_message(now) {
                     let what = match link.is_outgoing {
                         // This can also happen if all its workers are busy.
                         true => "timed out waiting for WELCOME",
@@ -40,13 +40,13 @@ impl Links {
                     info!(peer = %link.peer, held_back, "{what}");
                 }
                 self.counters.refused += 1;
-                self.end(slot);
+                self.close_link(slot);
             }
         }
         if now >= self.check_due {
             self.check_due = now + CHECK;
             if !self.live.is_empty() {
-                match LocalAddresses::look() {
+                match LocalAddresses::query() {
                     Ok(all) => self.check_addresses(|addr| all.has(addr)),
                     // Don't close links due to a temporary error.
                     Err(error) => warn!(%error, "cannot list the addresses of this host"),
@@ -65,7 +65,7 @@ impl Links {
             if let Some(link) = link.filter(|link| !has_own || !is_local(link.peer)) {
                 let (own, peer) = (self.own, link.peer);
                 info!(%own, %peer, "closing a link: its address was removed from this host");
-                self.end(slot);
+                self.close_link(slot);
             }
         }
     }

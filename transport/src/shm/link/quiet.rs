@@ -35,7 +35,7 @@ pub(super) struct Lines {
 impl Lines {
     /// Logs an error when connecting to the device at `peer`.
     pub(super) fn unreached(&mut self, now: Instant, peer: IpAddr, error: &io::Error) {
-        let Some(held_back) = self.unreached.pass(now) else {
+        let Some(held_back) = self.unreached.allow_message(now) else {
             return;
         };
         // If an address is no longer local, waiting does not help. This is different from a daemon
@@ -52,7 +52,7 @@ impl Lines {
 
 impl Quiet {
     /// Returns the number of messages suppressed since the last one, if another can be logged now.
-    pub(super) fn pass(&mut self, now: Instant) -> Option<u64> {
+    pub(super) fn allow_message(&mut self, now: Instant) -> Option<u64> {
         if self.until.is_some_and(|until| now < until) {
             self.held_back += 1;
             return None;
@@ -70,11 +70,14 @@ mod tests {
     fn log_messages_are_rate_limited() {
         let begin = Instant::now();
         let mut quiet = Quiet::default();
-        assert_eq!(quiet.pass(begin), Some(0));
+        assert_eq!(quiet.allow_message(begin), Some(0));
         for _ in 0..1000 {
-            assert_eq!(quiet.pass(begin + INTERVAL - Duration::from_nanos(1)), None);
+            assert_eq!(
+                quiet.allow_message(begin + INTERVAL - Duration::from_nanos(1)),
+                None
+            );
         }
-        assert_eq!(quiet.pass(begin + INTERVAL), Some(1000));
-        assert_eq!(quiet.pass(begin + INTERVAL), None);
+        assert_eq!(quiet.allow_message(begin + INTERVAL), Some(1000));
+        assert_eq!(quiet.allow_message(begin + INTERVAL), None);
     }
 }

@@ -19,7 +19,7 @@ impl Links {
     /// Handles all readable sockets: new connections, first messages, wake-ups and disconnects.
     /// Packets written by a peer before disconnecting are passed to `take`. Returns the number of
     /// events.
-    pub(in crate::shm) fn look(
+    pub(in crate::shm) fn poll_sockets(
         &mut self,
         now: Instant,
         mut take: impl FnMut(LinkPeer, &[u8]),
@@ -56,7 +56,7 @@ impl Links {
             Ok(Some(socket)) => socket,
             Ok(None) => return,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                if let Some(held_back) = self.lines.denials.pass(now) {
+                if let Some(held_back) = self.lines.denials.allow_message(now) {
                     info!(%error, held_back, "rejected a connection");
                 }
                 self.counters.refused += 1;
@@ -65,7 +65,7 @@ impl Links {
             // For example, there may be too many open files or sockets being closed. The listener
             // remains readable, and would keep waking the owner.
             Err(error) => {
-                if let Some(held_back) = self.lines.rests.pass(now) {
+                if let Some(held_back) = self.lines.rests.allow_message(now) {
                     warn!(%error, held_back, "cannot accept processes, retrying in a second");
                 }
                 self.rests_until = Some(now + REST);
@@ -93,7 +93,7 @@ impl Links {
             && let Some((_, oldest)) = all().min()
         {
             self.counters.refused += 1;
-            self.end(oldest);
+            self.close_link(oldest);
         }
     }
 
@@ -143,11 +143,13 @@ impl Links {
             // If it disconnects without sending anything, it was only checking which process is
             // listening.
             let is_silent = error.kind() == io::ErrorKind::UnexpectedEof && !link.is_outgoing;
-            if !is_silent && let Some(held_back) = self.lines.greetings.pass(Instant::now()) {
+            if !is_silent
+                && let Some(held_back) = self.lines.greetings.allow_message(Instant::now())
+            {
                 info!(peer = %link.peer, %error, held_back, "cannot share memory with a process");
             }
         }
-        self.end(slot);
+        self.close_link(slot);
     }
 
     /// Receives a HELLO and sends the response. This will return `false` if it is not available

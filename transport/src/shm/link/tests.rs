@@ -11,8 +11,8 @@ fn listening(at: IpAddr) -> (Links, Arc<Listener>) {
     (links, other)
 }
 
-fn look(links: &mut Links) {
-    links.look(Instant::now(), |_, _| {});
+fn poll(links: &mut Links) {
+    links.poll_sockets(Instant::now(), |_, _| {});
 }
 
 /// Creates two devices with a link.
@@ -22,8 +22,8 @@ fn linked(from: IpAddr, to: IpAddr) -> (Links, Links) {
     client.reach(Instant::now(), to).unwrap();
     // Three events: connect, HELLO and WELCOME.
     for _ in 0..3 {
-        look(&mut server);
-        look(&mut client);
+        poll(&mut server);
+        poll(&mut client);
     }
     assert_eq!((client.counters.up, server.counters.up), (1, 1));
     (client, server)
@@ -55,7 +55,7 @@ fn links_set_deadline_for_address_check() {
     client.expire(due);
     assert_eq!(client.live.len(), 1);
     assert!(client.deadline().unwrap() > due);
-    client.end(client.live[0]);
+    client.close_link(client.live[0]);
     assert_eq!(client.deadline(), None);
 }
 
@@ -66,7 +66,7 @@ fn link_name_resolves_after_close() {
     let name = server.slots[slot].link.as_ref().unwrap().name;
     assert_ne!(name, addr(9));
     assert_eq!(server.peer_of(name), addr(9));
-    server.end(slot);
+    server.close_link(slot);
     assert_eq!(server.peer_of(name), addr(9));
     assert_eq!(server.peer_of(addr(11)), addr(11), "no name of a link");
 }
@@ -78,8 +78,8 @@ fn look_accepts_single_process() {
     let connect = |_| hello::connect(addr(5), addr(6), &ShmUsers::default()).unwrap();
     let _clients: Vec<_> = (0..4).map(connect).collect();
     for n in 1..3 {
-        look(&mut first);
-        look(&mut second);
+        poll(&mut first);
+        poll(&mut second);
         assert_eq!((first.live.len(), second.live.len()), (n, n));
     }
 }
@@ -92,21 +92,21 @@ fn full_device_leaves_listener_to_others() {
     let mut clients = Vec::new();
     for n in 0..MAX_LINKS {
         clients.push(connect());
-        look(&mut full);
-        look(&mut full);
+        poll(&mut full);
+        poll(&mut full);
         assert_eq!(full.counters.up, n as u64 + 1);
     }
     let one_more = connect();
-    look(&mut full);
-    look(&mut other);
-    look(&mut other);
+    poll(&mut full);
+    poll(&mut other);
+    poll(&mut other);
     assert_eq!((full.counters.refused, other.counters.up), (0, 1));
     drop(one_more);
     // Now there is a free slot.
     clients.pop();
-    look(&mut full);
+    poll(&mut full);
     clients.push(connect());
-    look(&mut full);
-    look(&mut full);
+    poll(&mut full);
+    poll(&mut full);
     assert_eq!(full.counters.up, MAX_LINKS as u64 + 1);
 }

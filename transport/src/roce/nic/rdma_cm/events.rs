@@ -9,7 +9,7 @@ use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{CmRoute, IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
 use crate::rc::TxPacket;
-use crate::roce::batch::{ECN_MASK, TxBatch, Way};
+use crate::roce::batch::{ECN_MASK, TxBatch, TxPath};
 use crate::roce::nic::rx::Received;
 use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
@@ -154,11 +154,11 @@ impl Nic {
                 payload_len: MAD_LEN,
                 ..TxPacket::default()
             };
-            let way = Way {
+            let way = TxPath {
                 from: route.gid_index,
                 tos: route.traffic_class & !ECN_MASK,
                 is_to_stranger: is_stranger,
-                ..Way::to(dst)
+                ..TxPath::to(dst)
             };
             let flow = self.config().has_icrc().then_some(&flow);
             self.batch_for(is_own, batch)

@@ -9,7 +9,7 @@ use crate::Failure;
 /// Runs a program until it exits and returns its standard output. On failure, the error contains
 /// its standard error.
 pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
-    let shown = shown(command);
+    let shown = command_line(command);
     let out = command
         .stdin(Stdio::null())
         .output()
@@ -30,7 +30,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
 
 /// Runs a program until it exits, using our standard output and error.
 pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
-    let shown = shown(command);
+    let shown = command_line(command);
     let status = command
         .stdin(Stdio::null())
         .status()
@@ -170,7 +170,7 @@ impl Drop for Scratch {
     }
 }
 
-fn shown(command: &Command) -> String {
+fn command_line(command: &Command) -> String {
     std::iter::once(command.get_program())
         .chain(command.get_args())
         .map(|s| s.to_string_lossy().into_owned())

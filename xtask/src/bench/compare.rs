@@ -56,7 +56,7 @@ pub(super) fn measure(
                     "round {round}/{rounds}: {}: {}: {}",
                     workload.name,
                     system.label,
-                    shown(&sample)
+                    format_sample(&sample)
                 );
                 comparison.samples.push(sample);
             }
@@ -90,7 +90,7 @@ fn rounded(figure: f64) -> f64 {
 }
 
 /// Formats a sample as a single line.
-fn shown(sample: &Sample) -> String {
+fn format_sample(sample: &Sample) -> String {
     let p50 = sample
         .p50_ns
         .map_or(String::new(), |ns| format!(", p50 {:.1} us", ns / 1e3));
@@ -134,7 +134,7 @@ mod tests {
         );
         assert_eq!((sample.round, sample.iops), (2, 500.0));
         assert_eq!(
-            shown(&sample),
+            format_sample(&sample),
             "0.5k IOPS, 2 MB/s, p50 12.3 us, processor time 3.00 + 2.00 us"
         );
     }

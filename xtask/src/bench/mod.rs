@@ -39,7 +39,7 @@ use std::path::PathBuf;
 pub(crate) use reading::summary;
 use results::{Comparison, Results};
 use rig::{Rig, Setup};
-use targets::{MIN_ROUNDS, Verdict, judge};
+use targets::{MIN_ROUNDS, Verdict, check_targets};
 
 use crate::{Failure, root};
 
@@ -83,9 +83,9 @@ impl Options {
 /// Runs the measurements or renders documents. Returns an error if a target was missed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.render {
-        let results = Results::load(&kept())?;
+        let results = Results::load(&results_path())?;
         if results == Results::default() {
-            return Err(format!("found no results in {}", kept().display()).into());
+            return Err(format!("found no results in {}", results_path().display()).into());
         }
         return publish(&results);
     }
@@ -97,7 +97,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 }
 
 /// Path of the results file in the repository, updated by the last full run.
-fn kept() -> PathBuf {
+fn results_path() -> PathBuf {
     root()
         .join("docs")
         .join(render::FOLDER)
@@ -126,7 +126,7 @@ fn check_kept(options: &Options, replace: impl FnOnce(&mut Results)) -> Result<(
         return Ok(());
     }
     let help = "this run keeps the results it does not replace: measure them first, or delete them";
-    Results::load_with(&kept(), replace)
+    Results::load_with(&results_path(), replace)
         .map(drop)
         .map_err(|error| format!("{error}; {help}").into())
 }
@@ -141,8 +141,8 @@ fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failu
         println!("a try-out: {}/performance.md", draft().display());
         return Ok(());
     }
-    let results = Results::load_with(&kept(), put)?;
-    results.save(&kept())?;
+    let results = Results::load_with(&results_path(), put)?;
+    results.save(&results_path())?;
     publish(&results)?;
     println!("written: docs/performance.md");
     Ok(())
@@ -172,7 +172,7 @@ fn compare(options: &Options) -> Result<(), Failure> {
     };
     let comparison = compare::measure(&rig, &selection, options.rounds, keep)?;
     drop(rig);
-    let judged = judge(&comparison);
+    let judged = check_targets(&comparison);
     println!("\n{}", render::targets(&judged));
     let shortfalls = shortfalls(&judged, &selection);
     // Write the documents before we check the targets, because they should also show missed
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn shortfalls_include_unmeasured_targets() {
         let of = |samples| {
-            judge(&Comparison {
+            check_targets(&Comparison {
                 measured: provenance(),
                 skipped: Vec::new(),
                 samples,

@@ -10,7 +10,7 @@ use super::pictures;
 use super::results::{Comparison, Provenance, Results, Sample, Scaling};
 use super::stats::{Interval, Summary};
 use super::systems::{SYSTEMS, named};
-use super::targets::{Aim, Judged, Verdict, judge};
+use super::targets::{Aim, Judged, Verdict, check_targets};
 use super::workloads::{self, WORKLOADS, Workload};
 use crate::Failure;
 
@@ -104,7 +104,7 @@ pub(super) fn document(results: &Results) -> String {
          `cargo xtask bench --render` writes it again. -->\n",
     );
     if let Some(comparison) = &results.comparison {
-        let _ = write!(out, "\n{}", targets(&judge(comparison)));
+        let _ = write!(out, "\n{}", targets(&check_targets(comparison)));
         let _ = write!(out, "\n## Results\n\n{}", figures(comparison));
     }
     if let Some(scaling) = &results.scaling {
@@ -222,7 +222,7 @@ fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<
         let cell = |workload: &Workload| {
             let figures = comparison.figures(system.id, workload.id, |s| figure(workload, s));
             let figures: Vec<_> = figures.into_iter().map(|(_, figure)| figure).collect();
-            Summary::of(&figures).map(|summary| shown(&summary))
+            Summary::of(&figures).map(|summary| format_summary(&summary))
         };
         let cells: Vec<_> = WORKLOADS.iter().map(cell).collect();
         if cells.iter().any(Option::is_some) {
@@ -239,7 +239,7 @@ fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<
 }
 
 /// Formats the median and range using only significant digits.
-fn shown(summary: &Summary) -> String {
+fn format_summary(summary: &Summary) -> String {
     let digits = match summary.median {
         m if m >= 100.0 => 0,
         m if m >= 10.0 => 1,
@@ -289,7 +289,7 @@ fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
         let cell = |id: &&str| {
             let figures = scaling.figures(curve.id, id, *x);
             let figures: Vec<_> = figures.into_iter().map(|(_, y)| y / scale).collect();
-            Summary::of(&figures).map(|summary| shown(&summary))
+            Summary::of(&figures).map(|summary| format_summary(&summary))
         };
         let cells: Vec<_> = systems().map(cell).collect();
         if cells.iter().any(Option::is_some) {
@@ -320,7 +320,7 @@ fn measured(run: &Provenance) -> String {
 
 /// Renders the best and worst ratios for README.md.
 fn summary(comparison: &Comparison) -> String {
-    let mut judged = judge(comparison);
+    let mut judged = check_targets(comparison);
     // Sort by lead instead of ratio: for latency and CPU time, a small ratio is better.
     judged.sort_by(|a, b| b.lead().total_cmp(&a.lead()));
     let worst = judged

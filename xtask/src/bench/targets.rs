@@ -153,7 +153,7 @@ impl Judged {
 }
 
 /// Checks all measured targets, in order.
-pub(super) fn judge(comparison: &Comparison) -> Vec<Judged> {
+pub(super) fn check_targets(comparison: &Comparison) -> Vec<Judged> {
     let targets = targets().into_iter();
     targets
         .filter_map(|target| judge_one(target, comparison))
@@ -320,7 +320,7 @@ mod tests {
                 sample(2, (NBDKIT, READ_32), 1.0),
             ],
         };
-        assert!(judge(&comparison).is_empty());
+        assert!(check_targets(&comparison).is_empty());
     }
 
     #[test]

@@ -227,18 +227,18 @@ impl Stage<'_> {
         let command = self.rig.command(&address, &[], &words);
         let process = self.rig.start(command, name);
         let mut process = process.map_err(|error| format!("{name}: {error}"))?;
-        let ended = process.end(Instant::now() + PATIENCE);
+        let ended = process.finish(Instant::now() + PATIENCE);
         let (suite, test) = name.split_once('.').unwrap_or((name, ""));
         Ok(Test {
             suite: suite.to_owned(),
             name: test.to_owned(),
-            verdict: judge(place.map(|place| &self.listed[place]), &ended),
+            verdict: verdict_of(place.map(|place| &self.listed[place]), &ended),
         })
     }
 }
 
 /// Compares the result of a test with its list entry.
-fn judge(listed: Option<&Listed>, ended: &Ended) -> Verdict {
+fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
     let how = match outcome(ended) {
         Ok(verdict) => {
             return match listed {
@@ -320,7 +320,7 @@ mod tests {
 
     use super::*;
 
-    fn ended(raw: Option<i32>, said: &str) -> Ended {
+    fn finished(raw: Option<i32>, said: &str) -> Ended {
         Ended {
             status: raw.map(ExitStatus::from_raw),
             said: format!("Suite: A\n  Test: B ...{said}"),
@@ -334,28 +334,28 @@ mod tests {
             panic!("two are listed");
         };
         let is_excused =
-            |listed, ended: &Ended| matches!(judge(Some(listed), ended), Verdict::Skipped(_));
+            |listed, ended: &Ended| matches!(verdict_of(Some(listed), ended), Verdict::Skipped(_));
         let said = "    [FAILED] words of it\nFAILED\n";
-        assert!(is_excused(failed, &ended(Some(1 << 8), said)));
+        assert!(is_excused(failed, &finished(Some(1 << 8), said)));
         // The test had already failed when the client crashed.
         assert!(is_excused(
             failed,
-            &ended(Some(11), "    [FAILED] words of it\n")
+            &finished(Some(11), "    [FAILED] words of it\n")
         ));
         assert!(!is_excused(
             failed,
-            &ended(Some(1 << 8), "    [FAILED] other words\nFAILED\n")
+            &finished(Some(1 << 8), "    [FAILED] other words\nFAILED\n")
         ));
-        assert!(!is_excused(failed, &ended(Some(0), "passed\n")));
-        assert!(!is_excused(failed, &ended(None, "")));
-        assert!(is_excused(died, &ended(Some(11), "")));
-        assert!(!is_excused(died, &ended(Some(1 << 8), "")));
-        assert!(!is_excused(died, &ended(None, "")));
+        assert!(!is_excused(failed, &finished(Some(0), "passed\n")));
+        assert!(!is_excused(failed, &finished(None, "")));
+        assert!(is_excused(died, &finished(Some(11), "")));
+        assert!(!is_excused(died, &finished(Some(1 << 8), "")));
+        assert!(!is_excused(died, &finished(None, "")));
     }
 
     #[test]
     fn other_tests_end_as_over_tcp() {
-        let of = |raw, said| judge(None, &ended(raw, said));
+        let of = |raw, said| verdict_of(None, &finished(raw, said));
         assert_eq!(of(Some(0), "passed\n"), Verdict::Passed);
         let why = "    [SKIPPED] LUN is not removable. Skipping test.\npassed\n";
         assert!(matches!(of(Some(0), why), Verdict::Skipped(_)));

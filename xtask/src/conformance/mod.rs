@@ -175,7 +175,7 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     };
     print_table(&ours, theirs.as_ref());
     print_skips(&ours.run);
-    Ok(ended(options, ours))
+    Ok(outcome_of(options, ours))
 }
 
 /// Returns the parts of this step, to be counted when nothing can be tested. Only the client knows
@@ -188,7 +188,7 @@ pub(crate) fn parts() -> Vec<(Kind, String)> {
 }
 
 /// Counts the results for our target. Skips are recorded.
-fn ended(options: &Options, ours: Ours) -> Ended {
+fn outcome_of(options: &Options, ours: Ours) -> Ended {
     let mut suite = Counts::default();
     let mut failures = Vec::new();
     for test in &ours.run.tests {
@@ -346,7 +346,7 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
                 "riser-again",
             )?;
             failures.extend(ended.map(|how| format!("iscsi-test-cu {how} in {test}")));
-            run.take(again);
+            run.merge(again);
         }
     }
     // Only file descriptors are checked, but memory is printed as well: pools and tables in the

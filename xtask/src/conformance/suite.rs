@@ -129,7 +129,7 @@ impl Run {
     }
 
     /// Replaces test results using the results from another run.
-    pub(super) fn take(&mut self, other: Self) {
+    pub(super) fn merge(&mut self, other: Self) {
         for test in other.tests {
             let mut own = self.tests.iter_mut();
             if let Some(own) = own.find(|t| t.suite == test.suite && t.name == test.name) {
@@ -267,7 +267,7 @@ Run Summary:    Type  Total    Ran Passed Failed Inactive
         assert_eq!(skips["LUN is not removable"], ["Prin.Media"]);
         let mut run = run;
         assert_eq!(run.skipped_for("LUN is not"), ["Prin.Media"]);
-        run.take(Run::parse("\nSuite: Prin\n  Test: Media ...passed\n"));
+        run.merge(Run::parse("\nSuite: Prin\n  Test: Media ...passed\n"));
         assert_eq!(run.counts().skipped, 1);
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use super::process::{command, relative, work};
+use super::process::{command, relative, work_dir};
 use super::targets::Target;
 use crate::Failure;
 
@@ -30,7 +30,7 @@ struct Input {
 pub(super) fn minimize(program: &Path, target: &Target) -> Result<usize, Failure> {
     let committed = target.folder().join("corpus");
     let mut files = files(&committed)?;
-    files.extend(self::files(&work(target).join("corpus"))?);
+    files.extend(self::files(&work_dir(target).join("corpus"))?);
     let inputs = reached(program, target, files)?;
     let is_seed = |input: &Input| input.path.starts_with(&committed) && !is_found(&input.path);
     let (seeds, others): (Vec<_>, Vec<_>) = inputs.into_iter().partition(is_seed);
@@ -90,7 +90,7 @@ fn choose(seeds: &[Input], mut others: Vec<Input>) -> Vec<Input> {
 /// Runs every input once. libFuzzer writes the coverage to a file that contains the list of inputs.
 /// If an input fails, we start it again and it will continue with the next input.
 fn reached(program: &Path, target: &Target, files: Vec<PathBuf>) -> Result<Vec<Input>, Failure> {
-    let work = work(target);
+    let work = work_dir(target);
     fs::create_dir_all(&work)?;
     let control = work.join("merge");
     let mut list = format!("{}\n0\n", files.len());

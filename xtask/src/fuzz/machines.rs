@@ -5,7 +5,7 @@ use std::fs;
 
 use serde::{Deserialize, Serialize};
 
-use super::process::{TRANSITIONS, work};
+use super::process::{TRANSITIONS, work_dir};
 use super::targets::TARGETS;
 use crate::{Failure, root};
 
@@ -28,7 +28,7 @@ pub(super) fn report() -> Result<BTreeMap<String, Coverage>, Failure> {
     let mut taken = Transitions::new();
     for target in TARGETS {
         // This file doesn't exist if the target has no state machine or has never been run.
-        let lines = fs::read_to_string(work(target).join(TRANSITIONS)).unwrap_or_default();
+        let lines = fs::read_to_string(work_dir(target).join(TRANSITIONS)).unwrap_or_default();
         for line in lines.lines() {
             let words: Vec<_> = line.split(' ').collect();
             if let [machine, from, to] = words[..] {

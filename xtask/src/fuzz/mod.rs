@@ -239,6 +239,6 @@ fn report(figures: &[Figures]) -> Result<usize, Failure> {
             if f.failure.is_some() { "  failed" } else { "" },
         );
     }
-    report::keep(figures, &machines::report()?)?;
+    report::save(figures, &machines::report()?)?;
     Ok(figures.iter().filter(|f| f.failure.is_some()).count())
 }

@@ -67,7 +67,7 @@ impl Figures {
 }
 
 /// Returns the working directory of a target.
-pub(super) fn work(target: &Target) -> PathBuf {
+pub(super) fn work_dir(target: &Target) -> PathBuf {
     root().join(".build/fuzz").join(target.name)
 }
 
@@ -90,7 +90,7 @@ pub(super) fn relative(path: &Path) -> String {
 
 /// Runs a target for the given time.
 pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result<Figures, Failure> {
-    let work = work(target);
+    let work = work_dir(target);
     let (corpus, log) = (work.join("corpus"), work.join("log"));
     fs::create_dir_all(&corpus)?;
     let committed = target.folder().join("corpus");
@@ -117,7 +117,7 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
     let cpu = wait_for_end(child.id());
     let status = child.wait()?;
     let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
-    let crash = kept(target, &text)?;
+    let crash = save_crash(target, &text)?;
     let executions = number_after(&text, "stat::number_of_executed_units:").unwrap_or(0);
     // If there is no test with this name, the harness still returns success.
     let failure = match status.success() {
@@ -159,7 +159,7 @@ fn wait_for_end(pid: u32) -> Duration {
 }
 
 /// If an input failed, this copies it to the directory that `cargo test` will use to run it again.
-fn kept(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
+fn save_crash(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
     let written = text.rsplit_once("Test unit written to ");
     let Some(path) = written.and_then(|(_, rest)| rest.lines().next()) else {
         return Ok(None);

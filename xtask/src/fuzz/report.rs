@@ -58,7 +58,7 @@ impl Report {
 
 /// Adds a run to the report and prints the totals. If a target was not run, its previous values are
 /// kept. A report with an older format will be replaced.
-pub(super) fn keep(
+pub(super) fn save(
     figures: &[Figures],
     machines: &BTreeMap<String, Coverage>,
 ) -> Result<(), Failure> {

@@ -70,7 +70,7 @@ impl Dump {
         };
         for line in text.lines() {
             reader
-                .take(line)
+                .parse_line(line)
                 .ok_or_else(|| format!("invalid callgrind line: `{line}`"))?;
         }
         reader.finish()
@@ -135,7 +135,7 @@ struct Reader {
 
 impl Reader {
     /// Parses a line. Returns `None` if the format is not supported.
-    fn take(&mut self, line: &str) -> Option<()> {
+    fn parse_line(&mut self, line: &str) -> Option<()> {
         let Some(first) = line.bytes().next() else {
             return Some(());
         };

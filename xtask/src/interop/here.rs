@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::case::Case;
-use super::judge::{Expected, judge};
+use super::judge::{Expected, check_captures};
 use super::runner::{Programs, Row, report, result_of};
 use crate::packages::{Need, need};
 use crate::{Failure, root, sh};
@@ -99,6 +99,6 @@ fn run_in_namespaces(
     let output = fs::read_to_string(saved.join("output.log"))?;
     let code = status.code().unwrap_or(-1);
     let figures = result_of(code, &output)?;
-    judge(saved, Expected::of(case))?;
+    check_captures(saved, Expected::of(case))?;
     Ok(figures)
 }

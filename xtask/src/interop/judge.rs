@@ -131,7 +131,7 @@ pub(crate) struct Judged {
 
 /// Checks all captures in a directory. The error contains the first invalid packets of each
 /// capture.
-pub(crate) fn judge(folder: &Path, expected: Expected) -> Result<Judged, Failure> {
+pub(crate) fn check_captures(folder: &Path, expected: Expected) -> Result<Judged, Failure> {
     let mut captures: Vec<_> = fs::read_dir(folder)?
         .filter_map(Result::ok)
         .map(|e| e.path())
@@ -342,7 +342,7 @@ impl Reader {
     }
 
     fn packet(&mut self, packet: &Packet<'_>) {
-        self.learn(packet);
+        self.record_connection(packet);
         let begins = packet.is_rc() && BEGINS_MESSAGE.contains(&packet.opcode);
         let is_iser = begins && self.iser.contains(&packet.to());
         // If the iSER dissector has parsed this payload, the protocol list ends with these names,
@@ -363,7 +363,7 @@ impl Reader {
     }
 
     /// Updates the set of iSER connections using a connection manager message.
-    fn learn(&mut self, packet: &Packet<'_>) {
+    fn record_connection(&mut self, packet: &Packet<'_>) {
         // A queue pair can be reused within a capture, so a new request must reset its state.
         if !packet.asks.is_empty() {
             let end = (packet.src().to_owned(), packet.asking_qp.to_owned());
@@ -657,10 +657,10 @@ mod tests {
     }
 
     /// Checks a single capture.
-    fn judged(bytes: &[u8], expected: Expected) -> Result<Judged, String> {
+    fn check_capture(bytes: &[u8], expected: Expected) -> Result<Judged, String> {
         let scratch = sh::Scratch::new(&format!("judge-{bytes:p}")).unwrap();
         fs::write(scratch.join("a.pcap"), bytes).unwrap();
-        judge(scratch.path(), expected).map_err(|e| e.to_string())
+        check_captures(scratch.path(), expected).map_err(|e| e.to_string())
     }
 
     /// Creates a line of tshark output for a TCP packet.
@@ -736,9 +736,9 @@ mod tests {
             fs::write(name, capture(&[frame(&request)])).unwrap();
         }
         fs::write(scratch.join("empty.pcap"), "").unwrap();
-        assert_eq!(judge(scratch.path(), ANY).unwrap().packets, 4);
+        assert_eq!(check_captures(scratch.path(), ANY).unwrap().packets, 4);
         fs::write(scratch.join("b.pcap"), capture(&[frame(&ack[..7])])).unwrap();
-        let objection = judge(scratch.path(), ANY).unwrap_err().to_string();
+        let objection = check_captures(scratch.path(), ANY).unwrap_err().to_string();
         assert!(objection.contains("b.pcap: packet 1"), "{objection}");
         assert!(!objection.contains("a.pcap"), "{objection}");
     }
@@ -750,12 +750,20 @@ mod tests {
         }
         let none = Expected { least: None, ..ANY };
         for empty in [capture(&[]), Vec::new()] {
-            assert!(judged(&empty, none).is_ok());
-            assert!(judged(&empty, ANY).unwrap_err().contains("at least 1"));
+            assert!(check_capture(&empty, none).is_ok());
+            assert!(
+                check_capture(&empty, ANY)
+                    .unwrap_err()
+                    .contains("at least 1")
+            );
         }
         let one = capture(&[frame(&ack())]);
-        assert!(judged(&one, ANY).is_ok());
-        assert!(judged(&one, none).unwrap_err().contains("expected none"));
+        assert!(check_capture(&one, ANY).is_ok());
+        assert!(
+            check_capture(&one, none)
+                .unwrap_err()
+                .contains("expected none")
+        );
     }
 
     #[test]
@@ -766,13 +774,13 @@ mod tests {
         let (kernels, ours) = ([1, 2])
             .map(|host| capture(&[frame_v6(host, &ack())]))
             .into();
-        assert!(judged(&kernels, ANY).is_ok());
-        assert!(judged(&ours, ANY).unwrap_err().contains(NO_CHECKSUM));
+        assert!(check_capture(&kernels, ANY).is_ok());
+        assert!(check_capture(&ours, ANY).unwrap_err().contains(NO_CHECKSUM));
         let is_kernel_only = Expected {
             is_kernel_only: true,
             ..ANY
         };
-        assert!(judged(&ours, is_kernel_only).is_ok());
+        assert!(check_capture(&ours, is_kernel_only).is_ok());
     }
 
     #[test]
@@ -791,12 +799,12 @@ mod tests {
             iwarp(1, 2, &fpdu),
         ];
         let all = all.as_flattened();
-        assert_eq!(judged(&capture(all), ANY).unwrap().packets, 18);
+        assert_eq!(check_capture(&capture(all), ANY).unwrap().packets, 18);
         // In the second connection, the FPDU is a READ request that is truncated after its header.
         fpdu[3] = 0x41;
         let mut all = all.to_vec();
         all[11] = iwarp(70_000, 90_000, &fpdu)[5].clone();
-        let objection = judged(&capture(&all), ANY).unwrap_err();
+        let objection = check_capture(&capture(&all), ANY).unwrap_err();
         assert!(objection.contains("packet 12"), "{objection}");
     }
 
@@ -831,7 +839,7 @@ mod tests {
             is_kernel_only: true,
         };
         let golden = fs::read(crate::root().join("tests/data/golden_iser.pcap")).unwrap();
-        let sound = judged(&golden, iser).unwrap();
+        let sound = check_capture(&golden, iser).unwrap();
         assert_eq!(sound.iser, 84);
         // The first command, which is an INQUIRY: SCSI Command (01h) with the final and read bits
         // set, in an iSCSI control-type PDU with a read STag. The session's login is before this
@@ -844,17 +852,17 @@ mod tests {
         for (at, byte) in [(0, 0x44), (0, 0x24), (28, 0x0f)] {
             let mut broken = golden.clone();
             broken[command + at] = byte;
-            let objection = judged(&broken, iser);
+            let objection = check_capture(&broken, iser);
             assert!(objection.is_err(), "{at}: {byte:#x}: {objection:?}");
         }
         // Commands and responses can still be parsed if the packets are truncated, as with
         // immediate data in a test case.
         let cut = cut_to(&golden, 700);
         assert!(cut.len() < golden.len() / 2);
-        assert_eq!(judged(&cut, iser).unwrap().iser, 84);
+        assert_eq!(check_capture(&cut, iser).unwrap().iser, 84);
         // If a capture has no connection manager messages, we can't find any iSER connections.
         let srp = fs::read(crate::root().join("tests/data/golden_srp.pcap")).unwrap();
-        let objection = judged(&srp, iser).unwrap_err();
+        let objection = check_capture(&srp, iser).unwrap_err();
         assert!(objection.contains("0 iSER messages"), "{objection}");
     }
 }

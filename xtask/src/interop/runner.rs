@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::case::Case;
 use super::guest::{Guest, Init, Shape};
-use super::judge::{Expected, judge};
+use super::judge::{Expected, check_captures};
 use super::kernel::Kernel;
 use crate::{Failure, root};
 
@@ -220,12 +220,12 @@ impl Rig<'_> {
         fs::create_dir_all(saved)?;
         // Save all files before we check the result, because they are most useful after a failure
         // or timeout.
-        keep(guest.share(), saved)?;
+        save_logs(guest.share(), saved)?;
         fs::copy(folder.join("console.log"), saved.join("console.log"))?;
         let ran = ran?;
         fs::write(saved.join("output.log"), &ran.output)?;
         let mut figures = result_of(ran.status, &ran.output)?;
-        let judged = judge(saved, Expected::of(case))?;
+        let judged = check_captures(saved, Expected::of(case))?;
         if judged.iser > 0 {
             figures.push(format!(
                 "checked {} packets, including {} iSER messages",
@@ -268,7 +268,7 @@ fn take_case<'a>(waiting: &mut Vec<&'a Case>, group: Option<&str>) -> Option<&'a
 }
 
 /// Moves the files in `/vm/keep` to the log directory of this case.
-fn keep(share: &Path, saved: &Path) -> Result<(), Failure> {
+fn save_logs(share: &Path, saved: &Path) -> Result<(), Failure> {
     let from = share.join("keep");
     if from.is_dir() {
         for entry in fs::read_dir(&from)? {

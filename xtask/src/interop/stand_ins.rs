@@ -38,7 +38,7 @@ stop_serving() { :; }
 /// Runs `script` after [`RIG`], using a client with this table. Returns success and the output, or
 /// `None` if there is no compiler. `expected` replaces the list of the case, and `limit` is the
 /// timeout per test in seconds.
-fn judged(
+fn run_script(
     name: &str,
     table: &str,
     expected: Option<&str>,
@@ -106,12 +106,12 @@ fn client_matching_list_passes() {
         writeln!(table, "Some.Test{n} passed").unwrap();
     }
     table.push_str("Some.Skipped skipped\n");
-    if let Some((ok, said)) = judged("listed", &table, None, 60, &case()) {
+    if let Some((ok, said)) = run_script("listed", &table, None, 60, &case()) {
         assert!(ok, "{said}");
     }
     let few = "Some.Test0 passed\nSome.Test1 passed\nSome.Test2 skipped\n";
     let script = "libiscsi_suite iser://x\nlibiscsi_unexpected 3";
-    if let Some((_, said)) = judged("few", few, Some(""), 60, script) {
+    if let Some((_, said)) = run_script("few", few, Some(""), 60, script) {
         assert!(said.ends_with("\n2 tests passed, fewer than 3\n"), "{said}");
     }
 }
@@ -123,7 +123,7 @@ fn client_crash_in_all_tests_fails() {
         writeln!(table, "Some.Test{n} died").unwrap();
     }
     let table = table.replace(" failed", " died");
-    if let Some((ok, said)) = judged("dies", &table, None, 60, &case()) {
+    if let Some((ok, said)) = run_script("dies", &table, None, 60, &case()) {
         assert!(!ok, "{said}");
         for n in 0..9 {
             let line = format!("Some.Test{n} died, and is not listed");
@@ -142,7 +142,7 @@ fn client_hanging_in_most_tests_fails() {
         let how = if n == 4 { "passed" } else { "hung" };
         writeln!(table, "Some.Test{n} {how}").unwrap();
     }
-    if let Some((ok, said)) = judged("hangs", &table, None, 1, &case()) {
+    if let Some((ok, said)) = run_script("hangs", &table, None, 1, &case()) {
         assert!(!ok, "{said}");
         let line = "Some.Test0 hung, and is not listed";
         assert!(said.contains(line), "{said}");
@@ -152,7 +152,7 @@ fn client_hanging_in_most_tests_fails() {
 #[test]
 fn target_rejecting_all_logins_fails() {
     let table: String = (0..9).map(|n| format!("Some.Test{n} refused\n")).collect();
-    if let Some((_, said)) = judged("refused", &table, Some(""), 60, JUDGE) {
+    if let Some((_, said)) = run_script("refused", &table, Some(""), 60, JUDGE) {
         assert!(said.contains("five tests in a row had no answer"), "{said}");
         assert!(!said.contains("Some.Test5"), "{said}");
     }
@@ -165,7 +165,7 @@ fn difference_from_list_is_reported() {
     let table = "A.Words failed these words\nA.OtherWords failed other words\nA.Passes passed\n\
                  A.Fails failed-and-died\nA.Dies died\nB.New failed-and-died\nB.Dies died\n\
                  B.Skipped skipped\nB.Trails passed\n";
-    if let Some((_, said)) = judged("named", table, Some(expected), 60, JUDGE) {
+    if let Some((_, said)) = run_script("named", table, Some(expected), 60, JUDGE) {
         let wrong: Vec<_> = said
             .lines()
             .filter(|l| l.contains(" listed") || l.contains(" say: "))
@@ -189,7 +189,7 @@ fn unconfirmed_reason_is_reported() {
     let expected = "failed A.One\ndied A.Two\nfailed A.Three\nfailed A.Four\n";
     let table = "A.One passed\nA.Two skipped\nA.Three failed\n";
     let script = "libiscsi_suite iser://x\nlibiscsi_not_the_client";
-    if let Some((_, said)) = judged("reason", table, Some(expected), 60, script) {
+    if let Some((_, said)) = run_script("reason", table, Some(expected), 60, script) {
         let wrong: Vec<_> = said.lines().filter(|l| l.contains(" listed")).collect();
         assert_eq!(
             wrong,
@@ -206,7 +206,7 @@ fn wedged_target_stops_suite() {
     let expected = "died A.One\nfailed B.Two\ndied D.Four\n";
     let mut table = "A.One died\nB.Two failed\nC.Three passed\nD.Four died\n".to_owned();
     let script = "libiscsi_suite iser://x\nlibiscsi_not_the_client";
-    if let Some((_, said)) = judged("order", &table, Some(expected), 60, script) {
+    if let Some((_, said)) = run_script("order", &table, Some(expected), 60, script) {
         assert!(!said.contains(" listed"), "{said}");
         let place = |line: &str| {
             said.find(line)
@@ -218,7 +218,7 @@ fn wedged_target_stops_suite() {
     for n in 0..9 {
         writeln!(table, "A.Stops{n} refused").unwrap();
     }
-    if let Some((_, said)) = judged("stops", &table, Some(expected), 60, script) {
+    if let Some((_, said)) = run_script("stops", &table, Some(expected), 60, script) {
         let line = "B.Two is listed as failed, and was not run here";
         assert!(said.contains(line), "{said}");
     }

@@ -59,7 +59,7 @@ impl Planted {
         })
     }
 
-    fn judge(&self) -> Judge<'_> {
+    fn parse_judge(&self) -> Judge<'_> {
         let named = self.judge.as_deref().and_then(Judge::named);
         named.unwrap_or(Judge::Simulator)
     }
@@ -121,13 +121,13 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
 /// Builds and runs the tests for each defect. Returns the number of defects that were not detected.
 fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
     let (mut missed, mut most) = (0, BTreeMap::new());
-    for judge in all.iter().map(Planted::judge) {
+    for judge in all.iter().map(Planted::parse_judge) {
         if most.insert(judge, CLEAN).is_none() {
             judge.build(copy)?;
         }
     }
     for planted in all {
-        let judge = planted.judge();
+        let judge = planted.parse_judge();
         let start = Instant::now();
         let end = judge.run(copy, Some(&planted.name), seeds, PATIENCE)?;
         let seconds = start.elapsed().as_secs();

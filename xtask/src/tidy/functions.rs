@@ -40,7 +40,7 @@ struct Found {
 }
 
 impl Found {
-    fn take(
+    fn add_function(
         &mut self,
         visibility: &syn::Visibility,
         signature: &syn::Signature,
@@ -74,18 +74,18 @@ impl Found {
 
 impl<'ast> Visit<'ast> for Found {
     fn visit_item_fn(&mut self, item: &'ast syn::ItemFn) {
-        self.take(&item.vis, &item.sig, &item.block);
+        self.add_function(&item.vis, &item.sig, &item.block);
         self.within(None, |found| visit::visit_item_fn(found, item));
     }
 
     fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
-        self.take(&item.vis, &item.sig, &item.block);
+        self.add_function(&item.vis, &item.sig, &item.block);
         visit::visit_impl_item_fn(self, item);
     }
 
     fn visit_trait_item_fn(&mut self, item: &'ast syn::TraitItemFn) {
         if let Some(body) = &item.default {
-            self.take(&syn::Visibility::Inherited, &item.sig, body);
+            self.add_function(&syn::Visibility::Inherited, &item.sig, body);
         }
         visit::visit_trait_item_fn(self, item);
     }

@@ -95,7 +95,7 @@ impl Text {
             ends: vec![0; count],
             doc_end: 0,
         };
-        text.take(stream.clone());
+        text.push_tokens(stream.clone());
         text.take_comments(source);
         Ok((text, stream))
     }
@@ -111,7 +111,7 @@ impl Text {
         is_remark && self.widths[number - 1] > width
     }
 
-    fn take(&mut self, stream: TokenStream) {
+    fn push_tokens(&mut self, stream: TokenStream) {
         let mut trees = stream.into_iter().peekable();
         while let Some(tree) = trees.next() {
             let (from, to) = (tree.span().start(), tree.span().end());
@@ -135,7 +135,7 @@ impl Text {
                     let (open, close) = (group.span_open(), group.span_close());
                     let delimiter = group.delimiter();
                     self.push(open.start(), open.end(), Kind::Open(delimiter));
-                    self.take(group.stream());
+                    self.push_tokens(group.stream());
                     self.push(close.start(), close.end(), Kind::Close(delimiter));
                 }
                 TokenTree::Ident(ident) => self.push(from, to, Kind::Ident(ident.to_string())),

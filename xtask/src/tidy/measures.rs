@@ -67,7 +67,7 @@ impl Measures {
     pub(crate) fn of(package: &Package) -> Self {
         let mut measures = Self::default();
         for source in &package.sources {
-            measures.take(source);
+            measures.add_source(source);
         }
         measures
     }
@@ -100,7 +100,7 @@ impl Measures {
         self.lines.get(&key).copied().unwrap_or_default()
     }
 
-    fn take(&mut self, source: &Source) {
+    fn add_source(&mut self, source: &Source) {
         let mut product = 0;
         for (at, line) in source.text.lines.iter().enumerate() {
             let purpose = source.purpose_of(at + 1);

@@ -182,7 +182,7 @@ pub(crate) fn check_dependencies() -> Result<(), Failure> {
 fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
     let known = fs::read_to_string(root().join(KNOWN))?;
     let is_meant = |line: &&str| kinds.iter().any(|kind| line.starts_with(kind));
-    let wrong = judge(found, known.lines().filter(is_meant));
+    let wrong = new_findings(found, known.lines().filter(is_meant));
     if wrong.is_empty() {
         return Ok(());
     }
@@ -193,7 +193,7 @@ fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
 type Findings = BTreeMap<String, Vec<String>>;
 
 /// Returns messages for issues that are not known, then for known issues that were not found.
-fn judge<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<String> {
+fn new_findings<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<String> {
     let known: BTreeSet<_> = known.collect();
     let new = found
         .iter()
@@ -225,12 +225,12 @@ mod tests {
                 vec!["d:1".to_owned(), "d:2".to_owned()],
             ),
         ]);
-        let judge = |known: &str| judge(&found, known.lines());
+        let check = |known: &str| new_findings(&found, known.lines());
         let known = "circle a: b c\nword d: e\n";
-        assert!(judge(known).is_empty());
-        assert_eq!(judge("word d: e\n"), ["a circle"]);
-        assert_eq!(judge("circle a: b c\n"), ["d:1", "d:2"]);
-        let repaired = judge(&format!("{known}word f: g\n"));
+        assert!(check(known).is_empty());
+        assert_eq!(check("word d: e\n"), ["a circle"]);
+        assert_eq!(check("circle a: b c\n"), ["d:1", "d:2"]);
+        let repaired = check(&format!("{known}word f: g\n"));
         assert_eq!(repaired.len(), 1);
         assert!(repaired[0].contains("word f: g"));
     }

@@ -80,7 +80,7 @@ pub(crate) fn circles(package: &Package) -> Vec<Circle> {
     for source in &package.sources {
         if let Some(module) = &source.module {
             let entry = crates.entry(&module.root).or_default();
-            entry.take(source, module.path.clone());
+            entry.add_source(source, module.path.clone());
         }
     }
     crates
@@ -111,7 +111,7 @@ struct Contents {
 const MAX_STEPS: usize = 16;
 
 impl Crate {
-    fn take(&mut self, source: &Source, module: ModulePath) {
+    fn add_source(&mut self, source: &Source, module: ModulePath) {
         self.modules.entry(module.clone()).or_default();
         let mut visitor = Visitor {
             modules: &mut self.modules,

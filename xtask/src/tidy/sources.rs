@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
         for path in files {
             if !self.done.contains_key(&path) {
                 let is_test = self.is_for_tests || is_in_test_folder(&path);
-                self.take(&path, None, is_test);
+                self.read_file(&path, None, is_test);
             }
         }
         let message = |(path, why): (PathBuf, String)| format!("{}: {why}", path.display());
@@ -213,7 +213,7 @@ impl<'a> Reader<'a> {
         if self.done.contains_key(path) {
             return;
         }
-        let Some(declared) = self.take(path, Some(module.clone()), is_test) else {
+        let Some(declared) = self.read_file(path, Some(module.clone()), is_test) else {
             return;
         };
         let folder = path.parent().unwrap_or(Path::new(""));
@@ -252,7 +252,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads a single file and returns the modules declared in it.
-    fn take(
+    fn read_file(
         &mut self,
         path: &Path,
         module: Option<Module>,

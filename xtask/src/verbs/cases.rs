@@ -124,7 +124,7 @@ impl Case {
     }
 
     /// Sets that the server needs to be stopped with SIGTERM.
-    pub(super) fn asked(self) -> Self {
+    pub(super) fn with_sigterm(self) -> Self {
         Self {
             end: End::Asked,
             ..self
@@ -336,7 +336,7 @@ fn rdmacm() -> Vec<Case> {
         rping("rping, packets lost", "-C 20", "-C 20").faults("loss=1,seed=7"),
         rping("rping -P, four clients", "-P", "-C 1000")
             .clients(4)
-            .asked(),
+            .with_sigterm(),
     ];
     let both = |name: &str, program: &str, options: &str, says: &[&'static str]| {
         let server = format!("{program} -b {{server}} {options}");
@@ -362,7 +362,7 @@ fn rdmacm() -> Vec<Case> {
         both("udaddy", "udaddy", "", done),
         both("udaddy -c 5", "udaddy", "-c 5 -C 20 -S 1000", done),
         both("udaddy -p 2", "udaddy", "-p 0x0002", done),
-        both("cmtime", "cmtime", "-c 50 -p {port}", &["disconnect"]).asked(),
+        both("cmtime", "cmtime", "-c 50 -p {port}", &["disconnect"]).with_sigterm(),
     ]);
     let group = "239.255.17.1";
     let mckey = Case::pair(
@@ -572,7 +572,7 @@ transport: { provider: rdma_core }
             )
         }
         .ready(Ready::Says(" serving "))
-        .asked()
+        .with_sigterm()
     };
     vec![
         // This provider doesn't support queries for the target's ports.

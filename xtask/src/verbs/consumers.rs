@@ -175,7 +175,7 @@ fn qperf() -> Vec<Case> {
         let commands = ["qperf -lp {port}", &client];
         Case::pair("qperf", test, commands, &[*figure])
             .ready(Ready::Port)
-            .asked()
+            .with_sigterm()
     };
     TESTS.iter().map(case).collect()
 }

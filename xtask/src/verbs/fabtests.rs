@@ -124,7 +124,7 @@ pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>
     let both = format!("{server},{client}");
     let command = rig.command_at(Some(network), &both, &[], &words);
     let mut process = rig.start(command, &format!("fabtests/{name}"))?;
-    let ended = process.end(Instant::now() + PATIENCE);
+    let ended = process.finish(Instant::now() + PATIENCE);
     let tests = parse(&ended.said);
     let is_whole = ended.said.contains("# Total Fail");
     match (tests.is_empty(), is_whole) {

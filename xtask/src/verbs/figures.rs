@@ -84,7 +84,7 @@ enum Goal {
 }
 
 impl Goal {
-    fn judge(self, ratio: f64) -> String {
+    fn describe(self, ratio: f64) -> String {
         let (is_met, goal) = match self {
             Self::AtLeast(least) => (ratio >= least, format!("at least {least}")),
             Self::AtMost(most) => (ratio <= most, format!("at most {most}")),
@@ -191,7 +191,7 @@ fn row(
     let (Some(own), Some(other), Some(ratio)) = (median(ours), median(theirs), ratio) else {
         return Err("missing round".into());
     };
-    let goal = comparison.goal.map(|goal| goal.judge(ratio.median));
+    let goal = comparison.goal.map(|goal| goal.describe(ratio.median));
     Ok(format!(
         "| `{}` | {own:.2} {unit} | {} | {other:.2} {unit} | {:.2} ({:.2} to {:.2}) | {} |",
         comparison.ours.name(),
@@ -215,7 +215,7 @@ fn perftest(rig: &Rig, program: &str, options: &str) -> Result<f64, Failure> {
     let words: Vec<_> = words.into_iter().chain([SERVER]).collect();
     let mut client = start(CLIENT, &words, "client")?;
     let until = Instant::now() + PATIENCE;
-    let (client, server) = (client.end(until), server.end(until));
+    let (client, server) = (client.finish(until), server.finish(until));
     for ended in [&client, &server] {
         if !ended.status.is_some_and(|status| status.success()) {
             return Err(format!("{program} failed: {}", ended.said).into());

@@ -144,12 +144,12 @@ impl Stage<'_> {
     /// output.
     fn client(&self, words: &[&str]) -> Result<String, Failure> {
         let command = self.rig.command(CLIENT, &[], words);
-        self.end(command, words[0], PATIENCE)
+        self.finish(command, words[0], PATIENCE)
     }
 
     /// Same, but runs `riser` using its own software NIC.
     fn riser(&self, words: &[&str]) -> Result<String, Failure> {
-        self.end(self.riser_command(words), words[0], PATIENCE)
+        self.finish(self.riser_command(words), words[0], PATIENCE)
     }
 
     fn riser_command(&self, words: &[&str]) -> Command {
@@ -158,9 +158,9 @@ impl Stage<'_> {
         self.rig.without_rights(&command, None)
     }
 
-    fn end(&self, command: Command, name: &str, time: Duration) -> Result<String, Failure> {
+    fn finish(&self, command: Command, name: &str, time: Duration) -> Result<String, Failure> {
         let mut process = self.start(command, name)?;
-        succeed(name, &process.end(Instant::now() + time))
+        succeed(name, &process.finish(Instant::now() + time))
     }
 
     /// Creates a file with different data in every block. The file is readable for test processes.
@@ -209,11 +209,11 @@ impl Stage<'_> {
 
     /// Runs the libiscsi tools with a target of our disk size.
     fn libiscsi(&self, url: &str) -> Result<(), Failure> {
-        says(&self.client(&["iscsi-inq", url])?, "Vendor:")?;
+        expect_output(&self.client(&["iscsi-inq", url])?, "Vendor:")?;
         let said = self.client(&["iscsi-readcapacity16", url])?;
-        says(&said, &format!("Total size:{SIZE}"))?;
+        expect_output(&said, &format!("Total size:{SIZE}"))?;
         let said = self.client(&["iscsi-perf", "-t", "2", "-r", url])?;
-        says(&said, "iops average")
+        expect_output(&said, "iops average")
     }
 }
 
@@ -238,7 +238,7 @@ impl<'a> Tgt<'a> {
         // There is no ready notification, so we retry the first command until the socket exists.
         while let Err(error) = tgt.manage(&target) {
             if started.elapsed() > START || tgt.process.has_ended()? {
-                let said = tgt.process.end(Instant::now()).said;
+                let said = tgt.process.finish(Instant::now()).said;
                 return Err(format!("{error}\n{}", tail(&said)).into());
             }
             std::thread::sleep(Duration::from_millis(50));
@@ -286,7 +286,7 @@ impl<'a> Tgt<'a> {
             std::thread::sleep(Duration::from_millis(100));
         }
         self.manage(&["system", "--op", "delete"])?;
-        succeed("tgtd", &self.process.end(Instant::now() + START)).map(drop)
+        succeed("tgtd", &self.process.finish(Instant::now() + START)).map(drop)
     }
 }
 
@@ -312,7 +312,7 @@ fn succeed(name: &str, ended: &Ended) -> Result<String, Failure> {
     }
 }
 
-fn says(said: &str, words: &str) -> Result<(), Failure> {
+fn expect_output(said: &str, words: &str) -> Result<(), Failure> {
     match said.contains(words) {
         true => Ok(()),
         false => Err(format!("missing {words:?} in the output\n{}", tail(said)).into()),
@@ -328,9 +328,9 @@ fn with_name(url: &str) -> String {
 fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     let tgt = stage.tgt("tgtd")?;
     let found = stage.riser(&["discover", &with_name(&format!("iser://{SERVER}"))])?;
-    says(&found, OF_TGT)?;
+    expect_output(&found, OF_TGT)?;
     let url = with_name(&tgt.url());
-    says(&stage.riser(&["inquiry", &url])?, "IET")?;
+    expect_output(&stage.riser(&["inquiry", &url])?, "IET")?;
     // Use a size that is not a multiple of the size of a command.
     let (first, bytes) = stage.pattern("first", (9 << 20) + 4096)?;
     let first = first.display().to_string();
@@ -367,11 +367,11 @@ fn tgt_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let mut bench = stage.start(stage.riser_command(&words), "bench")?;
     std::thread::sleep(Duration::from_secs(1));
     if bench.has_ended()? {
-        return succeed("riser bench", &bench.end(Instant::now())).map(drop);
+        return succeed("riser bench", &bench.finish(Instant::now())).map(drop);
     }
     drop(tgt);
     let tgt = stage.tgt("tgtd again")?;
-    succeed("riser bench", &bench.end(Instant::now() + 2 * PATIENCE))?;
+    succeed("riser bench", &bench.finish(Instant::now() + 2 * PATIENCE))?;
     tgt.stop()
 }
 
@@ -424,7 +424,7 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
     let compare = [
         "qemu-img", "compare", "-f", "raw", "-F", "raw", &image, &url,
     ];
-    says(&stage.client(&compare)?, "identical")?;
+    expect_output(&stage.client(&compare)?, "identical")?;
     let write = ["-c", "write -P 0x5a 1M 256k", "-c", "flush"];
     let read = ["-c", "read -P 0x5a 1M 256k", "-c", "read 0 32M"];
     let words = [&["qemu-io"], &raw[..], &write, &read, &[&url]].concat();
@@ -440,7 +440,7 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
 fn qemu_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     let tgt = stage.tgt("tgtd")?;
     let url = tgt.url();
-    says(
+    expect_output(
         &stage.client(&["qemu-img", "info", &url])?,
         &format!("({SIZE} bytes)"),
     )?;
@@ -466,6 +466,6 @@ fn qemu_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
 fn is_verified(said: &str) -> Result<(), Failure> {
     match said.contains("failed") {
         true => Err(format!("qemu-io:\n{}", tail(said)).into()),
-        false => says(said, "read "),
+        false => expect_output(said, "read "),
     }
 }

@@ -74,7 +74,7 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     let mut command = rig.without_rights(&run, None);
     command.env("RISER_SUITE", &spec);
     let mut process = rig.start(command, &paths()[index])?;
-    let ended = process.end(Instant::now() + PATIENCE);
+    let ended = process.finish(Instant::now() + PATIENCE);
     let (tests, is_whole) = parse(&ended.said);
     match (is_whole, ended.status) {
         (true, _) => Ok(tests),

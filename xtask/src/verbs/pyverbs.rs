@@ -126,7 +126,7 @@ pub(super) fn run(
     let mut command = rig.command(ADDRESS, &[], &words);
     command.env("ADDRESS", ADDRESS);
     let mut process = rig.start(command, &format!("pyverbs/{module}"))?;
-    let ended = process.end(Instant::now() + PATIENCE);
+    let ended = process.finish(Instant::now() + PATIENCE);
     let tests = parse(&ended.said);
     let is_whole = ended.said.lines().any(|line| line.starts_with("Ran "));
     if tests.is_empty() && !is_whole {

@@ -85,7 +85,7 @@ impl Rig {
             logs: logs.to_owned(),
             network: OnceLock::new(),
         };
-        rig.give(&rig.home)?;
+        rig.make_private(&rig.home)?;
         Ok(rig)
     }
 
@@ -98,7 +98,7 @@ impl Rig {
     }
 
     /// Changes the owner of a directory to the user that runs test processes.
-    fn give(&self, folder: &Path) -> Result<(), Failure> {
+    fn make_private(&self, folder: &Path) -> Result<(), Failure> {
         fs::set_permissions(folder, Permissions::from_mode(0o700))?;
         self.hand_over(folder)
     }
@@ -121,7 +121,7 @@ impl Rig {
         let folder = self.home.join(name);
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder)?;
-        self.give(&folder)?;
+        self.make_private(&folder)?;
         Ok(folder)
     }
 
@@ -282,16 +282,16 @@ impl Rig {
                 clients.push(start(command, number, &format!("client{number}"))?);
             }
         }
-        let ended: Vec<_> = clients.iter_mut().map(|c| c.end(until)).collect();
+        let ended: Vec<_> = clients.iter_mut().map(|c| c.finish(until)).collect();
         // If a client has failed, the server might wait forever.
-        let is_failed = judge(case, None, &ended).is_err();
+        let is_failed = check_outcome(case, None, &ended).is_err();
         let server = server.map(|mut server| {
             if case.end == End::Asked || is_failed {
-                server.ask();
+                server.request_stop();
             }
-            server.end(until.max(Instant::now() + PATIENCE))
+            server.finish(until.max(Instant::now() + PATIENCE))
         });
-        judge(case, server.as_ref(), &ended)?;
+        check_outcome(case, server.as_ref(), &ended)?;
         Ok(began.elapsed())
     }
 }
@@ -304,7 +304,7 @@ pub(crate) struct Process {
 
 impl Process {
     /// Returns the current output.
-    fn said(&self) -> String {
+    fn output(&self) -> String {
         let said = fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&said).into_owned()
     }
@@ -312,10 +312,10 @@ impl Process {
     /// Waits until the output contains this text.
     pub(super) fn await_words(&self, words: &str, time: Duration) -> Result<(), Failure> {
         let until = Instant::now() + time;
-        while !self.said().contains(words) {
+        while !self.output().contains(words) {
             if Instant::now() > until {
                 return Err(
-                    format!("missing {words:?} in the output\n{}", tail(&self.said())).into(),
+                    format!("missing {words:?} in the output\n{}", tail(&self.output())).into(),
                 );
             }
             std::thread::sleep(LOOK);
@@ -330,7 +330,7 @@ impl Process {
     }
 
     /// Sends SIGTERM.
-    fn ask(&self) {
+    fn request_stop(&self) {
         self.signal(Signal::TERM);
     }
 
@@ -340,7 +340,7 @@ impl Process {
     }
 
     /// Waits until the process exits. If it times out, it's killed.
-    pub(crate) fn end(&mut self, until: Instant) -> Ended {
+    pub(crate) fn finish(&mut self, until: Instant) -> Ended {
         let status = loop {
             match self.child.try_wait() {
                 Ok(Some(status)) => break Some(status),
@@ -353,7 +353,7 @@ impl Process {
         let _ = self.child.wait();
         Ended {
             status,
-            said: self.said(),
+            said: self.output(),
         }
     }
 }
@@ -409,7 +409,7 @@ pub(super) fn wait_until_ready(
         let is_ready = match ready {
             Ready::Port => is_listening(pid, port),
             Ready::Device => has_socket(pid, addr, 4791),
-            Ready::Says(words) => server.said().contains(words),
+            Ready::Says(words) => server.output().contains(words),
         };
         if is_ready {
             break;
@@ -417,14 +417,16 @@ pub(super) fn wait_until_ready(
         if let Some(status) = server.child.try_wait()? {
             return Err(format!(
                 "the server exited immediately, {status}\n{}",
-                tail(&server.said())
+                tail(&server.output())
             )
             .into());
         }
         if Instant::now() > until {
-            return Err(
-                format!("the server did not become ready\n{}", tail(&server.said())).into(),
-            );
+            return Err(format!(
+                "the server did not become ready\n{}",
+                tail(&server.output())
+            )
+            .into());
         }
         std::thread::sleep(LOOK);
     }
@@ -481,7 +483,7 @@ fn has_socket(pid: u32, addr: [u8; 4], port: u16) -> bool {
 }
 
 /// Checks the exit status and output of all processes in a case.
-fn judge(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), Failure> {
+fn check_outcome(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), Failure> {
     let named = clients
         .iter()
         .enumerate()
@@ -577,7 +579,7 @@ mod tests {
 
     /// Returns the first line of the error.
     fn verdict(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> String {
-        let result = judge(case, server, clients);
+        let result = check_outcome(case, server, clients);
         let why = result.err().map(|e| e.to_string()).unwrap_or_default();
         why.lines().next().unwrap_or_default().to_owned()
     }

@@ -551,7 +551,7 @@ impl History {
         // in the comparison.
         if cuts == state.durability.cuts() {
             let now = state.tick();
-            state.see(block, expected, (begin, now))?;
+            state.observe_block(block, expected, (begin, now))?;
             state.swap(block, expected, begin)?;
         }
         state.swapped += 1;
@@ -670,7 +670,7 @@ impl History {
         for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
             match is_across {
                 true => drop(state.version_of(block, bytes)?),
-                false => state.see(block, bytes, (read.begin, now))?,
+                false => state.observe_block(block, bytes, (read.begin, now))?,
             }
         }
         Ok(())
@@ -765,7 +765,7 @@ impl State {
             entry.first_end = entry.first_end.min(now);
             entry.is_certain |= is_certain;
             result = result.and(check(block, entries, at));
-            durability.keep(block, prune(entries, oldest));
+            durability.keep_entries(block, prune(entries, oldest));
         }
         (write.version.writer, result)
     }
@@ -843,7 +843,12 @@ impl State {
         }
     }
 
-    fn see(&mut self, block: u64, bytes: &[u8], (begin, end): (u64, u64)) -> Result<(), Violation> {
+    fn observe_block(
+        &mut self,
+        block: u64,
+        bytes: &[u8],
+        (begin, end): (u64, u64),
+    ) -> Result<(), Violation> {
         let Some(at) = self.place_of(block, bytes)? else {
             self.survive_as_zeroes(block);
             return Ok(());

@@ -372,9 +372,9 @@ impl Op {
                 match disk.swap(offset, &expected, &bytes, self.fua) {
                     Swapped::Done => {
                         let result = history.acknowledge_swap(id, &expected, false);
-                        self.judge(port, result);
+                        self.check_result(port, result);
                     }
-                    Swapped::Differs => self.judge(port, history.refute(id)),
+                    Swapped::Differs => self.check_result(port, history.refute(id)),
                     Swapped::Unknown(error) if error.is_answered => {
                         history.refuse(id);
                         return Err(error);
@@ -398,7 +398,7 @@ impl Op {
         let id = history.begin_read(port, self.blocks.clone());
         match disk.read(self.blocks.start * BLOCK as u64, bytes) {
             Ok(()) => {
-                self.judge(port, history.end_read(id, bytes));
+                self.check_result(port, history.end_read(id, bytes));
                 Ok(())
             }
             Err(error) => {
@@ -416,14 +416,14 @@ impl Op {
         result: Result<(), Failed>,
     ) -> Result<(), Failed> {
         match &result {
-            Ok(()) => self.judge(port, history.acknowledge(id)),
+            Ok(()) => self.check_result(port, history.acknowledge(id)),
             Err(error) if error.is_answered => history.refuse(id),
             Err(_) => history.lose(id),
         }
         result
     }
 
-    fn judge(&self, port: Port, result: Result<(), Violation>) {
+    fn check_result(&self, port: Port, result: Result<(), Violation>) {
         if let Err(violation) = result {
             panic!("{self:?} of port {}: {violation}", port.0);
         }

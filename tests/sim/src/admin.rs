@@ -177,7 +177,7 @@ pub struct Layout {
 
 /// A unit as seen by an initiator with full access.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct VisibleUnit {
     /// LUN of the unit.
     pub lun: u16,
     /// Name of the backend.
@@ -283,8 +283,8 @@ impl Layout {
     /// Returns the units that are visible to a session with full access. This is empty without the
     /// target.
     #[must_use]
-    pub fn seen(&self) -> Vec<Seen> {
-        let unit = |lun, backend, mib| Seen {
+    pub fn visible_units(&self) -> Vec<VisibleUnit> {
+        let unit = |lun, backend, mib| VisibleUnit {
             lun,
             backend,
             blocks: mib * PER_MIB,
@@ -294,7 +294,7 @@ impl Layout {
             true => unit(SIDE, "r", OTHERS[0]),
             false => unit(SIDE, "s", self.side),
         };
-        let side = Seen {
+        let side = VisibleUnit {
             is_read_only: self.is_read_only,
             ..side
         };
@@ -402,7 +402,7 @@ impl Layout {
             let _ = write!(luns, ", {}: {{ backend: h{index} }}", index + 30);
         }
         if plan.is_administered() {
-            for one in self.seen().iter().skip(1) {
+            for one in self.visible_units().iter().skip(1) {
                 let (lun, backend, is_read_only) = (one.lun, one.backend, one.is_read_only);
                 let _ = write!(
                     luns,

@@ -111,8 +111,8 @@ impl Administrator {
         self.goal.side = self.goal.side.max(target.layout.side);
         self.goal.disk = self.goal.disk.max(target.layout.disk);
         let mut ledger = self.ledger.borrow_mut();
-        ledger.change(target.layout.seen(), now);
-        ledger.settle(now);
+        ledger.change(target.layout.visible_units(), now);
+        ledger.end_periods(now);
         drop(ledger);
         (self.refused, self.asked) = (None, None);
         self.postpone(now);
@@ -159,7 +159,7 @@ impl Administrator {
     /// Returns an error if the target misbehaves.
     pub fn step(&mut self, target: &mut Target, now: Instant) -> Result<bool, String> {
         self.look_at_sessions(target, now)?;
-        match target.go_on(now)? {
+        match target.continue_job(now)? {
             JobStep::Waiting { is_committed: true } => self.on_committed(target, now),
             JobStep::Waiting { .. } => return self.begin(target, now),
             JobStep::Applied => {
@@ -168,7 +168,7 @@ impl Administrator {
                 if !target.layout.has_target() {
                     self.model.remove();
                 }
-                self.settle(now);
+                self.on_layout_served(now);
             }
             JobStep::Undone(error) => self.on_undone(target, error.as_ref(), now)?,
         }
@@ -176,17 +176,19 @@ impl Administrator {
     }
 
     /// Called when all workers are serving the new layout, unless a worker is stalled.
-    fn settle(&self, now: Instant) {
+    fn on_layout_served(&self, now: Instant) {
         let is_stalled =
             |fault: &Fault| matches!(fault, Fault::Process(ProcessFault::StallWorker(_)));
         if !self.active.iter().any(is_stalled) {
-            self.ledger.borrow_mut().settle(now);
+            self.ledger.borrow_mut().end_periods(now);
         }
     }
 
     fn on_committed(&mut self, target: &Target, now: Instant) {
         tracing::debug!(layout = ?target.layout, "a change is served from now on");
-        self.ledger.borrow_mut().change(target.layout.seen(), now);
+        self.ledger
+            .borrow_mut()
+            .change(target.layout.visible_units(), now);
         let ends_sessions = |trouble: &Trouble| match trouble.fault {
             Fault::Admin(change) => !change.is_mild(),
             _ => false,
@@ -217,7 +219,7 @@ impl Administrator {
         if target.layout != wanted {
             self.next = now + AGAIN;
             if let Err(error) = target.begin_change(wanted, None, now) {
-                self.judge(&error)?;
+                self.check_refusal(&error)?;
             }
             return Ok(true);
         }
@@ -244,7 +246,7 @@ impl Administrator {
 
     /// Delays the next change, with exponential backoff: preparing a change takes more time than
     /// everything else in the simulation.
-    fn put_off(&mut self, now: Instant) {
+    fn defer_change(&mut self, now: Instant) {
         self.pause = (self.pause * 5 / 4).max(REFUSED);
         self.next = self.next.max(now + self.pause);
     }
@@ -256,11 +258,11 @@ impl Administrator {
         error: Option<&ChangeError>,
         now: Instant,
     ) -> Result<(), String> {
-        self.put_off(now);
+        self.defer_change(now);
         self.ledger.borrow_mut().note(now);
         let Some((refusal, before)) = self.refused.take() else {
             let error = error.ok_or("a change was withdrawn")?;
-            return self.judge(error);
+            return self.check_refusal(error);
         };
         let outcome = error.map_or("withdrawn".to_owned(), ToString::to_string);
         tracing::debug!(?refusal, outcome, "a change is refused");
@@ -275,7 +277,7 @@ impl Administrator {
     }
 
     /// Checks that a valid change was only rejected for a temporary reason.
-    fn judge(&self, error: &ChangeError) -> Result<(), String> {
+    fn check_refusal(&self, error: &ChangeError) -> Result<(), String> {
         coverage::note("change", "layout", "put off");
         tracing::debug!(%error, "a change is put off");
         let passes = match error {
@@ -308,7 +310,7 @@ impl Administrator {
         }
         let Some((answers, mut snapshots)) = self.asked.take() else {
             if can_answer && self.denied.iter().any(|(_, due)| *due <= now) {
-                self.asked = Some((target.ask(), Vec::new()));
+                self.asked = Some((target.request_snapshots(), Vec::new()));
             }
             return Ok(());
         };

@@ -71,7 +71,7 @@ impl Disks {
 }
 
 /// Uses the unit until all commands are done, with any disk. `new` creates a history.
-pub fn work<N: Fn() -> Rc<History>>(
+pub fn run_workload<N: Fn() -> Rc<History>>(
     initiator: &Initiator,
     user: User,
     disks: Disks,

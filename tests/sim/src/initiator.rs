@@ -298,14 +298,14 @@ impl Initiator {
             let mut all = Executor::default();
             for (user, rng) in users {
                 let (client, lun) = (client.clone(), lun.clone());
-                all.spawn(user.work(client, lun, plan.clone(), rng, Rc::clone(&is_dead)));
+                all.spawn(user.run_workload(client, lun, plan.clone(), rng, Rc::clone(&is_dead)));
             }
             if let Some((user, rng)) = private {
                 all.spawn(async move {
                     let own = private_unit(&client, lun.session(), &is_dead).await;
                     if let Some(own) = own {
                         opened.borrow_mut().push((user.clone(), own.clone()));
-                        user.work(client, own, plan, rng, is_dead).await;
+                        user.run_workload(client, own, plan, rng, is_dead).await;
                     }
                 });
             }
@@ -345,7 +345,7 @@ pub struct User {
 
 impl User {
     /// Records the first failure.
-    pub(crate) fn judge<T, E: std::fmt::Display>(&self, result: Result<T, E>) {
+    pub(crate) fn check_result<T, E: std::fmt::Display>(&self, result: Result<T, E>) {
         if let Err(error) = result {
             self.verdict
                 .borrow_mut()
@@ -378,7 +378,7 @@ impl User {
         };
         if self.is_prompt && time > most {
             let why = format!("a quiet day, and a {command} takes {time:?}: {outcome}");
-            self.judge::<(), _>(Err(why));
+            self.check_result::<(), _>(Err(why));
         }
         debug!(port = self.port.0, ?blocks, "{command} ends: {outcome}");
     }
@@ -398,19 +398,19 @@ impl User {
             Err(_) => return,
         };
         if let Some(model) = &self.model {
-            self.judge(model.judge_access(self.port, begin, writes, conflicts));
+            self.check_result(model.judge_access(self.port, begin, writes, conflicts));
         }
     }
 
     /// Called when a command has failed.
     fn on_failure(&self, error: &LunError) {
         if self.is_quiet && (self.is_alone || !is_of_another(error)) {
-            self.judge::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
+            self.check_result::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
         }
     }
 
     /// Sends random commands to the disk until the process is killed.
-    pub async fn work(
+    pub async fn run_workload(
         self,
         client: Client,
         lun: Lun,
@@ -446,10 +446,10 @@ impl User {
     }
 
     /// Called when a command that writes has completed. `Ok` is true if the data is on the medium.
-    fn end(&self, id: WriteId, result: Result<bool, LunError>) {
+    fn end_write(&self, id: WriteId, result: Result<bool, LunError>) {
         match result {
-            Ok(true) => self.judge(self.history.acknowledge_durable(id)),
-            Ok(false) => self.judge(self.history.acknowledge(id)),
+            Ok(true) => self.check_result(self.history.acknowledge_durable(id)),
+            Ok(false) => self.check_result(self.history.acknowledge(id)),
             Err(error) => {
                 self.on_failure(&error);
                 match error {
@@ -487,7 +487,7 @@ impl User {
         let result = lun.flush().await;
         self.on_end("flush", &(0..0), &result);
         match &result {
-            Ok(()) => self.judge(self.history.end_flush(id)),
+            Ok(()) => self.check_result(self.history.end_flush(id)),
             Err(error) => {
                 self.on_failure(error);
                 self.history.fail_flush(id);
@@ -515,7 +515,7 @@ impl User {
         let result = lun.write(offset, buffer, fua).await.map(drop);
         self.on_end("write", &blocks, &result);
         self.judge_access(begin, true, &result);
-        self.end(id, result.clone().map(|()| fua || !self.is_cached));
+        self.end_write(id, result.clone().map(|()| fua || !self.is_cached));
         result
     }
 
@@ -536,11 +536,11 @@ impl User {
         self.judge_access(begin, true, &result);
         if let Some(flush) = flush {
             match result {
-                Ok(()) => self.judge(self.history.end_flush(flush)),
+                Ok(()) => self.check_result(self.history.end_flush(flush)),
                 Err(_) => self.history.fail_flush(flush),
             }
         }
-        self.end(id, result.map(|()| fua || !self.is_cached));
+        self.end_write(id, result.map(|()| fua || !self.is_cached));
     }
 
     async fn unmap(&self, lun: &Lun, blocks: Range<u64>) {
@@ -552,7 +552,7 @@ impl User {
         match result {
             // UNMAP is only a hint, so the unit may keep the blocks (SBC-4 4.7.4.4).
             Ok(()) | Err(LunError::Unsupported) => self.history.refuse(id),
-            result => self.end(id, result.map(|()| false)),
+            result => self.end_write(id, result.map(|()| false)),
         }
     }
 
@@ -583,11 +583,11 @@ impl User {
         match end.result {
             Ok(answer) if answer.status == 0 => {
                 let is_durable = fua || !self.is_cached;
-                self.judge(self.history.acknowledge_swap(id, &expected, is_durable));
+                self.check_result(self.history.acknowledge_swap(id, &expected, is_durable));
             }
             Ok(answer) => match answer.sense().map(|sense| sense.key) {
-                Some(SenseKey::Miscompare) => self.judge(self.history.refute(id)),
-                _ => self.end(id, Err(failure(&answer))),
+                Some(SenseKey::Miscompare) => self.check_result(self.history.refute(id)),
+                _ => self.end_write(id, Err(failure(&answer))),
             },
             // A raw command is not retried after another initiator has reset the unit.
             Err(_) => self.history.lose(id),
@@ -641,7 +641,7 @@ impl User {
             Ok(buffer) => {
                 let mut bytes = vec![0; len];
                 buffer.slice().read(0, &mut bytes);
-                self.judge(self.history.end_read(id, &bytes));
+                self.check_result(self.history.end_read(id, &bytes));
                 Some(bytes)
             }
             Err(error) => {

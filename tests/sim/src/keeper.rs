@@ -53,7 +53,7 @@ impl Saves {
 /// Reservations that persist through power loss, identified by serial number, port numbers and unit
 /// names.
 #[derive(Clone, Debug, Default)]
-pub struct Kept {
+pub struct SavedState {
     reservations: Arc<Mutex<BTreeMap<String, SavedReservations>>>,
     ports: Arc<Mutex<Vec<WrittenPort>>>,
     identities: Arc<Mutex<Identities>>,
@@ -64,7 +64,7 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl ReservationKeeper for Kept {
+impl ReservationKeeper for SavedState {
     fn load(&self, unit: &Identity) -> io::Result<Option<SavedReservations>> {
         Ok(lock(&self.reservations).get(&unit.serial).cloned())
     }
@@ -80,7 +80,7 @@ impl ReservationKeeper for Kept {
     }
 }
 
-impl PortKeeper for Kept {
+impl PortKeeper for SavedState {
     fn load(&self) -> io::Result<Vec<WrittenPort>> {
         Ok(lock(&self.ports).clone())
     }
@@ -90,7 +90,7 @@ impl PortKeeper for Kept {
     }
 }
 
-impl IdentityKeeper for Kept {
+impl IdentityKeeper for SavedState {
     fn load(&self) -> io::Result<Identities> {
         Ok(lock(&self.identities).clone())
     }

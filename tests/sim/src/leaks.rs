@@ -40,7 +40,7 @@ impl Guard {
     }
 
     /// Checks bytes sent by the target to this address.
-    pub fn look(&self, to: IpAddr, bytes: &[u8]) {
+    pub fn check_bytes(&self, to: IpAddr, bytes: &[u8]) {
         let may_share = !cheat::is_cheat(to);
         if may_share && !self.has_private {
             return;
@@ -59,7 +59,7 @@ impl Guard {
 
     /// Checks a packet at the time when it's sent by a device of the target.
     pub fn look_at_packet(&self, from: SocketAddr, to: SocketAddr, packet: &[u8]) {
-        self.look(to.ip(), packet);
+        self.check_bytes(to.ip(), packet);
         let is_whole = IcrcFlow::new(from, to).is_some_and(|flow| flow.check(packet, 0).is_ok());
         if !is_whole {
             self.report(|| format!("a packet with a wrong ICRC is sent to {to}"));
@@ -112,9 +112,9 @@ pub struct Stream {
 
 impl Stream {
     /// Checks the next part.
-    pub fn look(&mut self, guard: &Guard, to: IpAddr, bytes: &[u8]) {
+    pub fn check_bytes(&mut self, guard: &Guard, to: IpAddr, bytes: &[u8]) {
         self.tail.extend_from_slice(bytes);
-        guard.look(to, &self.tail);
+        guard.check_bytes(to, &self.tail);
         let seen = self.tail.len().saturating_sub(MARK - 1);
         self.tail.drain(..seen);
     }
@@ -135,11 +135,11 @@ mod tests {
     #[test]
     fn marks_are_found_at_others_only() {
         let guard = Guard::new(true);
-        guard.look(initiator::address(0), &data());
-        guard.look(initiator::address(1), &data()[..16]);
+        guard.check_bytes(initiator::address(0), &data());
+        guard.check_bytes(initiator::address(1), &data()[..16]);
         assert_eq!(guard.found(), None);
         // A partial and a complete mark at unaligned offsets.
-        guard.look(initiator::address(1), &data()[99..113]);
+        guard.check_bytes(initiator::address(1), &data()[99..113]);
         assert!(guard.found().unwrap().contains("10.0.0.101"));
     }
 
@@ -149,9 +149,9 @@ mod tests {
         Version::new(1, shared_port(1)).fill(3, &mut block);
         for has_private in [false, true] {
             let guard = Guard::new(has_private);
-            guard.look(initiator::address(1), &block);
+            guard.check_bytes(initiator::address(1), &block);
             assert_eq!(guard.found(), None);
-            guard.look(cheat::address(0), &block[16..24]);
+            guard.check_bytes(cheat::address(0), &block[16..24]);
             assert!(guard.found().unwrap().contains("10.0.2.1"));
         }
     }
@@ -161,7 +161,7 @@ mod tests {
         for len in 1..9 {
             let (guard, mut stream) = (Guard::new(true), Stream::default());
             for part in data()[19..33].chunks(len) {
-                stream.look(&guard, initiator::address(2), part);
+                stream.check_bytes(&guard, initiator::address(2), part);
             }
             assert!(guard.found().is_some(), "parts of {len}");
         }

@@ -67,7 +67,7 @@ impl Meter {
 
     /// Checks the memory usage from time to time. Returns an error message if it exceeds the limit.
     #[must_use]
-    pub fn look(&mut self, target: &Target, fabric: &Fabric, steps: u64) -> Option<String> {
+    pub fn check_usage(&mut self, target: &Target, fabric: &Fabric, steps: u64) -> Option<String> {
         let used = (Attributed::in_use() - self.before).max(0) as usize;
         if used < self.seen + GROWTH && !steps.is_multiple_of(STEPS) {
             return None;

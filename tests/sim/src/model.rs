@@ -304,7 +304,7 @@ impl Model {
     ///
     /// # Errors
     /// Returns an error if there is no matching state.
-    pub fn see(
+    pub fn observe_states(
         &self,
         begin: u64,
         is_it: impl Fn(&Reservations) -> bool,
@@ -783,9 +783,11 @@ mod tests {
         assert_eq!(model.begin_change(change(ONE, Action::Clear, 1, 0)), None);
         model.lose_change(TWO);
         // It may have been executed or not. When the result was seen, only one state is left.
-        model.see(model.begin(), |one| one.held.is_none()).unwrap();
         model
-            .see(model.begin(), |one| one.held.is_some())
+            .observe_states(model.begin(), |one| one.held.is_none())
+            .unwrap();
+        model
+            .observe_states(model.begin(), |one| one.held.is_some())
             .unwrap_err();
     }
 
@@ -794,7 +796,7 @@ mod tests {
         let model = registered();
         model.lose_power();
         model
-            .see(model.begin(), |one| !one.keys.is_empty())
+            .observe_states(model.begin(), |one| !one.keys.is_empty())
             .unwrap_err();
         let persistent = Change {
             persists: true,
@@ -803,9 +805,11 @@ mod tests {
         carry_out(&model, persistent);
         model.lose_power();
         model
-            .see(model.begin(), |one| one.keys.is_empty())
+            .observe_states(model.begin(), |one| one.keys.is_empty())
             .unwrap_err();
-        model.see(model.begin(), |one| one.generation == 0).unwrap();
+        model
+            .observe_states(model.begin(), |one| one.generation == 0)
+            .unwrap();
     }
 
     #[test]
@@ -837,7 +841,7 @@ mod tests {
         }
         assert!(model.is_vague());
         let keys = |one: &Reservations| one.keys.is_empty();
-        model.see(model.begin(), keys).unwrap();
+        model.observe_states(model.begin(), keys).unwrap();
         assert!(!model.is_vague());
     }
 }

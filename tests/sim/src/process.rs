@@ -308,7 +308,7 @@ impl Target {
     ///
     /// # Errors
     /// Returns an error if a change is possible that must be rejected.
-    pub(crate) fn go_on(&mut self, now: Instant) -> Result<JobStep, String> {
+    pub(crate) fn continue_job(&mut self, now: Instant) -> Result<JobStep, String> {
         let (Some(server), Some(job)) = (&mut self.server, &mut self.job) else {
             return Ok(JobStep::Waiting {
                 is_committed: false,
@@ -367,7 +367,7 @@ impl Target {
         };
         let was_unseen = self.disk().has_unseen_error();
         member.abandon(&mut self.rng);
-        self.hear(was_unseen);
+        self.update_reported(was_unseen);
         drop(member);
         let message = Some("a simulated failure".to_owned());
         if let Some(reports) = &self.reports {

@@ -203,7 +203,7 @@ impl World {
         let ears = overheard.clone();
         fabric.tap(move |from, to, bytes| {
             if let Some(overheard) = &ears {
-                overheard.hear(from.ip(), to.ip(), bytes);
+                overheard.record_packet(from.ip(), to.ip(), bytes);
             }
             let mut addresses = (0..paths).map(target::rdma_address);
             if addresses.any(|address| address == from.ip()) {
@@ -217,7 +217,7 @@ impl World {
         let mut chance = Rng::with_seed(plan.seed ^ 0xc4ea7);
         let cheats = cheats.map(|cheat| Cheat::new(cheat, &surroundings, chance.fork()));
         let verdict = Verdict::default();
-        let ledger = Ledger::new(target.layout.seen(), fabric.now());
+        let ledger = Ledger::new(target.layout.visible_units(), fabric.now());
         let ledger = Rc::new(RefCell::new(ledger));
         let model = Rc::new(Model::new(plan.knowledge()));
         let mut chance = Rng::with_seed(plan.seed ^ 0xad_717);
@@ -393,7 +393,7 @@ impl World {
         }
         self.cheats.clear();
         self.flood = None;
-        self.watchers.iter_mut().for_each(Watcher::end);
+        self.watchers.iter_mut().for_each(Watcher::end_session);
         self.is_changed = true;
         let limit = self.fabric.elapsed() + PATIENCE;
         let ended = self.run_until("all sessions have ended", limit, |world| {
@@ -474,7 +474,7 @@ impl World {
         };
         let (plan, disks) = (self.plan.clone(), self.exchanged.clone());
         let new = move || history_of(&plan);
-        let work = exchange::work(&one, user, disks, (&self.plan, chance), new);
+        let work = exchange::run_workload(&one, user, disks, (&self.plan, chance), new);
         self.executor.spawn(work);
         self.twins.insert(EXCHANGE, one);
     }
@@ -533,7 +533,7 @@ impl World {
                 // Memory for sessions must also be released.
                 return self
                     .meter
-                    .look(&self.target, &self.fabric, 0)
+                    .check_usage(&self.target, &self.fabric, 0)
                     .map_or(Ok(()), Err);
             }
             let pause = self.fabric.elapsed() + Duration::from_secs(5);
@@ -547,7 +547,7 @@ impl World {
     }
 
     fn reports(&mut self) -> Result<Vec<Snapshot>, String> {
-        let (snapshots, workers) = (self.target.ask(), self.target.workers());
+        let (snapshots, workers) = (self.target.request_snapshots(), self.target.workers());
         let limit = self.fabric.elapsed() + PATIENCE;
         let mut reports = Vec::new();
         self.run_until("all workers report", limit, |_| {
@@ -567,9 +567,10 @@ impl World {
             self.step();
             let verdict = self.verdict.borrow().clone();
             let verdict = verdict.or_else(|| self.guard.found());
-            if let Some(why) =
-                verdict.or_else(|| self.meter.look(&self.target, &self.fabric, self.steps))
-            {
+            if let Some(why) = verdict.or_else(|| {
+                self.meter
+                    .check_usage(&self.target, &self.fabric, self.steps)
+            }) {
                 return Err(why);
             }
             if self.fabric.elapsed() > limit || self.steps > STEPS {
@@ -948,7 +949,7 @@ impl World {
             heritage,
             (&self.plan, &mut self.rng),
         );
-        self.network.come_back(self.initiators[index].address);
+        self.network.on_host_up(self.initiators[index].address);
         self.start_initiator(index);
     }
 

@@ -27,7 +27,7 @@ use riser_transport::roce::nic::NicUsage;
 use crate::admin::Layout;
 use crate::disks::DiskFaults;
 use crate::hog;
-use crate::keeper::{Kept, Saves};
+use crate::keeper::{SavedState, Saves};
 use crate::memory;
 use crate::plan::Plan;
 use crate::process::{Ending, Ground, Job};
@@ -150,7 +150,7 @@ pub struct Target {
     failures: Failures,
     /// Set if the disk has reported a failed writeback to the process, but this is not saved yet.
     is_heard: bool,
-    pub(crate) kept: Kept,
+    pub(crate) kept: SavedState,
     /// Number of times that the host was booted.
     pub(crate) boots: u64,
     pub(crate) rng: Rng,
@@ -189,7 +189,7 @@ impl Target {
             .enumerate()
             .map(|(index, _)| Disk::new(1 + index as u64));
         let others = ["c", "s", "r", "a"].map(|backend| (backend, Disk::new(0)));
-        let kept = Kept::default();
+        let kept = SavedState::default();
         let failures = Failures {
             saves: kept.saves.clone(),
             ..Failures::default()
@@ -284,7 +284,7 @@ impl Target {
         for member in self.members.iter().flatten() {
             member.abandon(&mut self.rng);
         }
-        self.hear(was_unseen);
+        self.update_reported(was_unseen);
         // The disk only reports a lost writeback once. If the process has not saved this, it is
         // lost with the process.
         if std::mem::take(&mut self.is_heard) {
@@ -318,7 +318,7 @@ impl Target {
 
     /// Checks if the disk has reported a failed writeback since the last call, or if the process
     /// has saved this.
-    pub(crate) fn hear(&mut self, was_unseen: bool) {
+    pub(crate) fn update_reported(&mut self, was_unseen: bool) {
         self.is_heard |= was_unseen && !self.disk.has_unseen_error();
         self.is_heard &= !self.failures.has();
     }
@@ -396,7 +396,7 @@ impl Target {
 
     /// Requests reports from all workers, which are sent in their next iteration.
     #[must_use]
-    pub fn ask(&self) -> Receiver<Snapshot> {
+    pub fn request_snapshots(&self) -> Receiver<Snapshot> {
         let (answers, snapshots) = channel();
         for mail in &self.mail {
             let _ = mail.send(Mail::Snapshot(answers.clone()));
@@ -529,7 +529,7 @@ impl Target {
         }
         let was_unseen = self.disk.has_unseen_error();
         let completed = member.complete(now, &mut self.faults, rng);
-        self.hear(was_unseen);
+        self.update_reported(was_unseen);
         worked > 0 || completed > 0
     }
 

@@ -141,7 +141,7 @@ pub struct Network {
     /// Initiators that were active since the last turn, or `None` if any of them may have been.
     active: Option<Vec<IpAddr>>,
     pub(crate) delays: Option<Delays>,
-    arrived: Arrived,
+    arrived: ReceivedBytes,
     /// Buffer for reading from a stream.
     scratch: Vec<u8>,
     guard: Guard,
@@ -151,13 +151,13 @@ pub struct Network {
 
 /// Received bytes.
 #[derive(Debug, Default)]
-struct Arrived {
+struct ReceivedBytes {
     count: u64,
     /// Hash of all bytes in order.
     trace: DefaultHasher,
 }
 
-impl Arrived {
+impl ReceivedBytes {
     fn note(&mut self, bytes: &[u8]) {
         self.count += bytes.len() as u64;
         self.trace.write(bytes);
@@ -184,7 +184,7 @@ impl Network {
             is_narrow: false,
             active: None,
             delays: None,
-            arrived: Arrived::default(),
+            arrived: ReceivedBytes::default(),
             scratch: vec![0; WINDOW],
         }
     }
@@ -276,7 +276,7 @@ impl Network {
     }
 
     /// Called when the host of an initiator is up again. Its previous connections are lost.
-    pub fn come_back(&mut self, address: IpAddr) {
+    pub fn on_host_up(&mut self, address: IpAddr) {
         self.gone.retain(|gone| *gone != address);
     }
 
@@ -413,7 +413,7 @@ struct Surroundings<'a> {
     /// Maximum number of bytes per read or write.
     most: usize,
     delays: &'a mut Option<Delays>,
-    arrived: &'a mut Arrived,
+    arrived: &'a mut ReceivedBytes,
     scratch: &'a mut [u8],
     guard: &'a Guard,
     overheard: Option<&'a Overheard>,
@@ -445,10 +445,10 @@ impl Connection {
             self.to_target.acknowledge();
         }
         let room = WINDOW.saturating_sub(self.to_initiator.bytes).min(most);
-        let bytes = self.peer.take(room);
+        let bytes = self.peer.read_bytes(room);
         if !bytes.is_empty() {
             moved += bytes.len();
-            self.sent.look(guard, self.from, &bytes);
+            self.sent.check_bytes(guard, self.from, &bytes);
             if let Some(overheard) = overheard {
                 overheard.hear_stream(self.from, false, &bytes);
             }

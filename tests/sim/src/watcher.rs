@@ -27,7 +27,7 @@ use riser_scsi::sense::{Sense, SenseKey};
 use riser_test_peers::pdus;
 use riser_tests::history::BLOCK;
 
-use crate::admin::{ADDED, RAM, SIDE, Seen};
+use crate::admin::{ADDED, RAM, SIDE, VisibleUnit};
 use crate::coverage;
 use crate::initiator::{Dial, Dialed, Verdict};
 use crate::rival::connection::{Connection, Event};
@@ -60,11 +60,11 @@ struct Period {
     begin: Instant,
     /// Time when they are no longer served by any worker.
     end: Option<Instant>,
-    units: Vec<Seen>,
+    units: Vec<VisibleUnit>,
 }
 
 impl Period {
-    fn unit(&self, lun: u16) -> Option<&Seen> {
+    fn unit(&self, lun: u16) -> Option<&VisibleUnit> {
         self.units.iter().find(|one| one.lun == lun)
     }
 }
@@ -86,7 +86,7 @@ pub struct Ledger {
 impl Ledger {
     /// Creates a ledger with these initial units.
     #[must_use]
-    pub fn new(units: Vec<Seen>, now: Instant) -> Self {
+    pub fn new(units: Vec<VisibleUnit>, now: Instant) -> Self {
         Self {
             periods: vec![Period {
                 begin: now,
@@ -106,7 +106,7 @@ impl Ledger {
     }
 
     /// Called when other units may become visible.
-    pub fn change(&mut self, units: Vec<Seen>, now: Instant) {
+    pub fn change(&mut self, units: Vec<VisibleUnit>, now: Instant) {
         self.note(now);
         self.periods.push(Period {
             begin: now,
@@ -116,7 +116,7 @@ impl Ledger {
     }
 
     /// Called when only the last layout is visible.
-    pub fn settle(&mut self, now: Instant) {
+    pub fn end_periods(&mut self, now: Instant) {
         self.note(now);
         let last = self.periods.len() - 1;
         for period in &mut self.periods[..last] {
@@ -168,7 +168,7 @@ impl Ledger {
 
 /// A command in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Look {
+enum WatcherCommand {
     TestUnitReady,
     ReadCapacity,
     SerialNumber,
@@ -180,7 +180,7 @@ enum Look {
 
 #[derive(Debug)]
 struct Task {
-    look: Look,
+    look: WatcherCommand,
     lun: u16,
     tag: u32,
     begin: Instant,
@@ -189,7 +189,7 @@ struct Task {
 
 /// A cause that was reported to a nexus, or doesn't need to be reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Heard {
+struct ReportedCause {
     lun: u16,
     kind: Kind,
     begin: Instant,
@@ -213,7 +213,7 @@ pub struct Watcher {
     tag: u32,
     cmd_sn: CmdSn,
     task: Option<Task>,
-    heard: Vec<Heard>,
+    heard: Vec<ReportedCause>,
     /// The backend that each LUN is expected to use.
     taken: BTreeMap<u16, &'static str>,
     /// The backends of each LUN during its logins since it was last identified.
@@ -277,7 +277,7 @@ impl Watcher {
     }
 
     /// Closes its session permanently.
-    pub fn end(&mut self) {
+    pub fn end_session(&mut self) {
         (self.connection, self.task, self.is_over) = (None, None, true);
     }
 
@@ -360,7 +360,10 @@ impl Watcher {
             self.take_units(now);
         }
         let task = self.task.take();
-        if let Some(task) = task.as_ref().filter(|t| t.look == Look::SerialNumber) {
+        if let Some(task) = task
+            .as_ref()
+            .filter(|t| t.look == WatcherCommand::SerialNumber)
+        {
             // The target may have executed the INQUIRY.
             let ledger = self.ledger.borrow();
             let units = ledger.during(task.begin, now);
@@ -370,7 +373,7 @@ impl Watcher {
         }
         // It's unknown whether this was written.
         if let Some(Task {
-            look: Look::Write(byte),
+            look: WatcherCommand::Write(byte),
             lun: RAM,
             ..
         }) = task
@@ -398,7 +401,7 @@ impl Watcher {
         }
         match (&self.connection, self.is_up, &self.task) {
             (None, ..) => self.log_in(now),
-            (Some(_), true, None) => self.look(now),
+            (Some(_), true, None) => self.send_command(now),
             // Timeout.
             (Some(_), ..) => self.leave(now),
         }
@@ -437,42 +440,42 @@ impl Watcher {
     }
 
     /// Sends the next command.
-    fn look(&mut self, now: Instant) {
+    fn send_command(&mut self, now: Instant) {
         let lun = [0, SIDE, SIDE, RAM, ADDED][self.rng.usize(..5)];
         let byte = self.rng.u8(1..);
         // Only one watcher uses the RAM disk, so that the last write is known.
         let is_memory = lun == RAM && self.index == 0;
         let look = match self.rng.u8(..8) {
-            0 => Look::ReportLuns,
-            1 | 2 => Look::ReadCapacity,
-            3 | 4 => Look::SerialNumber,
-            5 if lun == SIDE || is_memory => Look::Write(byte),
-            6 if is_memory => Look::Read,
-            _ => Look::TestUnitReady,
+            0 => WatcherCommand::ReportLuns,
+            1 | 2 => WatcherCommand::ReadCapacity,
+            3 | 4 => WatcherCommand::SerialNumber,
+            5 if lun == SIDE || is_memory => WatcherCommand::Write(byte),
+            6 if is_memory => WatcherCommand::Read,
+            _ => WatcherCommand::TestUnitReady,
         };
         let (look, lun) = match (self.missing().first(), look) {
             // If the LUN was changed, it must be identified first.
-            (Some(lun), Look::SerialNumber) => (look, *lun),
-            (Some(lun), _) => (Look::TestUnitReady, *lun),
-            (None, Look::ReportLuns) => (look, 0),
+            (Some(lun), WatcherCommand::SerialNumber) => (look, *lun),
+            (Some(lun), _) => (WatcherCommand::TestUnitReady, *lun),
+            (None, WatcherCommand::ReportLuns) => (look, 0),
             (None, _) => (look, lun),
         };
         let (cdb, len): (Vec<u8>, u32) = match look {
-            Look::TestUnitReady => (vec![0; 6], 0),
-            Look::ReadCapacity => {
+            WatcherCommand::TestUnitReady => (vec![0; 6], 0),
+            WatcherCommand::ReadCapacity => {
                 let mut cdb = vec![0; 16];
                 (cdb[0], cdb[1], cdb[13]) = (0x9e, 0x10, 32);
                 (cdb, 32)
             }
-            Look::SerialNumber => (vec![0x12, 1, 0x80, 0, 255, 0], 255),
-            Look::ReportLuns => (vec![0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], 256),
-            Look::Write(_) => (pdus::cdb10(0x2a, 0, 1).to_vec(), BLOCK as u32),
-            Look::Read => (pdus::cdb10(0x28, 0, 1).to_vec(), BLOCK as u32),
+            WatcherCommand::SerialNumber => (vec![0x12, 1, 0x80, 0, 255, 0], 255),
+            WatcherCommand::ReportLuns => (vec![0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0], 256),
+            WatcherCommand::Write(_) => (pdus::cdb10(0x2a, 0, 1).to_vec(), BLOCK as u32),
+            WatcherCommand::Read => (pdus::cdb10(0x28, 0, 1).to_vec(), BLOCK as u32),
         };
         self.tag += 1;
         let connection = self.connection.as_mut().expect("it is up");
         let data = match look {
-            Look::Write(byte) => vec![byte; BLOCK],
+            WatcherCommand::Write(byte) => vec![byte; BLOCK],
             _ => Vec::new(),
         };
         let command = ScsiCommand {
@@ -536,7 +539,7 @@ impl Watcher {
         coverage::note("watcher's command", "answer", &text);
         tracing::debug!(watcher = self.index, lun = task.lun, look = ?task.look, "{text}");
         if let Some(missing) = &mut self.missing
-            && (status, task.look) == (GOOD, Look::TestUnitReady)
+            && (status, task.look) == (GOOD, WatcherCommand::TestUnitReady)
         {
             missing.remove(&task.lun);
         }
@@ -546,7 +549,7 @@ impl Watcher {
             _ => Ok(()),
         };
         if status != GOOD
-            && let Look::Write(byte) = task.look
+            && let WatcherCommand::Write(byte) = task.look
             && task.lun == RAM
         {
             self.ledger.borrow_mut().ram.push(byte);
@@ -561,14 +564,14 @@ impl Watcher {
         let ledger = Rc::clone(&self.ledger);
         let ledger = ledger.borrow();
         let mut periods = ledger.during(task.begin, now);
-        let mut is_some = |is_it: &dyn Fn(Option<&Seen>) -> bool| {
+        let mut is_some = |is_it: &dyn Fn(Option<&VisibleUnit>) -> bool| {
             periods.any(|period| is_it(period.unit(task.lun)))
         };
         let is_explained = match (sense.key, code) {
             (SenseKey::UnitAttention, kind) => return self.on_attention(task, kind, now),
             (SenseKey::IllegalRequest, (0x25, 0)) => is_some(&|unit| unit.is_none()),
             // There are no VPD pages without a unit.
-            (SenseKey::IllegalRequest, (0x24, 0)) if task.look == Look::SerialNumber => {
+            (SenseKey::IllegalRequest, (0x24, 0)) if task.look == WatcherCommand::SerialNumber => {
                 is_some(&|unit| unit.is_none())
             }
             (SenseKey::DataProtect, (0x27, 0)) => {
@@ -606,7 +609,7 @@ impl Watcher {
             .filter(|(of, begin, _)| *of == kind && *begin <= now);
         let all: Vec<_> = all.collect();
         let fresh = all.iter().filter(|(_, begin, _)| {
-            let place = self.heard(task.lun, kind, *begin);
+            let place = self.find_attention(task.lun, kind, *begin);
             place.is_none_or(|at| self.heard[at].is_excused)
         });
         if fresh.count() == 0 {
@@ -617,7 +620,7 @@ impl Watcher {
         let certain = |at: Option<Instant>| at.is_some_and(|at| at < task.begin);
         let is_one = all.len() == 1;
         for (_, begin, at) in all {
-            self.hear(task.lun, kind, begin, !is_one && !certain(at));
+            self.record_attention(task.lun, kind, begin, !is_one && !certain(at));
         }
         Ok(())
     }
@@ -658,15 +661,15 @@ impl Watcher {
         }
     }
 
-    fn heard(&self, lun: u16, kind: Kind, begin: Instant) -> Option<usize> {
-        let is_it = |one: &Heard| (one.lun, one.kind, one.begin) == (lun, kind, begin);
+    fn find_attention(&self, lun: u16, kind: Kind, begin: Instant) -> Option<usize> {
+        let is_it = |one: &ReportedCause| (one.lun, one.kind, one.begin) == (lun, kind, begin);
         self.heard.iter().position(is_it)
     }
 
-    fn hear(&mut self, lun: u16, kind: Kind, begin: Instant, is_excused: bool) {
-        match self.heard(lun, kind, begin) {
+    fn record_attention(&mut self, lun: u16, kind: Kind, begin: Instant, is_excused: bool) {
+        match self.find_attention(lun, kind, begin) {
             Some(at) => self.heard[at].is_excused &= is_excused,
-            None => self.heard.push(Heard {
+            None => self.heard.push(ReportedCause {
                 lun,
                 kind,
                 begin,
@@ -679,8 +682,8 @@ impl Watcher {
     fn excuse(&mut self, lun: u16, is_it: &dyn Fn(Kind) -> bool) {
         let causes = self.ledger.borrow().causes(lun, self.since);
         for (kind, begin, _) in causes {
-            if is_it(kind) && self.heard(lun, kind, begin).is_none() {
-                self.hear(lun, kind, begin, true);
+            if is_it(kind) && self.find_attention(lun, kind, begin).is_none() {
+                self.record_attention(lun, kind, begin, true);
             }
         }
     }
@@ -688,17 +691,20 @@ impl Watcher {
     fn on_success(&mut self, task: &Task, now: Instant) -> Result<(), String> {
         let ledger = Rc::clone(&self.ledger);
         // INQUIRY and REPORT LUNS do not report unit attentions (SPC-5 5.15.1).
-        if !matches!(task.look, Look::SerialNumber | Look::ReportLuns) {
+        if !matches!(
+            task.look,
+            WatcherCommand::SerialNumber | WatcherCommand::ReportLuns
+        ) {
             self.judge_identity(task, now)?;
             let causes = ledger.borrow().causes(task.lun, self.since);
             for (kind, begin, certain) in causes {
                 let is_certain = certain.is_some_and(|at| at < task.begin);
-                if is_certain && self.heard(task.lun, kind, begin).is_none() {
+                if is_certain && self.find_attention(task.lun, kind, begin).is_none() {
                     return Err(format!("it succeeds, and {kind:02x?} was not reported"));
                 }
             }
         }
-        if task.look == Look::ReportLuns {
+        if task.look == WatcherCommand::ReportLuns {
             for lun in [0, SIDE, RAM, ADDED] {
                 self.excuse(lun, &|kind| kind == LUNS_CHANGED);
             }
@@ -715,9 +721,9 @@ impl Watcher {
         let is_explained = units.any(|period| {
             let unit = period.unit(task.lun);
             match (task.look, unit) {
-                (Look::ReportLuns, _) => luns_of(&task.data) == numbers(period),
-                (Look::SerialNumber, None) => is_absent(&task.data),
-                (Look::SerialNumber, Some(unit)) => {
+                (WatcherCommand::ReportLuns, _) => luns_of(&task.data) == numbers(period),
+                (WatcherCommand::SerialNumber, None) => is_absent(&task.data),
+                (WatcherCommand::SerialNumber, Some(unit)) => {
                     let serial = task.data.get(4..).unwrap_or_default();
                     let is_known = known.get(unit.backend);
                     let is_it = !is_absent(&task.data) && is_known.is_none_or(|k| k == serial);
@@ -727,9 +733,11 @@ impl Watcher {
                     is_it
                 }
                 (_, None) => false,
-                (Look::ReadCapacity, Some(unit)) => blocks_of(&task.data) == Some(unit.blocks),
-                (Look::Write(_), Some(unit)) => !unit.is_read_only,
-                (Look::TestUnitReady | Look::Read, Some(_)) => true,
+                (WatcherCommand::ReadCapacity, Some(unit)) => {
+                    blocks_of(&task.data) == Some(unit.blocks)
+                }
+                (WatcherCommand::Write(_), Some(unit)) => !unit.is_read_only,
+                (WatcherCommand::TestUnitReady | WatcherCommand::Read, Some(_)) => true,
             }
         });
         drop(units);
@@ -738,7 +746,7 @@ impl Watcher {
         let serial = task.data.get(4..).unwrap_or_default();
         let mut known = ledger.serials.iter();
         let named = known.find(|(_, known)| *known == serial);
-        if task.look == Look::SerialNumber {
+        if task.look == WatcherCommand::SerialNumber {
             self.led_to.remove(&task.lun);
             match named {
                 Some((backend, _)) => {
@@ -766,13 +774,13 @@ impl Watcher {
 /// contents were lost, its writes may still go to the old contents.
 fn judge_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), String> {
     match task.look {
-        Look::Write(byte) => {
+        WatcherCommand::Write(byte) => {
             ledger.ram = vec![byte];
             if ledger.lost.is_some_and(|lost| lost >= since) {
                 ledger.ram.push(0);
             }
         }
-        Look::Read => {
+        WatcherCommand::Read => {
             let byte = task.data.first().copied().unwrap_or_default();
             if !ledger.ram.contains(&byte) || task.data.iter().any(|other| *other != byte) {
                 let may = &ledger.ram;

@@ -81,7 +81,7 @@ impl Durability {
     }
 
     /// Keeps versions of a block that were overwritten.
-    pub(super) fn keep(&mut self, block: u64, pruned: Vec<Entry>) {
+    pub(super) fn keep_entries(&mut self, block: u64, pruned: Vec<Entry>) {
         if let Some(block) = self.blocks.get_mut(block as usize) {
             block.overwritten.extend(pruned);
         }

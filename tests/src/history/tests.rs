@@ -768,11 +768,11 @@ impl Cached {
         let (id, is_durable) = (write.id, write.is_durable);
         self.dirty.push(Some(id));
         if is_durable {
-            self.settle();
+            self.settle_writes();
         }
     }
 
-    fn settle(&mut self) {
+    fn settle_writes(&mut self) {
         self.stable = self.content();
         self.dirty.clear();
     }
@@ -822,7 +822,7 @@ impl Cached {
         let at = self.draw(self.flushes.len());
         let (id, port, is_done, fails) = self.flushes.remove(at);
         if !is_done {
-            self.settle();
+            self.settle_writes();
         }
         if self.lost.remove(&port).is_some() || fails {
             self.disk.history.fail_flush(id);
@@ -858,7 +858,7 @@ impl Cached {
             6 if !self.flushes.is_empty() => {
                 let at = self.draw(self.flushes.len());
                 if self.draw(2) == 0 {
-                    self.settle();
+                    self.settle_writes();
                     self.flushes[at].2 = true;
                 } else {
                     return self.end_flush();

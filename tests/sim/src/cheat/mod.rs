@@ -406,7 +406,7 @@ fn set_number(rng: &mut Rng, pdu: &mut [u8], number: &mut u32) {
 
 /// A command to send.
 #[derive(Clone, Copy, Debug)]
-struct Wish {
+struct HostileCommand {
     lun: u16,
     cdb: [u8; 16],
     writes: bool,
@@ -416,7 +416,7 @@ struct Wish {
     is_ordered: bool,
 }
 
-impl Wish {
+impl HostileCommand {
     /// Draws the next command for this aim.
     fn draw(aim: Aim, rng: &mut Rng) -> Self {
         match aim {

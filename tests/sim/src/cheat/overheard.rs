@@ -89,7 +89,7 @@ impl Overheard {
     }
 
     /// Called when a packet is sent by a device.
-    pub fn hear(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
+    pub fn record_packet(&self, from: IpAddr, to: IpAddr, packet: &[u8]) {
         let Some(bth) = packet.first_chunk::<{ Bth::LEN }>() else {
             return;
         };

@@ -24,8 +24,8 @@ use riser_transport::wire::{
 
 use super::overheard::Host;
 use super::{
-    Act, Aim, CheatPlan, Names, Overheard, Pace, SILENCES, SRP_PORT, Surroundings, Wish, address,
-    overheard, set_number,
+    Act, Aim, CheatPlan, HostileCommand, Names, Overheard, Pace, SILENCES, SRP_PORT, Surroundings,
+    address, overheard, set_number,
 };
 use crate::plan::Protocol;
 use crate::target;
@@ -392,7 +392,7 @@ impl RdmaCheat {
         (self.data_mr, self.key) = (Some(mr), mr.rkey);
         self.number += 1;
         let (number, aim) = (self.number - 1, self.pace.plan.aim);
-        let wish = Wish::draw(aim, &mut self.pace.rng);
+        let wish = HostileCommand::draw(aim, &mut self.pace.rng);
         // If data must not be sent, use an invalid key.
         let key = match aim {
             Aim::Withhold => mr.rkey.0 ^ 0x8000_0000,
@@ -460,7 +460,7 @@ impl RdmaCheat {
 }
 
 /// Encodes an SRP command with memory.
-fn srp_command(number: u32, wish: Wish, memory: MemDesc) -> Vec<u8> {
+fn srp_command(number: u32, wish: HostileCommand, memory: MemDesc) -> Vec<u8> {
     let buffer = DataBuffer::Direct(memory);
     let mut lun = [0; 8];
     lun[..2].copy_from_slice(&wish.lun.to_be_bytes());

@@ -9,7 +9,9 @@ use fastrand::Rng;
 use riser_scsi::iscsi::frame::Framer;
 use riser_tests::mutator::Mutator;
 
-use super::{Act, Aim, CheatPlan, Names, Overheard, Pace, Surroundings, Wish, address, set_number};
+use super::{
+    Act, Aim, CheatPlan, HostileCommand, Names, Overheard, Pace, Surroundings, address, set_number,
+};
 use crate::initiator::{Dial, Dialed};
 use crate::target;
 
@@ -107,7 +109,7 @@ impl TcpCheat {
                     true => {
                         let number = self.number;
                         self.number = number.wrapping_add(1);
-                        Wish::draw(aim, rng).pdu(number).to_vec()
+                        HostileCommand::draw(aim, rng).pdu(number).to_vec()
                     }
                     false => {
                         let mut pdu = self.mutator.message();
@@ -199,7 +201,7 @@ impl TcpCheat {
 
     /// Parses received data: we need to know the next CmdSN and to respond to pings, because
     /// otherwise the target would close the connection soon.
-    fn take(&mut self, len: usize) {
+    fn consume_bytes(&mut self, len: usize) {
         const LOGIN_RESPONSE: u8 = 0x23;
         const NOP_IN: u8 = 0x20;
         let mut bytes = &self.scratch[..len];
@@ -237,7 +239,7 @@ impl TcpCheat {
         match stream.read(&mut self.scratch) {
             Ok(0) => self.leave(now),
             Ok(_) if self.pace.plan.aim == Aim::Own => {}
-            Ok(len) => self.take(len),
+            Ok(len) => self.consume_bytes(len),
             Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
             Err(_) => self.leave(now),
         }

@@ -280,7 +280,7 @@ impl World {
             let mut all = Executor::default();
             for (user, rng) in users {
                 let (lun, plan, judge) = (lun.clone(), plan.clone(), Rc::clone(&judge));
-                all.spawn(work((user, lun), plan, rng, judge));
+                all.spawn(run_workload((user, lun), plan, rng, judge));
             }
             if is_watched(&plan) {
                 all.spawn(watch_paths(lun, plan, judge));
@@ -537,7 +537,7 @@ async fn watch_paths(lun: Lun, plan: Plan, judge: Rc<Judge>) {
 }
 
 /// Sends random commands to the unit, during the troubles of the plan.
-async fn work((user, lun): (User, Lun), plan: Plan, mut rng: Rng, judge: Rc<Judge>) {
+async fn run_workload((user, lun): (User, Lun), plan: Plan, mut rng: Rng, judge: Rc<Judge>) {
     let client = lun.session().client().clone();
     let each = plan.healed().max(Duration::from_millis(10)) / plan.commands.max(1) as u32;
     for _ in 0..plan.commands {
@@ -576,7 +576,7 @@ async fn write(user: &User, lun: &Lun, blocks: Range<u64>, is_fua: bool) -> Resu
     let flush = flushes.then(|| user.history.begin_flush(user.port));
     let result = user.write(lun, blocks, is_fua).await;
     match (flush, &result) {
-        (Some(flush), Ok(())) => user.judge(user.history.end_flush(flush)),
+        (Some(flush), Ok(())) => user.check_result(user.history.end_flush(flush)),
         (Some(flush), Err(_)) => user.history.fail_flush(flush),
         (None, _) => {}
     }

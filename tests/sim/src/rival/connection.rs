@@ -222,7 +222,7 @@ impl Connection {
             match self.login.take() {
                 None => return Some(Event::Pdu(pdu, numbers, data)),
                 Some(login) => {
-                    if let Some(event) = self.go_on(login, &pdu, &data) {
+                    if let Some(event) = self.continue_login(login, &pdu, &data) {
                         return Some(event);
                     }
                 }
@@ -231,7 +231,12 @@ impl Connection {
     }
 
     /// Continues the login.
-    fn go_on(&mut self, mut login: InitiatorLogin, pdu: &FromTarget, data: &[u8]) -> Option<Event> {
+    fn continue_login(
+        &mut self,
+        mut login: InitiatorLogin,
+        pdu: &FromTarget,
+        data: &[u8],
+    ) -> Option<Event> {
         let FromTarget::LoginResponse(response) = pdu else {
             return Some(Event::Fault(format!("{pdu:?} in a login")));
         };

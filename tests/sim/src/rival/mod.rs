@@ -326,7 +326,7 @@ impl Rival {
 
     fn fail(&self, what: &str) {
         let why = format!("rival of port {}: {what}", self.user.port.0);
-        self.user.judge::<(), _>(Err(why));
+        self.user.check_result::<(), _>(Err(why));
     }
 
     fn on_event(&mut self, at: usize, event: Event, now: Instant) {
@@ -385,7 +385,7 @@ impl Rival {
             FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => self.answer_ping(at, ping.ttt, now),
             FromTarget::LogoutResponse(answer) => match self.logouts.remove(&answer.itt.0) {
                 Some(lost) => self.on_detached(lost, now),
-                None => self.end(),
+                None => self.end_session(),
             },
             FromTarget::NopIn(_) | FromTarget::AsyncMessage(_) => {}
             // The target could not accept another function. Its tag is in the returned header.
@@ -444,11 +444,12 @@ impl Rival {
     /// effect.
     fn end_fence(&mut self) {
         if let Some(fence) = self.fence.take() {
-            self.user.judge(self.user.history.end_read(fence, &[]));
+            self.user
+                .check_result(self.user.history.end_read(fence, &[]));
         }
     }
 
-    fn end(&mut self) {
+    fn end_session(&mut self) {
         if let Some(fence) = self.fence.take() {
             self.user.history.abandon_read(fence);
         }
@@ -473,8 +474,8 @@ impl Rival {
         match self.phase {
             Phase::Down { until } if until <= now => self.log_in(now),
             Phase::LoggingIn { until } if until <= now => self.lose(now),
-            Phase::LoggingOut { until } if until <= now => self.end(),
-            Phase::Up if self.next_look <= now => self.look(now),
+            Phase::LoggingOut { until } if until <= now => self.end_session(),
+            Phase::Up if self.next_look <= now => self.check_timeouts(now),
             Phase::Up if self.left == 0 && self.is_idle() => return self.finish(now),
             Phase::Up if self.may_act() && self.next_action <= now => {
                 // To fill a window, commands must be sent faster than disks complete them.
@@ -598,7 +599,7 @@ impl Rival {
     }
 
     /// Checks timeouts: pings silent connections, closes dead ones, aborts commands.
-    fn look(&mut self, now: Instant) {
+    fn check_timeouts(&mut self, now: Instant) {
         self.next_look = now + LATE;
         let is_silent = |c: &Connection| c.is_silent_since(now - 3 * PING);
         if let Some(at) = self.connections.iter().position(is_silent) {

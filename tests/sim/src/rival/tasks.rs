@@ -206,21 +206,21 @@ impl Task {
     fn complete(self, user: &User) {
         match self.kind {
             Kind::Read(id, _) if self.received.len() == self.len => {
-                user.judge(user.history.end_read(id, &self.received));
+                user.check_result(user.history.end_read(id, &self.received));
             }
             Kind::Read(..) => {
                 let got = self.received.len();
-                user.judge::<(), _>(Err(format!("GOOD for {got} of {} bytes", self.len)));
+                user.check_result::<(), _>(Err(format!("GOOD for {got} of {} bytes", self.len)));
             }
             Kind::Write { id, fua } if fua || !user.is_cached => {
-                user.judge(user.history.acknowledge_durable(id));
+                user.check_result(user.history.acknowledge_durable(id));
             }
-            Kind::Write { id, .. } => user.judge(user.history.acknowledge(id)),
+            Kind::Write { id, .. } => user.check_result(user.history.acknowledge(id)),
             Kind::Swap { id, fua } => {
                 let (expected, is_durable) = (&self.data[..BLOCK], fua || !user.is_cached);
-                user.judge(user.history.acknowledge_swap(id, expected, is_durable));
+                user.check_result(user.history.acknowledge_swap(id, expected, is_durable));
             }
-            Kind::Flush(id) => user.judge(user.history.end_flush(id)),
+            Kind::Flush(id) => user.check_result(user.history.end_flush(id)),
             Kind::TestUnitReady | Kind::Change { .. } | Kind::Look(_) => {}
         }
     }
@@ -500,7 +500,7 @@ impl Rival {
     /// Called when a comparison has failed because the block has other contents.
     fn refute(&self, task: Task) {
         match task.kind {
-            Kind::Swap { id, .. } => self.user.judge(self.user.history.refute(id)),
+            Kind::Swap { id, .. } => self.user.check_result(self.user.history.refute(id)),
             _ => self.fail(&format!("MISCOMPARE of {task:?}")),
         }
     }
@@ -511,21 +511,22 @@ impl Rival {
         let attention = sense.filter(|sense| sense.key == SenseKey::UnitAttention);
         if let Some(Sense { additional, .. }) = attention {
             let code = (additional.code, additional.qualifier);
-            self.user.judge(model.on_attention(port, task.begin, code));
+            self.user
+                .check_result(model.on_attention(port, task.begin, code));
         }
         // The window is a promise of the target.
         if status == TASK_SET_FULL && !self.is_limited {
             self.fail(&format!("the target lacks room for a command: {task:?}"));
         }
         if status == TASK_ABORTED {
-            self.user.judge(model.on_aborted(port, task.begin));
+            self.user.check_result(model.on_aborted(port, task.begin));
         }
         if status == GOOD && self.tasks.is_empty() && self.orphans.is_empty() {
-            self.user.judge(model.on_success(port, task.begin));
+            self.user.check_result(model.on_success(port, task.begin));
         }
         if let (GOOD | CONFLICT, Some(writes)) = (status, task.access()) {
             let judged = model.judge_access(port, task.begin, writes, status == CONFLICT);
-            self.user.judge(judged);
+            self.user.check_result(judged);
         }
         match task.kind {
             Kind::Change { id, .. } => self.judge_change(id, status, sense),
@@ -545,13 +546,13 @@ impl Rival {
             TASK_ABORTED => return self.model.lose_change(self.user.port),
             _ => return self.model.cancel_change(id),
         };
-        self.user.judge(self.model.end_change(id, status));
+        self.user.check_result(self.model.end_change(id, status));
     }
 
     fn judge_look(&self, action: u8, task: &Task) {
         let seen = self
             .model
-            .see(task.begin, |one| one.is_reported(action, &task.received));
+            .observe_states(task.begin, |one| one.is_reported(action, &task.received));
         if let Err(states) = seen {
             let data = &task.received;
             self.fail(&format!(

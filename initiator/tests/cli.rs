@@ -157,7 +157,7 @@ fn failures_have_status_and_message() {
         (
             &["bench", "mem:1M", "--bs", "1000"],
             2,
-            "no multiple of the device's 512",
+            "not a multiple of the device's 512",
         ),
         (
             &["bench", "mem:1M", "--depth", "0"],

@@ -418,10 +418,13 @@ mod tests {
             ),
             ("iscsi://h/?portal=x:0", "`x:0` of key `portal` is not HOST"),
             ("iscsi://h/?portal=", "missing value of key `portal`"),
-            ("iscsi://h/?portal=h:3260", "portal `h:3260` is named twice"),
+            (
+                "iscsi://h/?portal=h:3260",
+                "duplicate portal `h:3260`; each path requires a separate portal",
+            ),
             (
                 "iscsi://h/?portal=i&portal=i",
-                "portal `i:3260` is named twice",
+                "duplicate portal `i:3260`; each path requires a separate portal",
             ),
             ("iscsi://h/?paths=2", "`2` of key `paths` is not `all`"),
             ("nvme://h", "iscsi://"),

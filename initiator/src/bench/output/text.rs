@@ -314,7 +314,7 @@ mod tests {
             not_started: 31,
             ..sample::open_loop("a", 1)
         }]);
-        let note = "about 31 operations were due and had not started";
+        let note = "about 31 operations were due but not started";
         assert!(text.contains(note), "{text}");
     }
 

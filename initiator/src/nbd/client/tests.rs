@@ -196,7 +196,7 @@ fn malformed_negotiation_fails_with_reason() {
         ),
         (
             vec![go(rep::ERR_POLICY, b"")],
-            "refuses option 7 with error 2",
+            "rejected option 7 with error 2",
         ),
         (vec![], "connection failed"),
     ] {

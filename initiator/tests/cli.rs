@@ -366,12 +366,12 @@ fn unsuitable_disks_and_options_are_rejected() {
         (
             &["read", &gone, "--channels", "2"],
             2,
-            "--channels is an option",
+            "--channels only applies",
         ),
         (
             &["read", &image, "--inject", "loss=1"],
             2,
-            "--inject is an option",
+            "--inject only applies",
         ),
     ] {
         let (status, text) = home.fails(args);
@@ -753,7 +753,10 @@ fn impossible_runs_are_rejected_before_start() {
     ];
     let (code, errors) = home.fails(&[&run[..], &["--sweep", "bs=4k,8M"]].concat());
     assert_eq!(code, 2);
-    assert!(errors.contains("more than one transfer"), "{errors}");
+    assert!(
+        errors.contains("exceeds the limit of one transfer"),
+        "{errors}"
+    );
     assert!(is_zeroed(&image), "the first run has written");
     let file = home.path("jobs.fio");
     std::fs::write(&file, "[a]\nrw=write\nsize=1m\n[b]\nstonewall\nbs=1000\n").unwrap();

@@ -484,7 +484,7 @@ mod tests {
         assert_eq!(backend.in_flight.len(), 1, "whole blocks: it goes on");
         backend.on_completion(0, Ok(100));
         let error = result(ended).unwrap_err().to_string();
-        assert!(error.contains("ends at byte 1636"), "{error}");
+        assert!(error.contains("truncated to 1636 bytes"), "{error}");
         // This limit doesn't apply to the page cache.
         backend.is_direct = false;
         let _ended = read(&mut backend);

@@ -178,9 +178,9 @@ fn truncated_file_returns_error() {
     temp.file().set_len(100_352).unwrap();
     assert!(read(&disk, 0, 65536).is_ok());
     let error = read(&disk, 65536, 65536).unwrap_err().to_string();
-    assert!(error.contains("ends at byte 100352"), "{error}");
+    assert!(error.contains("truncated to 100352 bytes"), "{error}");
     let error = read(&disk, 1 << 19, 512).unwrap_err().to_string();
-    assert!(error.contains("ends at byte 524288"), "{error}");
+    assert!(error.contains("truncated to 524288 bytes"), "{error}");
     let extents = block_on(BlockDevice::status(&disk, 65536..1 << 20)).unwrap();
     assert_eq!(
         extents.iter().map(|e| e.len).sum::<u64>(),

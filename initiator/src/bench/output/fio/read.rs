@@ -473,7 +473,7 @@ mod tests {
         assert!(clat.starts_with("jobs[0].read.clat_ns: "), "{clat}");
         let failed = message("\"error\": 0", "\"error\": 5");
         assert!(
-            failed.starts_with("jobs[0].error: this job has failed"),
+            failed.starts_with("jobs[0].error: the job failed"),
             "{failed}"
         );
         let cut = read(&GOLDEN[..500]).unwrap_err();

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 /// Descriptor with the events to wait for.
 #[derive(Clone, Copy, Debug)]
-pub struct Waited<'a> {
+pub struct PollInterest<'a> {
     /// File descriptor to poll.
     pub fd: BorrowedFd<'a>,
     /// Wait until data can be read.
@@ -17,7 +17,7 @@ pub struct Waited<'a> {
     pub to_write: bool,
 }
 
-impl<'a> Waited<'a> {
+impl<'a> PollInterest<'a> {
     /// Waits until data can be read.
     #[must_use]
     pub fn reading(fd: BorrowedFd<'a>) -> Self {
@@ -31,16 +31,16 @@ impl<'a> Waited<'a> {
 
 /// Descriptors to poll. At queue depth 1, a loaded thread sleeps once per operation, so we avoid
 /// heap allocation for the usual number.
-pub type WaitedFds<'a> = SmallVec<[Waited<'a>; 8]>;
+pub type PollInterests<'a> = SmallVec<[PollInterest<'a>; 8]>;
 
 /// Sleeps until a descriptor is readable or the timeout expires; waits indefinitely if `None`. This
 /// also returns if it is interrupted by a signal.
 pub fn wait_readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) {
-    wait(fds.iter().copied().map(Waited::reading), timeout);
+    wait(fds.iter().copied().map(PollInterest::reading), timeout);
 }
 
 /// Sleeps until a descriptor is ready or the timeout expires, see [`wait_readable`].
-pub fn wait<'a>(fds: impl IntoIterator<Item = Waited<'a>>, timeout: Option<Duration>) {
+pub fn wait<'a>(fds: impl IntoIterator<Item = PollInterest<'a>>, timeout: Option<Duration>) {
     let mut set: SmallVec<[PollFd<'_>; 16]> = fds
         .into_iter()
         .map(|waited| {

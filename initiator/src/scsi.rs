@@ -554,13 +554,13 @@ impl Identity {
         for one in designator::parse(designators.unwrap_or(&[])) {
             // Only use designators for the logical unit itself.
             if one.association == LOGICAL_UNIT && one.is_whole {
-                identity.take(one.kind, one.id);
+                identity.add_designator(one.kind, one.id);
             }
         }
         identity
     }
 
-    fn take(&mut self, kind: u8, id: &[u8]) {
+    fn add_designator(&mut self, kind: u8, id: &[u8]) {
         let hex = || id.iter().map(|b| format!("{b:02x}")).collect::<String>();
         let (field, value) = match kind {
             T10_VENDOR => (&mut self.t10, text(id)),

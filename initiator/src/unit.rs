@@ -55,7 +55,7 @@ use riser_scsi::data::vpd;
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::sense::{AdditionalSense, SenseKey};
 
-use crate::request::{Answer, CHECK_CONDITION, DataLen, Effect};
+use crate::request::{CHECK_CONDITION, CommandResponse, DataLen, Effect};
 use crate::scsi::{CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN};
 use crate::session::{ConnectError, Down, SrpLoginError};
 
@@ -222,7 +222,7 @@ impl Check {
 
     /// Restarts after a void round. Returns false after too many successive void rounds, for
     /// example if the unit always responds with a unit attention.
-    pub fn begin_again(&mut self) -> bool {
+    pub fn restart(&mut self) -> bool {
         *self = Self {
             void: self.void + 1,
             ..Self::default()
@@ -235,7 +235,7 @@ impl Check {
     /// doubtful capacity leaves the size unknown. Other queries do not affect the identity; this
     /// includes the vendor-specific page, for which a target may return anything.
     #[must_use]
-    pub fn is_conclusive(&self, answer: &Answer) -> bool {
+    pub fn is_conclusive(&self, answer: &CommandResponse) -> bool {
         let is_refused = || {
             let key = answer.sense().map(|sense| sense.key);
             answer.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
@@ -247,7 +247,7 @@ impl Check {
 
     /// Processes the response data for [`Self::command`], which is empty if the unit rejected it;
     /// returns whether there is another query.
-    pub fn take(&mut self, data: &[u8]) -> bool {
+    pub fn process_response(&mut self, data: &[u8]) -> bool {
         self.step = match self.step {
             Step::Capacity => {
                 self.found.capacity = Capacity::parse(data).ok();
@@ -344,7 +344,7 @@ pub struct Evidence {
 
 impl Evidence {
     /// Discards the evidence collected so far.
-    pub fn forget(&mut self) {
+    pub fn clear(&mut self) {
         *self = Self {
             // An initial attention may still follow.
             is_logged_in: self.is_logged_in,
@@ -620,12 +620,12 @@ mod tests {
         assert!(!check.doubt(), "nothing is answered yet");
         let mut blocks = [0_u8; 32];
         (blocks[7], blocks[10]) = (99, 2);
-        assert!(check.take(&blocks));
-        assert!(check.take(&[0; 36]));
+        assert!(check.process_response(&blocks));
+        assert!(check.process_response(&[0; 36]));
         for _ in [0x83, 0x80, 0xc0, 0x08] {
-            assert!(check.take(&[]));
+            assert!(check.process_response(&[]));
         }
-        let answer = |status| Answer {
+        let answer = |status| CommandResponse {
             status,
             sense: None,
             transferred: 0,
@@ -638,7 +638,7 @@ mod tests {
     #[test]
     fn check_fails_after_void_rounds() {
         let mut check = Check::default();
-        let rounds = std::iter::repeat_with(|| check.begin_again());
+        let rounds = std::iter::repeat_with(|| check.restart());
         assert_eq!(rounds.take_while(|goes_on| *goes_on).count(), 31);
     }
 
@@ -646,8 +646,8 @@ mod tests {
     fn rejected_inquiry_yields_no_identity() {
         for answer in [&[][..], &[0x7f; 96]] {
             let mut check = Check::default();
-            assert!(check.take(&[]));
-            assert!(!check.take(answer));
+            assert!(check.process_response(&[]));
+            assert!(!check.process_response(answer));
             assert_eq!(check.found().identity, Identity::default());
             assert_eq!(disk("A", 1).compare(check.found()), Err(Down::NoIdentity));
         }
@@ -659,16 +659,16 @@ mod tests {
         let mut check = Check::default();
         let capacity = check.command();
         assert!(!check.doubt());
-        assert!(check.take(&[]));
+        assert!(check.process_response(&[]));
         assert!(check.doubt());
-        assert!(check.take(&[0; 96]), "its names");
+        assert!(check.process_response(&[0; 96]), "its names");
         for _ in 0..4 {
-            assert!(check.take(&[]));
+            assert!(check.process_response(&[]));
         }
         assert_eq!(check.command(), capacity);
         let mut blocks = [0; 32];
         (blocks[7], blocks[10]) = (99, 2);
-        assert!(!check.take(&blocks));
+        assert!(!check.process_response(&blocks));
         assert_eq!(check.found().capacity.as_ref().unwrap().blocks, 100);
     }
 
@@ -800,10 +800,10 @@ mod tests {
         let mut capacity = [0; 32];
         capacity[10] = 2;
         for answer in [&capacity[..], &data, &[], &[], &[]] {
-            assert!(check.take(answer));
+            assert!(check.process_response(answer));
         }
         assert_eq!(check.command().cdb.opcode(), 0x1a);
-        assert!(!check.take(&[15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+        assert!(!check.process_response(&[15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
         assert_eq!(check.found().write_cache, Some(true));
     }
 

@@ -192,7 +192,7 @@ fn error_format_is_stable() {
     let (_, text) = home.fails(&["detach", "7"]);
     assert_eq!(
         text,
-        "  × nothing is attached as 7\n  help: `riser list` shows what is attached\n"
+        "  × nothing is attached as 7\n  help: use `riser list` to list attachments\n"
     );
     let (status, text) = home.fails(&["-o", "json", "detach", "7"]);
     assert_eq!(status, 5);
@@ -202,7 +202,7 @@ fn error_format_is_stable() {
   "error": {
     "message": "nothing is attached as 7",
     "causes": [],
-    "help": "`riser list` shows what is attached",
+    "help": "use `riser list` to list attachments",
     "exit_status": 5
   }
 }

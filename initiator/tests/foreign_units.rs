@@ -302,7 +302,7 @@ fn long_transfers_are_split() {
     let (_session, lun) = target.connect();
     let len = 1 << 20;
     assert!(lun.geometry().max_transfer >= len);
-    let buffer = block_on(lun.buffers().take(len as usize));
+    let buffer = block_on(lun.buffers().take_buffer(len as usize));
     let buffer = block_on(lun.read(0, buffer)).unwrap();
     assert_eq!(buffer.slice().to_vec(), vec![FILL; len as usize]);
     assert_eq!(*blocks.lock().unwrap(), [1024, 1024]);

@@ -122,7 +122,7 @@ impl Attentions {
     }
 
     /// Removes and returns the next condition to report.
-    pub(crate) fn take(&mut self) -> Option<Attention> {
+    pub(crate) fn take_next(&mut self) -> Option<Attention> {
         let next = Attention::ALL
             .into_iter()
             .find(|&attention| self.0 & (1 << attention as u8) != 0)?;
@@ -145,9 +145,9 @@ mod tests {
         set.raise(Attention::ModeChanged);
         set.raise(Attention::CapacityChanged);
         set.raise(Attention::ModeChanged);
-        assert_eq!(set.take(), Some(Attention::CapacityChanged));
-        assert_eq!(set.take(), Some(Attention::ModeChanged));
-        assert_eq!(set.take(), None);
+        assert_eq!(set.take_next(), Some(Attention::CapacityChanged));
+        assert_eq!(set.take_next(), Some(Attention::ModeChanged));
+        assert_eq!(set.take_next(), None);
     }
 
     #[test]
@@ -156,8 +156,8 @@ mod tests {
         set.raise(Attention::ModeChanged);
         set.raise(Attention::DeviceReset);
         set.raise(Attention::CapacityChanged);
-        assert_eq!(set.take(), Some(Attention::DeviceReset));
-        assert_eq!(set.take(), Some(Attention::CapacityChanged));
+        assert_eq!(set.take_next(), Some(Attention::DeviceReset));
+        assert_eq!(set.take_next(), Some(Attention::CapacityChanged));
         assert!(set.is_empty());
     }
 }

@@ -91,8 +91,8 @@ impl Cdb {
     /// first reserved bit.
     pub(crate) fn parse(received: &[u8], usage: &Usage) -> Result<Self, Sense> {
         // Point to the first byte after the end if the CDB is too short.
-        let cdb =
-            Self::take(received, usage.len).ok_or(Sense::cdb_field(received.len() as u16, None))?;
+        let cdb = Self::from_received(received, usage.len)
+            .ok_or(Sense::cdb_field(received.len() as u16, None))?;
         // Use a single comparison for all bytes except for the operation code.
         let reserved =
             u128::from_be_bytes(cdb.bytes) & !u128::from_be_bytes(usage.bytes) & (u128::MAX >> 8);
@@ -111,7 +111,7 @@ impl Cdb {
     /// Returns the CDB with all reserved bits cleared, which is used before the CDB is checked.
     /// Returns `None` if it's too short.
     pub(crate) fn masked(received: &[u8], usage: &Usage) -> Option<Self> {
-        let mut cdb = Self::take(received, usage.len)?;
+        let mut cdb = Self::from_received(received, usage.len)?;
         let used = u128::from_be_bytes(cdb.bytes) & u128::from_be_bytes(usage.bytes);
         cdb.bytes = used.to_be_bytes();
         Some(cdb)
@@ -149,7 +149,7 @@ impl Cdb {
         field.get(&self.bytes).expect("field is within the CDB")
     }
 
-    fn take(received: &[u8], len: usize) -> Option<Self> {
+    fn from_received(received: &[u8], len: usize) -> Option<Self> {
         let mut bytes = [0; CDB_MAX];
         bytes[..len].copy_from_slice(received.get(..len)?);
         Some(Self { bytes, len })
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn extents_for_all_cdb_lengths() {
         let extent = |bytes: &[u8]| {
-            let e = Cdb::take(bytes, bytes.len()).unwrap().extent();
+            let e = Cdb::from_received(bytes, bytes.len()).unwrap().extent();
             (e.lba, e.blocks, e.length_byte)
         };
         // READ(6), LBA 1f0203h, 4 blocks, then a length of zero.

@@ -122,7 +122,7 @@ fn challenges(port: u16) -> [String; 2] {
         (bhs[0], bhs[1]) = (0x43, flags);
         bhs[8..14].copy_from_slice(&[0x80, 0, 0, 0, 0, 1]);
         let mut pdu = Vec::new();
-        frame::put(
+        frame::put_pdu(
             bhs,
             &[],
             text.as_bytes(),
@@ -609,7 +609,7 @@ fn ping_flood_blocks_only_its_session() {
         exp_stat_sn: StatSn(0),
     };
     let mut bytes = Vec::new();
-    frame::put(
+    frame::put_pdu(
         ping.header(),
         &[],
         &[7; 4096],

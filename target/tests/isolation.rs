@@ -45,7 +45,7 @@ fn trickle(hog: &mut Client, rate: u64, is_over: &AtomicBool) {
             let pdu = data_out(r2t.itt.0, r2t.ttt, *sn, r2t.offset + *at, is_last);
             let mut bytes = Vec::new();
             let data = vec![1; len as usize];
-            frame::put(pdu.header(), &[], &data, hog.digests, &mut bytes);
+            frame::put_pdu(pdu.header(), &[], &data, hog.digests, &mut bytes);
             // The target has closed the connection.
             if hog.socket.write_all(&bytes).is_err() {
                 return;

@@ -233,7 +233,7 @@ fn logout_waits_for_all_connections() {
         logout(LogoutReason::CloseConnection, 99, 0x1000),
         logout(LogoutReason::CloseSession, 0, 0x1001),
     ] {
-        frame::put(logout.header(), &[], &[], first.digests, &mut bytes);
+        frame::put_pdu(logout.header(), &[], &[], first.digests, &mut bytes);
     }
     first.socket.write_all(&bytes).unwrap();
     let (answer, ..) = first.receive().expect("an answer");

@@ -132,7 +132,7 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 pub fn buffer_of(lun: &Lun, data: &[u8]) -> Buffer {
-    let buffer = block_on(lun.buffers().take(data.len()));
+    let buffer = block_on(lun.buffers().take_buffer(data.len()));
     buffer.slice().write(0, data);
     buffer
 }
@@ -142,7 +142,7 @@ pub fn put(lun: &Lun, offset: u64, data: &[u8]) {
 }
 
 pub fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
-    let buffer = block_on(lun.buffers().take(len));
+    let buffer = block_on(lun.buffers().take_buffer(len));
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 

@@ -109,7 +109,7 @@ pub enum Swapped {
 
 impl Disk for Lun {
     fn read(&mut self, offset: u64, bytes: &mut [u8]) -> Result<(), Failed> {
-        let buffer = block_on(self.buffers().take(bytes.len()));
+        let buffer = block_on(self.buffers().take_buffer(bytes.len()));
         // Fill the buffer first, so that we can detect data not sent by the target.
         buffer.slice().fill(0, bytes.len(), 0xee);
         let buffer = block_on(Lun::read(self, offset, buffer))?;
@@ -118,7 +118,7 @@ impl Disk for Lun {
     }
 
     fn write(&mut self, offset: u64, bytes: &[u8], fua: bool) -> Result<(), Failed> {
-        let buffer = block_on(self.buffers().take(bytes.len()));
+        let buffer = block_on(self.buffers().take_buffer(bytes.len()));
         buffer.slice().write(0, bytes);
         let buffer = block_on(Lun::write(self, offset, buffer, fua))?;
         // After this has returned, no data must be sent from this buffer.
@@ -142,7 +142,7 @@ impl Disk for Lun {
 
     /// Uses COMPARE AND WRITE.
     fn swap(&mut self, offset: u64, expected: &[u8], bytes: &[u8], fua: bool) -> Swapped {
-        let buffer = block_on(self.buffers().take(2 * BLOCK));
+        let buffer = block_on(self.buffers().take_buffer(2 * BLOCK));
         buffer.slice().write(0, expected);
         buffer.slice().write(BLOCK, bytes);
         let mut cdb = [0; 16];

@@ -108,7 +108,7 @@ impl Drop for Load {
 
 /// Runs a load and counts the allocations made during many of its operations.
 fn check(name: &str, lun: &Arc<Lun>, kind: Kind, depth: usize) {
-    let buffer = || block_on(lun.buffers().take(BLOCK));
+    let buffer = || block_on(lun.buffers().take_buffer(BLOCK));
     let progress = Arc::new(Progress::default());
     let load = Load {
         kind,

@@ -166,7 +166,7 @@ fn work(client: &Client, lun: &Lun, place: u64, stop: &AtomicBool, done: &Atomic
         let offset = place * REGION + round % 16 * (32 << 10);
         let mut chance = Chance(round << 8 | place | 1 << 63);
         let data: Vec<u8> = (0..len).map(|_| chance.below(256) as u8).collect();
-        let buffer = block_on(client.buffers().take(len));
+        let buffer = block_on(client.buffers().take_buffer(len));
         buffer.slice().write(0, &data);
         let buffer = block_on(lun.write(offset, buffer, false)).unwrap();
         buffer.slice().fill(0, len, 0);

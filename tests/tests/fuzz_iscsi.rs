@@ -186,7 +186,7 @@ fn login_of_known_keys() {
                 for (key, value) in pairs {
                     let (key, values) = KEYS[usize::from(*key) % KEYS.len()];
                     let value = values[usize::from(*value) % values.len()];
-                    text::put(&mut text, key, value);
+                    text::put_pair(&mut text, key, value);
                 }
                 let mut bhs = [0; BHS_LEN];
                 bhs[0] = 0x43;

@@ -35,7 +35,7 @@ fn check_message(bytes: &[u8]) {
             Ok(Message::Hello(hello)) => {
                 let header = Header::Hello(hello).bytes();
                 assert_eq!(Message::parse(&header), Ok(Message::Hello(hello)));
-                assert!(hello.answer(16).ord <= 16);
+                assert!(hello.build_reply(16).ord <= 16);
             }
             Ok(Message::HelloReply(reply)) => {
                 let header = Header::HelloReply(reply).bytes();

@@ -12,7 +12,7 @@ use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::frame::{self, Digests};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, LoginFault, Refusal, Terms};
-use riser_scsi::iscsi::name::{Found, IscsiName};
+use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Tsih};
 use riser_scsi::iser::{Buffers, Header, RemoteBuffer, Stag};
@@ -81,7 +81,7 @@ impl Gate for Open {
         out.fill(7);
     }
 
-    fn targets(&mut self, _: &IscsiName, _: Option<&IscsiName>) -> Vec<Found> {
+    fn targets(&mut self, _: &IscsiName, _: Option<&IscsiName>) -> Vec<DiscoveredTarget> {
         Vec::new()
     }
 }
@@ -254,7 +254,7 @@ impl Rig {
             read: buffer,
         });
         let mut bytes = header.bytes().to_vec();
-        frame::put(bhs, &[], data, Digests::default(), &mut bytes);
+        frame::put_pdu(bhs, &[], data, Digests::default(), &mut bytes);
         self.send(&bytes);
     }
 

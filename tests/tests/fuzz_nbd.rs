@@ -91,7 +91,7 @@ fn run(stream: &[u8], piece: usize, read_only: bool) -> (Vec<u8>, Vec<Event>) {
     let (mut at, mut end) = (0, 0);
     loop {
         output.extend(machine.poll_output().unwrap_or_default());
-        let payload = (machine.payload_left() as usize).min(end - at);
+        let payload = (machine.remaining_payload() as usize).min(end - at);
         machine.handle_payload(payload as u32);
         at += payload;
         if machine.is_closed() {
@@ -133,7 +133,7 @@ fn check(machine: &Machine, request: &NbdRequest, read_only: bool) {
         Command::Write { .. } | Command::Trim { .. } | Command::WriteZeroes { .. }
     );
     assert!(!(changes && read_only), "{request:?}");
-    assert_eq!(machine.payload_left(), request.payload().unwrap_or(0));
+    assert_eq!(machine.remaining_payload(), request.payload().unwrap_or(0));
 }
 
 /// For any data from a client, requests passed to the disk must be in range, and the result must

@@ -3,7 +3,7 @@
 use std::io::{self, Cursor, Read, Write};
 
 use riser_initiator::nbd::client::{
-    End, Event, HandshakeError, Negotiated, ReplyFault, Request, Requests, negotiate,
+    Event, HandshakeError, Negotiated, ReplyFault, Request, RequestOutcome, Requests, negotiate,
 };
 use riser_tests::seeds;
 
@@ -36,7 +36,7 @@ const REQUESTS: [Request; 4] = [
 #[derive(Debug, PartialEq)]
 struct Outcome {
     /// Completions, with the index of the request.
-    ends: Vec<(usize, End)>,
+    ends: Vec<(usize, RequestOutcome)>,
     /// Data received for the read.
     data: [Option<u8>; READ as usize],
     fault: Option<ReplyFault>,
@@ -50,7 +50,7 @@ impl Outcome {
         }
     }
 
-    fn end(&mut self, request: usize, end: End) {
+    fn end(&mut self, request: usize, end: RequestOutcome) {
         assert!(self.ends.iter().all(|(known, _)| *known != request));
         match (REQUESTS[request], &end.result) {
             (Request::Read { .. }, Ok(())) => {

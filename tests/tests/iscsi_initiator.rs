@@ -49,7 +49,7 @@ fn disk_works_over_tcp() {
     let missing = block_on(session.lun(3)).unwrap_err();
     assert!(missing.to_string().contains("not a disk"), "{missing}");
     let beyond = Cdb::new(&[0x88, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 1, 0, 0]).unwrap();
-    let data = IoData::One(block_on(lun.buffers().take(512)));
+    let data = IoData::One(block_on(lun.buffers().take_buffer(512)));
     let answer = block_on(lun.scsi(beyond, DataLen::In(512), data))
         .result
         .unwrap();
@@ -200,7 +200,7 @@ fn many_sessions_share_server() {
             })
             .collect();
         for write in writes {
-            Lun::judge(block_on(write)).unwrap();
+            Lun::completed_buffer(block_on(write)).unwrap();
         }
         for (i, lun) in luns.iter().enumerate() {
             let at = ((i + 1) % luns.len()) as u64;

@@ -105,7 +105,7 @@ fn url(user: &str, keys: &str) -> IscsiUrl {
 }
 
 fn buffer_of(lun: &Lun, byte: u8, len: usize) -> Buffer {
-    let buffer = block_on(lun.buffers().take(len));
+    let buffer = block_on(lun.buffers().take_buffer(len));
     buffer.slice().fill(0, len, byte);
     buffer
 }

@@ -42,7 +42,7 @@ fn disk_works_over_iser() {
         block_on(lun.flush()).unwrap();
         block_on(lun.discard((8 << 20)..(9 << 20))).unwrap();
         let beyond = Cdb::new(&[0x88, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 1, 0, 0]).unwrap();
-        let data = IoData::One(block_on(lun.buffers().take(512)));
+        let data = IoData::One(block_on(lun.buffers().take_buffer(512)));
         let answer = block_on(lun.scsi(beyond, DataLen::In(512), data))
             .result
             .unwrap();
@@ -90,7 +90,7 @@ fn concurrent_commands_keep_data_separate() {
             })
             .collect();
         for write in writes {
-            Lun::judge(block_on(write)).unwrap();
+            Lun::completed_buffer(block_on(write)).unwrap();
         }
         for i in 0..48u64 {
             assert!(get(&lun, i << 16, 65536) == pattern(round << 8 | i, 65536));
@@ -143,7 +143,7 @@ fn session_reconnects_after_server_restart() {
         let waiting = session.submit(lun.write_io(65536, data, true).unwrap());
         eventually("the loss", || session.status().link() != LinkState::Live);
         rig.server = Some(start(&rig.config));
-        Lun::judge(block_on(waiting)).unwrap();
+        Lun::completed_buffer(block_on(waiting)).unwrap();
         assert!(get(&lun, 0, 65536) == pattern(1, 65536));
         assert!(get(&lun, 65536, 4096) == pattern(round, 4096));
     }

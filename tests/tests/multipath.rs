@@ -143,7 +143,7 @@ fn verify(lun: &Lun, progress: &Progress) {
         };
         let writes: Vec<_> = (0..16).map(write).collect();
         for write in writes {
-            Lun::judge(block_on(write)).unwrap();
+            Lun::completed_buffer(block_on(write)).unwrap();
         }
         for i in 0..16 {
             let there = get(lun, (i * 7 % 64) << 16, PIECE);
@@ -326,7 +326,7 @@ fn late_write_does_not_undo_newer() {
         });
         proxy.cut();
         for write in writes {
-            Lun::judge(block_on(write)).unwrap();
+            Lun::completed_buffer(block_on(write)).unwrap();
         }
         assert_eq!(states(&session), [PathState::Live, PathState::Lost]);
         let newer: Vec<_> = (0..8)

@@ -90,7 +90,7 @@ fn many_sessions_write_and_read_concurrently() {
                     let len = 4096 << (round % 4);
                     let offset = n * REGION + round * (32 << 10);
                     let data = pattern(n, round, len);
-                    let buffer = block_on(client.buffers().take(len));
+                    let buffer = block_on(client.buffers().take_buffer(len));
                     buffer.slice().write(0, &data);
                     let buffer = block_on(lun.write(offset, buffer, false)).unwrap();
                     buffer.slice().fill(0, len, 0);
@@ -193,7 +193,7 @@ fn many_sessions_use_deep_queues() {
         let writes: Vec<_> = (0..DEPTH)
             .flat_map(|i| (0..).zip(&luns).map(move |(n, lun)| (n, i, lun)))
             .map(|(n, i, lun)| {
-                let buffer = block_on(lun.buffers().take(BLOCK as usize));
+                let buffer = block_on(lun.buffers().take_buffer(BLOCK as usize));
                 let data = pattern(n << 8 | i, round, BLOCK as usize);
                 buffer.slice().write(0, &data);
                 let io = lun.write_io(at(n, i), buffer, false).unwrap();
@@ -201,18 +201,21 @@ fn many_sessions_use_deep_queues() {
             })
             .collect();
         for write in writes {
-            Lun::judge(block_on(write)).unwrap();
+            Lun::completed_buffer(block_on(write)).unwrap();
         }
         let reads: Vec<_> = (0..DEPTH)
             .flat_map(|i| (0..).zip(&luns).map(move |(n, lun)| (n, i, lun)))
             .map(|(n, i, lun)| {
-                let buffer = block_on(lun.buffers().take(BLOCK as usize));
+                let buffer = block_on(lun.buffers().take_buffer(BLOCK as usize));
                 let io = lun.read_io(at(n, i), buffer).unwrap();
                 (n, i, lun.session().submit(io))
             })
             .collect();
         for (n, i, read) in reads {
-            let found = Lun::judge(block_on(read)).unwrap().slice().to_vec();
+            let found = Lun::completed_buffer(block_on(read))
+                .unwrap()
+                .slice()
+                .to_vec();
             assert!(
                 found == pattern(n << 8 | i, round, BLOCK as usize),
                 "session {n}, command {i}, round {round}"
@@ -283,7 +286,7 @@ fn come(client: &Client, addr: SocketAddr, n: u64) -> Lun {
     }
     .unwrap();
     let data = pattern(who, n, 8192);
-    let buffer = block_on(lun.buffers().take(data.len()));
+    let buffer = block_on(lun.buffers().take_buffer(data.len()));
     buffer.slice().write(0, &data);
     let buffer = block_on(lun.write(n % 64 * 8192, buffer, false)).unwrap();
     buffer.slice().fill(0, data.len(), 0);

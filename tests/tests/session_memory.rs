@@ -137,24 +137,24 @@ fn work(luns: &[Lun], len: u64) {
     let end = DEEP * REGION - len;
     let writes: Vec<_> = all()
         .map(|(at, lun)| {
-            let buffer = block_on(lun.buffers().take(len as usize));
+            let buffer = block_on(lun.buffers().take_buffer(len as usize));
             buffer.slice().fill(0, len as usize, at as u8);
             let io = lun.write_io(at.min(end), buffer, false).unwrap();
             lun.session().submit(io)
         })
         .collect();
     for write in writes {
-        Lun::judge(block_on(write)).unwrap();
+        Lun::completed_buffer(block_on(write)).unwrap();
     }
     let reads: Vec<_> = all()
         .map(|(at, lun)| {
-            let buffer = block_on(lun.buffers().take(len as usize));
+            let buffer = block_on(lun.buffers().take_buffer(len as usize));
             let io = lun.read_io(at.min(end), buffer).unwrap();
             lun.session().submit(io)
         })
         .collect();
     for read in reads {
-        Lun::judge(block_on(read)).unwrap();
+        Lun::completed_buffer(block_on(read)).unwrap();
     }
 }
 
@@ -173,7 +173,7 @@ fn deep(host: u8, fabric: &str) {
     }
     let shallow = daemon.open(&first, fabric, 2, 1);
     for n in 0..64 {
-        let buffer = block_on(shallow.buffers().take(128 << 10));
+        let buffer = block_on(shallow.buffers().take_buffer(128 << 10));
         let at = n % 4 * (128 << 10);
         let buffer = block_on(shallow.write(at, buffer, false)).unwrap();
         block_on(shallow.read(at, buffer)).unwrap();
@@ -216,7 +216,7 @@ fn idle_sessions_use_little_memory() {
     // for the other sessions.
     let first = client("127.89.1.4", 4 << 20);
     let use_it = |lun: &Lun| {
-        let buffer = block_on(lun.buffers().take(8192));
+        let buffer = block_on(lun.buffers().take_buffer(8192));
         let buffer = block_on(lun.write(0, buffer, false)).unwrap();
         block_on(lun.read(0, buffer)).unwrap();
     };

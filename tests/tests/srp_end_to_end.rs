@@ -84,7 +84,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn buffer_of(lun: &Lun, data: &[u8]) -> Buffer {
-    let buffer = block_on(lun.buffers().take(data.len()));
+    let buffer = block_on(lun.buffers().take_buffer(data.len()));
     buffer.slice().write(0, data);
     buffer
 }
@@ -94,7 +94,7 @@ fn put(lun: &Lun, offset: u64, data: &[u8]) {
 }
 
 fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
-    let buffer = block_on(lun.buffers().take(len));
+    let buffer = block_on(lun.buffers().take_buffer(len));
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
@@ -192,7 +192,7 @@ fn errors_come_with_their_sense() {
         "{error}"
     );
     let beyond = Cdb::new(&[0x88, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0]).unwrap();
-    let data = IoData::One(block_on(lun.buffers().take(512)));
+    let data = IoData::One(block_on(lun.buffers().take_buffer(512)));
     let answer = block_on(lun.scsi(beyond, DataLen::In(512), data))
         .result
         .unwrap();
@@ -240,7 +240,7 @@ fn session_reconnects_after_server_restart() {
             session.status().link() != LinkState::Live
         });
         rig.server = Some(Server::start(&rig.config).unwrap());
-        Lun::judge(block_on(waiting)).unwrap();
+        Lun::completed_buffer(block_on(waiting)).unwrap();
         assert_eq!(get(&lun, 0, 65536), pattern(1, 65536));
         assert_eq!(get(&lun, 65536, 4096), pattern(round, 4096));
     }
@@ -272,7 +272,7 @@ fn many_sessions_share_server() {
             })
             .collect();
         for write in writes {
-            Lun::judge(block_on(write)).unwrap();
+            Lun::completed_buffer(block_on(write)).unwrap();
         }
         for (i, lun) in luns.iter().enumerate() {
             let at = ((i + 1) % luns.len()) as u64;

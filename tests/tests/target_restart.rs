@@ -57,7 +57,7 @@ fn connect(network: u8, url: &TargetUrl, scheme: &str) -> Session {
 }
 
 fn write(lun: &Lun, offset: u64, fua: bool) -> Result<(), LunError> {
-    let buffer = block_on(lun.buffers().take(PIECE));
+    let buffer = block_on(lun.buffers().take_buffer(PIECE));
     buffer.slice().fill(0, PIECE, 0xbb);
     block_on(lun.write(offset, buffer, fua)).map(drop)
 }
@@ -133,7 +133,7 @@ fn a_restart_fails_a_flush_once(network: u8, scheme: &str) {
     // Another command is the first to use the target after the restart.
     write(&lun, 0, false).unwrap();
     restart(&mut pair);
-    let buffer = block_on(lun.buffers().take(PIECE));
+    let buffer = block_on(lun.buffers().take_buffer(PIECE));
     block_on(lun.read(0, buffer)).unwrap();
     assert_eq!(flush(&lun), lost());
     // This data was already on the medium and not in the cache.

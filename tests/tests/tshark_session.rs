@@ -19,7 +19,7 @@ use riser_tests::dissect::dissect;
 use riser_transport::roce::{Roce, RoceConfig};
 
 fn buffer(lun: &Lun, len: usize) -> Buffer {
-    let buffer = block_on(lun.buffers().take(len));
+    let buffer = block_on(lun.buffers().take_buffer(len));
     buffer.slice().fill(0, len, 0x5a);
     buffer
 }

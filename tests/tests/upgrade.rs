@@ -199,7 +199,7 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 }
 
 fn read(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
-    let buffer = block_on(lun.buffers().take(len));
+    let buffer = block_on(lun.buffers().take_buffer(len));
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
@@ -212,7 +212,7 @@ fn work(lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
         let len = 4096 << (round % 4);
         let at = (round % 32 * (32 << 10)) as usize;
         let data = pattern(round << 8 | place, len);
-        let buffer = block_on(lun.buffers().take(len));
+        let buffer = block_on(lun.buffers().take_buffer(len));
         buffer.slice().write(0, &data);
         block_on(lun.write(start + at as u64, buffer, false)).unwrap();
         written[at..at + len].copy_from_slice(&data);

@@ -34,7 +34,7 @@ pub struct JobFile {
     /// Groups of jobs. Jobs in a group run concurrently, and groups run sequentially.
     pub groups: Vec<Vec<Job>>,
     /// Options that have no effect, with their positions.
-    pub ignored: Vec<(Place, String)>,
+    pub ignored: Vec<(SourceLocation, String)>,
     /// Names of files and directories that are replaced by the address.
     pub replaced: Vec<String>,
     /// Meaning of `k` at the end of each section, if this is the same for all.
@@ -43,14 +43,14 @@ pub struct JobFile {
 
 /// A position in a job file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SourceLocation {
     /// Name of the file.
     pub file: String,
     /// Line number, starting from 1.
     pub line: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SourceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.file, self.line)
     }
@@ -60,7 +60,7 @@ impl fmt::Display for Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobFileError {
     /// Position of the error.
-    pub place: Place,
+    pub place: SourceLocation,
     /// Description of the error.
     pub reason: String,
 }
@@ -133,7 +133,7 @@ pub fn parse(file: &str, text: &str, sources: &Sources<'_>) -> Result<JobFile, J
     parser.close();
     if parser.sections.is_empty() && parser.errors.is_empty() {
         parser.errors.push(JobFileError {
-            place: Place {
+            place: SourceLocation {
                 file: file.to_owned(),
                 line: text.lines().count().max(1),
             },
@@ -169,7 +169,7 @@ struct Parser<'a> {
     sections: Vec<Section>,
     /// Number of files included so far.
     includes: usize,
-    ignored: Vec<(Place, String)>,
+    ignored: Vec<(SourceLocation, String)>,
     replaced: Vec<String>,
     errors: Vec<JobFileError>,
 }
@@ -181,7 +181,7 @@ impl Parser<'_> {
             if self.includes > MAX_INCLUDES {
                 return;
             }
-            let place = Place {
+            let place = SourceLocation {
                 file: file.to_owned(),
                 line: index + 1,
             };
@@ -193,7 +193,7 @@ impl Parser<'_> {
         }
     }
 
-    fn read_line(&mut self, line: &str, place: &Place) -> Result<(), String> {
+    fn read_line(&mut self, line: &str, place: &SourceLocation) -> Result<(), String> {
         if line.is_empty() {
             return Ok(());
         }
@@ -246,7 +246,7 @@ impl Parser<'_> {
     }
 
     /// Reads the lines of another file. As in fio, the path may be relative to the including file.
-    fn include(&mut self, name: &str, place: &Place) -> Result<(), String> {
+    fn include(&mut self, name: &str, place: &SourceLocation) -> Result<(), String> {
         self.includes += 1;
         if self.includes > MAX_INCLUDES {
             return Err(format!(

@@ -166,7 +166,11 @@ impl Ledger {
     ///
     /// # Errors
     /// Fails if the state file can't be written.
-    pub(super) fn begin(&self, range: &Range<u64>, is_trim: bool) -> Result<bool, BenchError> {
+    pub(super) fn start_change(
+        &self,
+        range: &Range<u64>,
+        is_trim: bool,
+    ) -> Result<bool, BenchError> {
         let blocks = self.index(range);
         for index in blocks.clone() {
             let begin = |word| {
@@ -201,8 +205,8 @@ impl Ledger {
     ///
     /// # Errors
     /// Fails if the state file can't be written.
-    pub(super) fn end(&self, range: &Range<u64>) -> Result<(), BenchError> {
-        self.settle(self.index(range), |entry| Entry {
+    pub(super) fn acknowledge_change(&self, range: &Range<u64>) -> Result<(), BenchError> {
+        self.update_entries(self.index(range), |entry| Entry {
             acknowledged: entry.in_flight,
             in_flight: 0,
         })
@@ -215,7 +219,7 @@ impl Ledger {
     /// Fails if the state file can't be written.
     pub(super) fn resolve(&self, offset: u64, generation: Option<u32>) -> Result<(), BenchError> {
         let index = self.index(&(offset..offset)).start;
-        self.settle(index..index + 1, |entry| Entry {
+        self.update_entries(index..index + 1, |entry| Entry {
             // If the old contents are found, the next write will use the same generation and
             // contents as the lost write. If they are unknown, it will use a new generation.
             acknowledged: generation.unwrap_or(entry.newest() | UNKNOWN),
@@ -225,7 +229,7 @@ impl Ledger {
 
     /// Updates busy entries. The file must be written first: as soon as the entries in memory are
     /// free, another worker can start a write, and we must not overwrite its record.
-    fn settle(
+    fn update_entries(
         &self,
         blocks: Range<usize>,
         settled: impl Fn(Entry) -> Entry,
@@ -299,15 +303,15 @@ mod tests {
         let ledger = Ledger::new(&layout()).unwrap();
         let wide = 8192..8192 + 3 * 4096;
         let middle = 12288..16384;
-        assert_eq!(ledger.begin(&middle, false), Ok(true));
-        assert_eq!(ledger.begin(&wide, false), Ok(false));
+        assert_eq!(ledger.start_change(&middle, false), Ok(true));
+        assert_eq!(ledger.start_change(&wide, false), Ok(false));
         assert_eq!(ledger.entry(8192), Entry::unpack(0), "nothing was begun");
         assert_eq!(ledger.entry(12288).in_flight(), Some(1));
-        ledger.end(&middle).unwrap();
-        assert_eq!(ledger.begin(&wide, false), Ok(true));
+        ledger.acknowledge_change(&middle).unwrap();
+        assert_eq!(ledger.start_change(&wide, false), Ok(true));
         assert_eq!(ledger.entry(12288).acknowledged(), Some(1));
         assert_eq!(ledger.entry(12288).in_flight(), Some(2));
-        ledger.end(&wide).unwrap();
+        ledger.acknowledge_change(&wide).unwrap();
         assert_eq!(ledger.entry(12288).acknowledged(), Some(2));
         assert_eq!(ledger.entry(8192).acknowledged(), Some(1));
         assert!(ledger.knows(&wide) && !ledger.knows(&(20480..24576)));
@@ -318,11 +322,11 @@ mod tests {
         let ledger = Ledger::new(&layout()).unwrap();
         let block = 8192..12288;
         for is_trim in [false, true] {
-            assert_eq!(ledger.begin(&block, is_trim), Ok(true));
-            ledger.end(&block).unwrap();
+            assert_eq!(ledger.start_change(&block, is_trim), Ok(true));
+            ledger.acknowledge_change(&block).unwrap();
         }
         assert_eq!(ledger.entry(8192).acknowledged(), None);
-        assert_eq!(ledger.begin(&block, false), Ok(true));
+        assert_eq!(ledger.start_change(&block, false), Ok(true));
         assert_eq!(ledger.entry(8192).in_flight(), Some(3));
     }
 
@@ -342,9 +346,9 @@ mod tests {
         let path = Temporary::new("state");
         let (ledger, lock) = path.open();
         let (first, second) = (8192..16384, 12288..16384);
-        ledger.begin(&first, false).unwrap();
-        ledger.end(&first).unwrap();
-        ledger.begin(&second, false).unwrap();
+        ledger.start_change(&first, false).unwrap();
+        ledger.acknowledge_change(&first).unwrap();
+        ledger.start_change(&second, false).unwrap();
         // Assume that the process is killed here.
         drop((ledger, lock));
         let (ledger, lock) = path.open();
@@ -368,7 +372,7 @@ mod tests {
         let block = 8192..12288;
         let write = || {
             for _ in 0..WRITES {
-                while !ledger.begin(&block, false).unwrap() {
+                while !ledger.start_change(&block, false).unwrap() {
                     thread::yield_now();
                 }
                 // Allow the other worker to complete its remaining steps.
@@ -377,7 +381,7 @@ mod tests {
                 file.read_exact_at(&mut word, 4096).unwrap();
                 let recorded = Entry::unpack(u64::from_le_bytes(word));
                 assert_eq!(recorded, ledger.entry(8192));
-                ledger.end(&block).unwrap();
+                ledger.acknowledge_change(&block).unwrap();
             }
         };
         thread::scope(|scope| {

@@ -14,12 +14,12 @@ use super::ledger::Ledger;
 use super::plan::{Arrivals, Plan};
 use super::reports::Reporter;
 use super::setup;
-use super::source::{ScanPlace, Source};
+use super::source::{ScanPosition, Source};
 use super::state::{self, Layout, Lock, StateFile};
 use super::stats::Recorder;
 use super::task::Task;
 use super::verify::{Check, Verifier};
-use super::worker::{Clock, Left, Parts, Shared, Think, Worker};
+use super::worker::{Clock, Parts, RemainingWork, Shared, Think, Worker};
 use crate::block::{BlockDevice, Buffer, task};
 
 /// Parameters of a clone before its worker is created.
@@ -27,7 +27,7 @@ pub(super) struct ClonePlan {
     pub(super) source: Source,
     pub(super) arrivals: Option<Arrivals>,
     pub(super) buffers: Vec<Option<Buffer>>,
-    pub(super) left: Left,
+    pub(super) left: RemainingWork,
 }
 
 /// A job that is ready to start.
@@ -44,19 +44,19 @@ pub(super) struct Prepared {
 
 impl Prepared {
     /// Returns the total amount of work for all clones.
-    pub(super) fn left(&self) -> Left {
-        let sum = |of: fn(&Left) -> u64| {
+    pub(super) fn remaining_work(&self) -> RemainingWork {
+        let sum = |of: fn(&RemainingWork) -> u64| {
             let amounts = self.clones.iter().map(|clone| of(&clone.left));
             amounts.fold(0, u64::saturating_add)
         };
-        Left {
+        RemainingWork {
             ios: sum(|left| left.ios),
             bytes: sum(|left| left.bytes),
         }
     }
 
     /// Returns the position if this reads all blocks known to a ledger.
-    pub(super) fn scan_place(&self) -> Option<ScanPlace> {
+    pub(super) fn scan_place(&self) -> Option<ScanPosition> {
         self.clones.first()?.source.scan_place(&self.region)
     }
 }
@@ -94,7 +94,7 @@ pub(super) fn prepare<D: BlockDevice>(
             source: Source::Plan(Plan::new(job, &share.region, random.fork())),
             arrivals: Arrivals::new(job, index as f64 / count, random.fork()),
             buffers: buffers(job, device),
-            left: Left {
+            left: RemainingWork {
                 ios: share.ios,
                 bytes: share.bytes,
             },

@@ -15,11 +15,11 @@ pub(super) enum Report {
     /// Index of an interval and its results.
     Figures(u64, Figures),
     /// The worker has completed.
-    Ended(End),
+    Ended(WorkerReport),
 }
 
 /// Final report from a worker.
-pub(super) struct End {
+pub(super) struct WorkerReport {
     /// Time of the last completion.
     pub(super) at: Instant,
     /// Number of verified blocks.
@@ -77,7 +77,7 @@ impl Reporter {
     }
 
     /// Reports the last results and the completion of the worker.
-    pub(super) fn end(&self, last: Option<(u64, Figures)>, end: End) {
+    pub(super) fn report_end(&self, last: Option<(u64, Figures)>, end: WorkerReport) {
         if let Some((index, figures)) = last {
             let size = memory(&figures);
             self.waiting.fetch_add(size, Ordering::Relaxed);
@@ -134,7 +134,7 @@ mod tests {
         assert!(reporter.figures(2, figures()).is_some());
         assert_eq!(index(&reports), Some(0));
         assert!(reporter.figures(3, figures()).is_none());
-        let end = End {
+        let end = WorkerReport {
             at: Instant::now(),
             checked: Verified::default(),
             is_by_time: false,
@@ -142,7 +142,7 @@ mod tests {
             result: Ok(()),
         };
         // The last results are never rejected, and previous results are received before them.
-        reporter.end(Some((4, figures())), end);
+        reporter.report_end(Some((4, figures())), end);
         drop(reporter);
         let received = [(); 3].map(|()| index(&reports));
         assert_eq!(received, [Some(1), Some(3), Some(4)]);

@@ -12,11 +12,11 @@ use super::job::Job;
 use super::outcome::{Holes, OpKind, Outcome, Usage, Verified};
 use super::prepare::{self, Context, Prepared};
 use super::reports::{self, Report, Reports};
-use super::source::ScanPlace;
+use super::source::ScanPosition;
 use super::stats::Collector;
 use super::task::{RunOptions, Task};
 use super::usage::Meter;
-use super::worker::{Clock, Left, Worker};
+use super::worker::{Clock, RemainingWork, Worker};
 use super::{checks, holes, scan, setup};
 use crate::block::{self, BlockDevice};
 
@@ -70,7 +70,7 @@ pub fn run<D: BlockDevice>(
     let mut jobs = Vec::new();
     for (index, (task, prepared)) in tasks.iter().zip(&mut all).enumerate() {
         let mut job = Running::new(task, prepared, options, begun);
-        job.look(begun, &mut meter);
+        job.start_metering(begun, &mut meter);
         let context = Context {
             clock: job.clock,
             stop: stop.clone(),
@@ -137,11 +137,11 @@ struct Running {
     /// Set if any worker was stopped at the end of the run before it reached its amount of work.
     is_by_time: bool,
     /// Total amount of work for all workers.
-    left: Left,
+    left: RemainingWork,
     /// Kinds of operations included in this amount.
     kinds: &'static [OpKind],
     /// Position if this reads the blocks recorded in a state file.
-    scan: Option<ScanPlace>,
+    scan: Option<ScanPosition>,
     /// Number of running workers.
     workers: usize,
     collector: Collector,
@@ -174,7 +174,7 @@ impl Running {
             },
             is_open_loop,
             is_by_time: false,
-            left: prepared.left(),
+            left: prepared.remaining_work(),
             kinds: job.access.planned(),
             scan: prepared.scan_place(),
             workers: 0,
@@ -187,10 +187,10 @@ impl Running {
     }
 
     /// Starts measuring CPU usage at the start of the measurement.
-    fn look(&mut self, now: Instant, meter: &mut Meter) {
+    fn start_metering(&mut self, now: Instant, meter: &mut Meter) {
         if !self.is_measuring && now >= self.clock.measured_from {
             self.is_measuring = true;
-            meter.begin();
+            meter.start_measurement();
         }
     }
 
@@ -205,7 +205,7 @@ impl Running {
                 self.not_started = self.not_started.saturating_add(end.not_started);
                 self.workers -= 1;
                 if self.workers == 0 {
-                    meter.end();
+                    meter.stop_measurement();
                 }
                 end.result?;
             }
@@ -267,7 +267,7 @@ impl Running {
         });
         let (ios, bytes) = self.collector.amount(self.kinds);
         let of_amount = Some(self.left.part(ios, bytes));
-        let of_scan = self.scan.as_ref().map(ScanPlace::done);
+        let of_scan = self.scan.as_ref().map(ScanPosition::done);
         let parts = [of_time, of_amount, of_scan].into_iter().flatten();
         parts.fold(0.0, f64::max).min(1.0)
     }
@@ -284,7 +284,8 @@ fn wait(
     let mut shown = Instant::now();
     while jobs.iter().any(|job| job.workers > 0) {
         let now = Instant::now();
-        jobs.iter_mut().for_each(|job| job.look(now, meter));
+        jobs.iter_mut()
+            .for_each(|job| job.start_metering(now, meter));
         if now.saturating_duration_since(shown) >= TICK {
             shown = now;
             progress(&sum(jobs, now));
@@ -388,7 +389,7 @@ fn read_back<D: BlockDevice>(
         if shown.elapsed() >= TICK {
             shown = Instant::now();
             progress(&Progress {
-                done: place.as_ref().map_or(0.0, ScanPlace::done),
+                done: place.as_ref().map_or(0.0, ScanPosition::done),
                 is_read_back: true,
                 ..Progress::default()
             });

@@ -12,7 +12,7 @@ use super::source::Source;
 use super::state::{self, Layout, Lock, StateFile};
 use super::task::Task;
 use super::verify::{Check, Verifier};
-use super::worker::Left;
+use super::worker::RemainingWork;
 use crate::block::{BlockDevice, Buffer, Geometry, task};
 
 /// Maximum length of reads in bytes, unless the blocks are larger.
@@ -103,7 +103,7 @@ pub(super) fn reads<D: BlockDevice>(
         },
         arrivals: None,
         buffers,
-        left: Left {
+        left: RemainingWork {
             ios: u64::MAX,
             bytes: u64::MAX,
         },

@@ -26,12 +26,12 @@ pub(super) enum Source {
 }
 
 /// Position when reading all known blocks.
-pub(super) struct ScanPlace {
+pub(super) struct ScanPosition {
     next: Arc<AtomicU64>,
     region: Range<u64>,
 }
 
-impl ScanPlace {
+impl ScanPosition {
     /// Returns the progress from 0 to 1.
     pub(super) fn done(&self) -> f64 {
         let Range { start, end } = self.region;
@@ -42,10 +42,10 @@ impl ScanPlace {
 
 impl Source {
     /// Returns the position if this reads all known blocks.
-    pub(super) fn scan_place(&self, region: &Range<u64>) -> Option<ScanPlace> {
+    pub(super) fn scan_place(&self, region: &Range<u64>) -> Option<ScanPosition> {
         match self {
             Self::Plan(_) => None,
-            Self::Scan { next, .. } => Some(ScanPlace {
+            Self::Scan { next, .. } => Some(ScanPosition {
                 next: next.clone(),
                 region: region.clone(),
             }),
@@ -73,7 +73,7 @@ impl Source {
     ///
     /// # Errors
     /// Fails if the state file can't be written.
-    pub(super) fn enter(
+    pub(super) fn record_start(
         &mut self,
         verifier: &Verifier,
         op: &mut Op,
@@ -90,7 +90,7 @@ impl Source {
             _ => None,
         };
         for _ in 0..TRIES {
-            if ledger.begin(&op.range, op.kind == OpKind::Trim)? {
+            if ledger.start_change(&op.range, op.kind == OpKind::Trim)? {
                 return Ok(true);
             }
             match plan.as_mut().and_then(|plan| plan.another_place(op)) {

@@ -100,7 +100,7 @@ impl Recorder {
         let over = if done.at < self.end {
             None
         } else {
-            let over = self.take();
+            let over = self.take_interval();
             self.index = (done.at.as_nanos() / self.interval.as_nanos()) as u64;
             self.end = self.interval * (self.index as u32 + 1);
             over
@@ -124,7 +124,7 @@ impl Recorder {
 
     /// Returns the index and results of the current interval, and resets it. Returns `None` if it's
     /// empty.
-    pub(super) fn take(&mut self) -> Option<(u64, Figures)> {
+    pub(super) fn take_interval(&mut self) -> Option<(u64, Figures)> {
         if std::mem::replace(&mut self.is_empty, true) {
             return None;
         }
@@ -133,7 +133,7 @@ impl Recorder {
     }
 
     /// Adds results which couldn't be reported to the current interval.
-    pub(super) fn put_back(&mut self, figures: Figures) {
+    pub(super) fn restore_interval(&mut self, figures: Figures) {
         merge(&mut self.figures, figures);
         self.is_empty = false;
     }
@@ -275,8 +275,8 @@ mod tests {
         assert_eq!(writes.service.max() / 1000, 70);
         assert_eq!(writes.response.as_ref().unwrap().max() / 1000, 140);
         assert_eq!(figures[OpKind::Read as usize].ios(), 0);
-        assert_eq!(recorder.take().unwrap().0, 3);
-        assert!(recorder.take().is_none());
+        assert_eq!(recorder.take_interval().unwrap().0, 3);
+        assert!(recorder.take_interval().is_none());
     }
 
     const MEMORY: usize = 512 << 20;
@@ -286,7 +286,7 @@ mod tests {
         for index in 0..count {
             let mut recorder = Recorder::new(SECOND, false);
             recorder.record(&done(1000 * index, 10 + index % 5));
-            let (index, figures) = recorder.take().unwrap();
+            let (index, figures) = recorder.take_interval().unwrap();
             collector.add(index, figures);
         }
         collector
@@ -301,7 +301,7 @@ mod tests {
                 collector.add(index, figures);
             }
         }
-        let (index, figures) = recorder.take().unwrap();
+        let (index, figures) = recorder.take_interval().unwrap();
         collector.add(index, figures);
         let (total, intervals) = collector.finish(Duration::from_millis(4200));
         assert_eq!(total[1].ios(), 3);
@@ -376,8 +376,8 @@ mod tests {
         let mut recorder = Recorder::new(SECOND, true);
         assert!(recorder.record(&done(10, 50)).is_none());
         let (_, figures) = recorder.record(&done(1010, 60)).unwrap();
-        recorder.put_back(figures);
-        let (index, figures) = recorder.take().unwrap();
+        recorder.restore_interval(figures);
+        let (index, figures) = recorder.take_interval().unwrap();
         assert_eq!((index, figures[1].ios()), (1, 2));
     }
 }

@@ -74,14 +74,14 @@ impl Meter {
     }
 
     /// Called when the measurement of a job starts. Only the first call has an effect.
-    pub(super) fn begin(&mut self) {
+    pub(super) fn start_measurement(&mut self) {
         for sample in &mut self.samples {
             sample.before = sample.before.or_else(|| sample.now());
         }
     }
 
     /// Called when a job completes. Only the last call is used.
-    pub(super) fn end(&mut self) {
+    pub(super) fn stop_measurement(&mut self) {
         for sample in &mut self.samples {
             sample.after = sample.now();
         }

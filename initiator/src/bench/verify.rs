@@ -36,7 +36,7 @@ pub(super) struct Verifier {
 }
 
 /// Result for a block without errors.
-enum Found {
+enum BlockState {
     /// The expected contents are unknown.
     Unknown,
     /// The block has the expected contents.
@@ -87,10 +87,10 @@ impl Verifier {
         let mut checked = Verified::default();
         for (index, (block, at)) in blocks.enumerate() {
             let found = match &self.check {
-                Check::Nothing => Found::Unknown,
+                Check::Nothing => BlockState::Unknown,
                 Check::Own => {
                     self.check_block(at, Expected::ANY, block)?;
-                    Found::Whole
+                    BlockState::Whole
                 }
                 Check::Ledger(ledger) if self.resolves => self.resolve(ledger, at, block)?,
                 Check::Ledger(ledger) => {
@@ -98,8 +98,8 @@ impl Verifier {
                     self.check_known(ledger.entry(at), oldest, at, block)?
                 }
             };
-            checked.blocks += u64::from(matches!(found, Found::Whole));
-            checked.torn += u64::from(matches!(found, Found::Torn));
+            checked.blocks += u64::from(matches!(found, BlockState::Whole));
+            checked.torn += u64::from(matches!(found, BlockState::Torn));
         }
         Ok(checked)
     }
@@ -111,16 +111,16 @@ impl Verifier {
         oldest: Option<u32>,
         at: u64,
         block: &[u8],
-    ) -> Result<Found, BenchError> {
+    ) -> Result<BlockState, BenchError> {
         let (Some(oldest), Some(_)) = (oldest, entry.acknowledged()) else {
-            return Ok(Found::Unknown);
+            return Ok(BlockState::Unknown);
         };
         let newest = entry.newest();
         match self.check_block(at, Expected::between(oldest, newest), block) {
-            Ok(_) => Ok(Found::Whole),
+            Ok(_) => Ok(BlockState::Whole),
             // The read may contain parts of a concurrent write. These can end at any byte, because
             // the page cache is copied without a lock.
-            Err(_) if self.is_mixture(1, oldest..=newest, at, block) => Ok(Found::Unknown),
+            Err(_) if self.is_mixture(1, oldest..=newest, at, block) => Ok(BlockState::Unknown),
             Err(error) => Err(error),
         }
     }
@@ -156,7 +156,7 @@ impl Verifier {
     /// Verifies a block after a crash. If a write was in flight, each logical block contains either
     /// old or new data, because disks don't provide a stronger guarantee. The contents are then
     /// recorded as acknowledged if the block is consistent, and as unknown otherwise.
-    fn resolve(&self, ledger: &Ledger, at: u64, block: &[u8]) -> Result<Found, BenchError> {
+    fn resolve(&self, ledger: &Ledger, at: u64, block: &[u8]) -> Result<BlockState, BenchError> {
         let entry = ledger.entry(at);
         let atom = self.atom as usize;
         match (entry.acknowledged(), entry.in_flight()) {
@@ -165,11 +165,11 @@ impl Verifier {
                 if entry.is_busy() {
                     ledger.resolve(at, None)?;
                 }
-                Ok(Found::Unknown)
+                Ok(BlockState::Unknown)
             }
             (Some(old), None) => {
                 self.check_block(at, Expected::between(old, old), block)?;
-                Ok(Found::Whole)
+                Ok(BlockState::Whole)
             }
             (Some(old), Some(new)) => {
                 let found = match self.check_block(at, Expected::between(old, new), block) {
@@ -178,7 +178,7 @@ impl Verifier {
                     Err(error) => return Err(error),
                 };
                 ledger.resolve(at, found)?;
-                Ok(found.map_or(Found::Torn, |_| Found::Whole))
+                Ok(found.map_or(BlockState::Torn, |_| BlockState::Whole))
             }
             (None, Some(new)) => self.resolve_first(ledger, new, at, block),
         }
@@ -191,20 +191,20 @@ impl Verifier {
         new: u32,
         at: u64,
         block: &[u8],
-    ) -> Result<Found, BenchError> {
+    ) -> Result<BlockState, BenchError> {
         let any = Expected::between(0, u32::MAX);
         let (generation, found) = match self.filler.check(self.checksum, at, any, block) {
-            Ok(generation) if generation == new => (Some(new), Found::Whole),
+            Ok(generation) if generation == new => (Some(new), BlockState::Whole),
             Err(damaged) if is_of(&damaged, new) => {
                 // The logical block containing the header was written completely, so it must be
                 // correct. The rest may contain unknown old data.
                 if damaged.offset < at + self.atom {
                     return Err(BenchError::Mismatch(Box::new(damaged)));
                 }
-                (None, Found::Torn)
+                (None, BlockState::Torn)
             }
             // These are the old contents, which are unknown.
-            Ok(_) | Err(_) => (None, Found::Unknown),
+            Ok(_) | Err(_) => (None, BlockState::Unknown),
         };
         ledger.resolve(at, generation)?;
         Ok(found)
@@ -266,16 +266,16 @@ mod tests {
         }
 
         /// Starts a write and returns its contents.
-        fn begin(&self) -> Vec<u8> {
-            assert_eq!(self.ledger.begin(&BLOCK, false), Ok(true));
+        fn start_write(&self) -> Vec<u8> {
+            assert_eq!(self.ledger.start_change(&BLOCK, false), Ok(true));
             let mut block = vec![0; 4096];
             self.verifier.fill(&self.ledger, &BLOCK, &mut block);
             block
         }
 
         fn write(&self) -> Vec<u8> {
-            let block = self.begin();
-            self.ledger.end(&BLOCK).unwrap();
+            let block = self.start_write();
+            self.ledger.acknowledge_change(&BLOCK).unwrap();
             block
         }
 
@@ -298,7 +298,7 @@ mod tests {
         let (first, second) = (rig.write(), rig.write());
         let mut oldest = Vec::new();
         rig.verifier.note_oldest(&BLOCK, &mut oldest);
-        let third = rig.begin();
+        let third = rig.start_write();
         assert_eq!(rig.read(&oldest, &second), Ok(1));
         assert_eq!(rig.read(&oldest, &third), Ok(1));
         let error = rig.read(&oldest, &first).unwrap_err().to_string();
@@ -312,7 +312,7 @@ mod tests {
         let second = rig.write();
         let mut oldest = Vec::new();
         rig.verifier.note_oldest(&BLOCK, &mut oldest);
-        let third = rig.begin();
+        let third = rig.start_write();
         let (old_first, new_first) = (
             [&second[..512], &third[512..]].concat(),
             [&third[..512], &second[512..]].concat(),
@@ -326,7 +326,7 @@ mod tests {
         assert_eq!(rig.read(&oldest, &anywhere), Ok(0));
         anywhere[2000..2016].fill(7);
         assert!(rig.read(&oldest, &anywhere).is_err());
-        rig.ledger.end(&BLOCK).unwrap();
+        rig.ledger.acknowledge_change(&BLOCK).unwrap();
         assert_eq!(
             rig.read(&oldest, &new_first),
             Ok(0),
@@ -357,7 +357,7 @@ mod tests {
         for new in [false, true] {
             let rig = Rig::new(true);
             let _first = rig.write();
-            let (second, third) = (rig.write(), rig.begin());
+            let (second, third) = (rig.write(), rig.start_write());
             let there = if new { &third } else { &second };
             assert_eq!(rig.read(&[], there), Ok(1));
             assert_eq!(rig.ledger.unresolved(), 0);
@@ -365,7 +365,7 @@ mod tests {
             assert_eq!(rig.ledger.entry(4096).acknowledged(), Some(expected));
         }
         let rig = Rig::new(true);
-        let (first, _second, _third) = (rig.write(), rig.write(), rig.begin());
+        let (first, _second, _third) = (rig.write(), rig.write(), rig.start_write());
         assert!(rig.read(&[], &first).is_err(), "never a third content");
         assert!(rig.read(&[], &[0; 4096]).is_err());
     }
@@ -374,7 +374,7 @@ mod tests {
     fn crash_may_tear_between_logical_blocks() {
         let rig = || {
             let rig = Rig::new(true);
-            let (second, third) = (rig.write(), rig.begin());
+            let (second, third) = (rig.write(), rig.start_write());
             (rig, second, third)
         };
         for is_first_new in [false, true] {
@@ -397,20 +397,20 @@ mod tests {
     #[test]
     fn crash_may_lose_first_write() {
         let rig = Rig::new(true);
-        let mut damaged = rig.begin();
+        let mut damaged = rig.start_write();
         damaged[100] = !damaged[100];
         let error = rig.torn(&damaged).unwrap_err().to_string();
         assert!(error.contains("byte 4196 is"), "{error}");
         let rig = Rig::new(true);
-        let torn = [&rig.begin()[..2048], &[7; 2048]].concat();
+        let torn = [&rig.start_write()[..2048], &[7; 2048]].concat();
         assert_eq!(rig.torn(&torn), Ok(1));
         assert_eq!(rig.ledger.unresolved(), 0);
         let rig = Rig::new(true);
-        rig.begin();
+        rig.start_write();
         assert_eq!(rig.torn(&[7; 4096]), Ok(0));
         assert_eq!(rig.ledger.unresolved(), 0);
         assert_eq!(rig.ledger.entry(4096).acknowledged(), None);
-        let new = rig.begin();
+        let new = rig.start_write();
         assert_eq!(rig.read(&[], &new), Ok(1));
         assert_eq!(rig.ledger.entry(4096).acknowledged(), Some(2));
     }

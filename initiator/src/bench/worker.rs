@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::error::BenchError;
 use super::outcome::{OpKind, Verified};
 use super::plan::{Arrivals, Op};
-use super::reports::{End, Reporter};
+use super::reports::{Reporter, WorkerReport};
 use super::source::Source;
 use super::stats::{Completed, Recorder};
 use super::verify::{Check, Verifier};
@@ -66,12 +66,12 @@ pub(super) struct Think {
 
 /// Remaining amount of work for a worker.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Left {
+pub(super) struct RemainingWork {
     pub(super) ios: u64,
     pub(super) bytes: u64,
 }
 
-impl Left {
+impl RemainingWork {
     /// Returns completed work relative to this amount, starting from 0. Values that can't be
     /// reached are unlimited.
     pub(super) fn part(self, ios: u64, bytes: u64) -> f64 {
@@ -87,7 +87,7 @@ impl Left {
     }
 
     /// Subtracts an operation.
-    fn take(&mut self, bytes: u64) {
+    fn subtract_operation(&mut self, bytes: u64) {
         self.ios = self.ios.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(bytes);
     }
@@ -123,7 +123,7 @@ pub(super) struct Worker {
     free: Vec<u32>,
     /// Writes that are waiting for another operation on the same blocks, or that follow a trim.
     held: Vec<Next>,
-    left: Left,
+    left: RemainingWork,
     writes: u64,
     /// Number of operations since the last pause.
     unpaused: u64,
@@ -145,7 +145,7 @@ pub(super) struct Parts {
     pub(super) source: Source,
     pub(super) arrivals: Option<Arrivals>,
     pub(super) buffers: Vec<Option<Buffer>>,
-    pub(super) left: Left,
+    pub(super) left: RemainingWork,
     pub(super) recorder: Recorder,
     /// Size of the largest operation in bytes.
     pub(super) max_block: usize,
@@ -235,14 +235,14 @@ impl Worker {
             return None;
         }
         if self.is_after(now) {
-            self.end_by_time();
+            self.stop_by_time();
             return None;
         }
         let next = match self.held.pop() {
             Some(next) => next,
-            None => self.draw(now)?,
+            None => self.next_due(now)?,
         };
-        self.begin(next, now)
+        self.record_start(next, now)
     }
 
     /// Returns whether a time is after the end of the run.
@@ -250,13 +250,13 @@ impl Worker {
         self.shared.clock.ends.is_some_and(|end| time >= end)
     }
 
-    fn end_by_time(&mut self) {
+    fn stop_by_time(&mut self) {
         self.is_over = true;
         self.is_by_time = true;
     }
 
     /// Returns an operation from the source if it is due.
-    fn draw(&mut self, now: Instant) -> Option<Next> {
+    fn next_due(&mut self, now: Instant) -> Option<Next> {
         if self.left.is_nothing() {
             // A trim in flight will be followed by a write.
             self.is_over = !self.shared.trim_write || self.outstanding() == 0;
@@ -274,7 +274,7 @@ impl Worker {
             due = self.shared.clock.begun + at;
             kind = Some(next);
             if self.is_after(due) {
-                self.end_by_time();
+                self.stop_by_time();
                 return None;
             }
             if due > now {
@@ -318,11 +318,11 @@ impl Worker {
 
     /// Records the start of a write or trim in the ledger. If another operation on the same blocks
     /// is in flight, it's deferred.
-    fn begin(&mut self, mut next: Next, now: Instant) -> Option<Next> {
+    fn record_start(&mut self, mut next: Next, now: Instant) -> Option<Next> {
         // The offset of the write after a trim must not change.
         let may_move = !self.shared.trim_write;
         let verifier = &self.shared.verifier;
-        match self.source.enter(verifier, &mut next.op, may_move) {
+        match self.source.record_start(verifier, &mut next.op, may_move) {
             Ok(true) => return Some(next),
             Ok(false) => {
                 self.held.push(next);
@@ -375,7 +375,7 @@ impl Worker {
         };
         // Operations during ramp time are not included, unless they turn out to complete after it.
         if counts && slot.started >= self.shared.clock.measured_from {
-            self.left.take(op.len());
+            self.left.subtract_operation(op.len());
         }
         slot.counts = counts;
         slot.op = op;
@@ -438,7 +438,7 @@ impl Worker {
             }
         }
         self.record(tag, now);
-        if let Err(error) = self.settle(tag) {
+        if let Err(error) = self.finish_operation(tag) {
             self.fail(error);
         }
     }
@@ -467,7 +467,7 @@ impl Worker {
         if let Some((index, figures)) = self.recorder.record(&done)
             && let Some(figures) = self.reporter.figures(index, figures)
         {
-            self.recorder.put_back(figures);
+            self.recorder.restore_interval(figures);
         }
     }
 
@@ -481,7 +481,7 @@ impl Worker {
             && !self.left.is_nothing();
         let slot = &self.slots[tag as usize];
         if counts && slot.counts {
-            self.left.take(slot.op.len());
+            self.left.subtract_operation(slot.op.len());
         }
         counts
     }
@@ -500,7 +500,7 @@ impl Worker {
     }
 
     /// Updates the ledger for a completed write, or verifies the data of a completed read.
-    fn settle(&mut self, tag: u32) -> Result<(), BenchError> {
+    fn finish_operation(&mut self, tag: u32) -> Result<(), BenchError> {
         let slot = &self.slots[tag as usize];
         let verifier = &self.shared.verifier;
         match slot.op.kind {
@@ -514,7 +514,7 @@ impl Worker {
             }
             OpKind::Write | OpKind::Trim => {
                 if let Some(ledger) = verifier.ledger() {
-                    ledger.end(&slot.op.range)?;
+                    ledger.acknowledge_change(&slot.op.range)?;
                 }
                 if slot.op.kind == OpKind::Trim && self.shared.trim_write {
                     let op = Op {
@@ -574,14 +574,14 @@ impl Drop for Worker {
         // Release all buffers before reporting the end, because they may be needed in the next
         // phase.
         self.slots.clear();
-        let end = End {
+        let end = WorkerReport {
             at: self.last,
             checked: self.checked,
             is_by_time: self.is_by_time,
             not_started: self.not_started(),
             result,
         };
-        self.reporter.end(self.recorder.take(), end);
+        self.reporter.report_end(self.recorder.take_interval(), end);
     }
 }
 
@@ -628,7 +628,7 @@ mod tests {
             source: Source::Plan(Plan::new(job, &(0..8192), Rng::with_seed(1))),
             arrivals: Arrivals::new(job, 0.0, Rng::with_seed(1)),
             buffers: vec![Some(Buffer::anonymous(4096).unwrap())],
-            left: Left {
+            left: RemainingWork {
                 ios,
                 bytes: u64::MAX,
             },
@@ -658,7 +658,7 @@ mod tests {
 
     #[test]
     fn progress_uses_operation_limit() {
-        let left = |ios, bytes| Left { ios, bytes };
+        let left = |ios, bytes| RemainingWork { ios, bytes };
         assert_eq!(left(100, u64::MAX - 4095).part(25, 25 * 4096), 0.25);
         assert_eq!(left(u64::MAX, 8192).part(1, 4096), 0.5);
         assert_eq!(left(4, 8192).part(1, 4096), 0.5);

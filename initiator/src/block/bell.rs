@@ -80,7 +80,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::poll_fds::{Waited, wait};
+    use crate::poll_fds::{PollInterest, wait};
 
     #[test]
     fn late_wakeup_ends_single_sleep() {
@@ -94,7 +94,7 @@ mod tests {
         for _ in 0..2 {
             assert!(bell.prepare_sleep(bell.events()));
             let short = Some(Duration::from_millis(1));
-            wait([Waited::reading(bell.fd())], short);
+            wait([PollInterest::reading(bell.fd())], short);
             bell.end_sleep();
         }
         let mut count = [0; 8];
@@ -112,7 +112,7 @@ mod tests {
         assert!(bell.prepare_sleep(bell.events()));
         bell.ring();
         // There is no timeout, so this will only return if the bell was rung.
-        wait([Waited::reading(bell.fd())], None);
+        wait([PollInterest::reading(bell.fd())], None);
         bell.end_sleep();
     }
 }

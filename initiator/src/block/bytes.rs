@@ -98,7 +98,7 @@ struct EdgeSlot(Arc<Mutex<Option<Buffer>>>);
 impl EdgeSlot {
     /// Returns the reserved buffer. It is put back on drop, even if the operation fails, because
     /// the pool may not have a replacement.
-    fn take(&self) -> Option<Buffer> {
+    fn take_reserved(&self) -> Option<Buffer> {
         let kept = self.lock().take()?;
         let slice = kept.slice().clone();
         let lease = EdgeLease(self.clone(), Some(kept));
@@ -209,7 +209,7 @@ impl<D: BlockDevice> ByteDevice<D> {
     /// Returns the device error.
     pub async fn write(&self, span: Span, buffer: Buffer, fua: bool) -> Result<(), BlockError> {
         self.check_writable()?;
-        let _write = self.writes.begin();
+        let _write = self.writes.start_write();
         let _guard = if span.is_aligned() {
             self.locks.shared(span.range()).await
         } else {
@@ -242,14 +242,14 @@ impl<D: BlockDevice> ByteDevice<D> {
     /// Returns the device error. This can be [`BlockError::WritesLost`] for a loss that was
     /// previously reported, but only to other clients.
     pub async fn flush_for(&self, cursor: &LossCursor) -> Result<(), BlockError> {
-        let (ended, before) = (self.writes.ended(), self.device.losses());
+        let (ended, before) = (self.writes.completed_writes(), self.device.losses());
         let flushed = self.device.flush().await;
         let losses = self.device.losses();
         let is_new = cursor.is_behind(losses);
         // If there was no write in flight, this flush covers all acknowledged writes. Otherwise the
         // lost data may belong to a write that was acknowledged after the flush was started, so we
         // report it on the next flush.
-        let reported = match self.writes.begun() == ended {
+        let reported = match self.writes.started_writes() == ended {
             true => losses,
             false => before,
         };
@@ -268,7 +268,7 @@ impl<D: BlockDevice> ByteDevice<D> {
     /// Returns the device error.
     pub async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
         self.check_writable()?;
-        let _write = self.writes.begin();
+        let _write = self.writes.start_write();
         let inner = self.inner_blocks(&range);
         let most = self.geometry().max_discard;
         if inner.is_empty() || most == 0 {
@@ -292,7 +292,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         options: ZeroOptions,
     ) -> Result<(), BlockError> {
         self.check_writable()?;
-        let _write = self.writes.begin();
+        let _write = self.writes.start_write();
         let inner = self.inner_blocks(&range);
         let has_command = self.geometry().max_write_zeroes > 0;
         if options.fast && !(has_command && inner == range) {
@@ -435,7 +435,7 @@ impl<D: BlockDevice> ByteDevice<D> {
         let slot = (start / u64::from(block)) % EDGE_SLOTS as u64;
         let _turn = self.edge_locks.exclusive(slot..slot + 1).await;
         let buffer = self.edges[slot as usize]
-            .take()
+            .take_reserved()
             .or_else(|| self.device.try_buffer(block as usize))
             .ok_or_else(|| BlockError::Io("no buffer for a partial block".into()))?;
         let buffer = self.device.read(start, buffer).await?;
@@ -584,7 +584,7 @@ mod tests {
         }));
         let (first, second) = (dev.loss_cursor(), dev.loss_cursor());
         let flush = |cursor| block_on(dev.flush_for(cursor));
-        let write = dev.writes.begin();
+        let write = dev.writes.start_write();
         assert_eq!(flush(&first), Err(BlockError::WritesLost));
         drop(write);
         let again = dev.loss_cursor();

@@ -69,15 +69,15 @@ impl RangeLocks {
 
     /// Waits until this range is available for shared access.
     pub fn shared(&self, range: Range<u64>) -> impl Future<Output = RangeGuard<'_>> + Send {
-        self.enter(range, false)
+        self.enqueue_range(range, false)
     }
 
     /// Waits until no other request holds a lock in this range.
     pub fn exclusive(&self, range: Range<u64>) -> impl Future<Output = RangeGuard<'_>> + Send {
-        self.enter(range, true)
+        self.enqueue_range(range, true)
     }
 
-    fn enter(&self, range: Range<u64>, exclusive: bool) -> Waiting<'_> {
+    fn enqueue_range(&self, range: Range<u64>, exclusive: bool) -> Waiting<'_> {
         let mut queue = self.lock();
         let id = queue.next_id;
         queue.next_id += 1;

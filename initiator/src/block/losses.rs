@@ -32,18 +32,18 @@ pub(super) struct Writes {
 
 impl Writes {
     /// Starts a write. It is complete when the returned value is dropped.
-    pub(super) fn begin(&self) -> WriteInFlight<'_> {
+    pub(super) fn start_write(&self) -> WriteInFlight<'_> {
         self.begun.fetch_add(1, Ordering::AcqRel);
         WriteInFlight(self)
     }
 
     /// Number of writes started.
-    pub(super) fn begun(&self) -> u64 {
+    pub(super) fn started_writes(&self) -> u64 {
         self.begun.load(Ordering::Acquire)
     }
 
     /// Number of writes completed.
-    pub(super) fn ended(&self) -> u64 {
+    pub(super) fn completed_writes(&self) -> u64 {
         self.ended.load(Ordering::Acquire)
     }
 }

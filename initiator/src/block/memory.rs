@@ -253,7 +253,7 @@ impl MemoryDevice {
     }
 
     /// If the disk has a thread, completes on this thread.
-    async fn settle(&self) {
+    async fn complete_on_thread(&self) {
         if let Some(worker) = &self.worker {
             let later = Arc::new(Mutex::new(Later::default()));
             worker
@@ -293,7 +293,7 @@ impl BlockDevice for MemoryDevice {
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
         let range = offset..offset + buffer.len() as u64;
-        self.settle().await;
+        self.complete_on_thread().await;
         self.check(&range)?;
         let to = buffer.slice();
         Memory::copy(
@@ -316,7 +316,7 @@ impl BlockDevice for MemoryDevice {
 
     async fn write(&self, offset: u64, buffer: Buffer, _fua: bool) -> Result<Buffer, BlockError> {
         let range = offset..offset + buffer.len() as u64;
-        self.settle().await;
+        self.complete_on_thread().await;
         self.check_write(&range)?;
         let from = buffer.slice();
         Memory::copy(
@@ -331,13 +331,13 @@ impl BlockDevice for MemoryDevice {
     }
 
     async fn flush(&self) -> Result<(), BlockError> {
-        self.settle().await;
+        self.complete_on_thread().await;
         self.flushes.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
     async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
-        self.settle().await;
+        self.complete_on_thread().await;
         self.check_write(&range)?;
         self.unmap(&range);
         Ok(())
@@ -348,7 +348,7 @@ impl BlockDevice for MemoryDevice {
         range: Range<u64>,
         options: ZeroOptions,
     ) -> Result<(), BlockError> {
-        self.settle().await;
+        self.complete_on_thread().await;
         self.check_write(&range)?;
         if options.may_unmap {
             self.unmap(&range);
@@ -360,7 +360,7 @@ impl BlockDevice for MemoryDevice {
     }
 
     async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
-        self.settle().await;
+        self.complete_on_thread().await;
         self.check(&range)?;
         let allocated = self
             .allocated

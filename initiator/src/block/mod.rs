@@ -45,7 +45,7 @@ pub use lock::{RangeGuard, RangeLocks};
 pub use losses::LossCursor;
 pub use memory::MemoryDevice;
 pub(crate) use service::{Looks, Services};
-pub use service::{Service, Turn, serve};
+pub use service::{Service, ServiceStatus, serve};
 pub use tasks::drive;
 pub use workload::{Completion, Operation, Submissions, Workload};
 

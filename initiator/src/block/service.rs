@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::poll_fds::{WaitedFds, wait};
+use crate::poll_fds::{PollInterests, wait};
 
-/// Result of a turn.
+/// Result of [`Service::run_once`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum ServiceStatus {
     /// Did some work, and there may be more.
     Worked,
     /// No work to do; waiting for events.
@@ -22,14 +22,14 @@ pub enum Turn {
 pub trait Service: Send {
     /// Processes available work. This should return after a short time, because other services are
     /// waiting for their turn.
-    fn turn(&mut self) -> Turn;
+    fn run_once(&mut self) -> ServiceStatus;
 
     /// Must be called before the thread goes to sleep. Returns false if there is work to do. After
-    /// this, events from other threads must make a descriptor in [`Service::put_waited`] readable.
+    /// this, events from other threads must make a descriptor in [`Service::add_interests`] readable.
     fn prepare_sleep(&mut self) -> bool;
 
     /// Adds the file descriptors to poll while sleeping.
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>);
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>);
 
     /// Must be called after [`Service::prepare_sleep`] when the thread is awake again, or if it
     /// didn't sleep.
@@ -47,12 +47,12 @@ impl Services {
 
     /// Runs all services once, and drops the services that are closed. Returns whether there was
     /// any work to do.
-    pub(crate) fn turn(&mut self) -> bool {
+    pub(crate) fn run_all(&mut self) -> bool {
         let mut worked = false;
         self.0.retain_mut(|service| {
-            let turn = service.turn();
-            worked |= turn != Turn::Waiting;
-            turn != Turn::Over
+            let turn = service.run_once();
+            worked |= turn != ServiceStatus::Waiting;
+            turn != ServiceStatus::Over
         });
         worked
     }
@@ -67,9 +67,9 @@ impl Services {
     }
 
     /// Adds the file descriptors to poll while sleeping.
-    pub(crate) fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
+    pub(crate) fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
         for service in &self.0 {
-            service.put_waited(out);
+            service.add_interests(out);
         }
     }
 
@@ -135,7 +135,7 @@ impl Looks {
 
     /// Disables the interval, so that a test can see other reasons for a check.
     #[cfg(test)]
-    pub(crate) fn put_off(&mut self) {
+    pub(crate) fn defer_check(&mut self) {
         self.vain = VAIN;
         self.last = Instant::now() + Duration::from_secs(3600);
     }
@@ -144,14 +144,14 @@ impl Looks {
 /// Serves on the current thread until the service is closed.
 pub fn serve(service: &mut dyn Service) {
     loop {
-        match service.turn() {
-            Turn::Over => return,
-            Turn::Worked => continue,
-            Turn::Waiting => {}
+        match service.run_once() {
+            ServiceStatus::Over => return,
+            ServiceStatus::Worked => continue,
+            ServiceStatus::Waiting => {}
         }
         if service.prepare_sleep() {
-            let mut waited = WaitedFds::new();
-            service.put_waited(&mut waited);
+            let mut waited = PollInterests::new();
+            service.add_interests(&mut waited);
             wait(waited, None::<Duration>);
         }
         service.end_sleep();

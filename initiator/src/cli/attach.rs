@@ -94,7 +94,7 @@ fn serve_fuse(
     let mut detached = Ok(());
     // This can't fail because the sender is alive until this function returns.
     let event = events.recv();
-    ready.end();
+    ready.mark_detached();
     if event == Ok(Event::Signal) {
         detached = mount.detach();
         if detached.is_ok() && !mount.is_ended() {
@@ -142,7 +142,7 @@ fn serve_nbd(
     ready.announce(export)?;
     // The only possible event is a signal.
     let _ = events.recv();
-    ready.end();
+    ready.mark_detached();
     let what = format!("the NBD server on {} failed", socket.display());
     server.stop().map_err(|e| CliError::io(what, e))
 }

@@ -154,7 +154,7 @@ pub(super) fn serve(
     ready.announce(export)?;
     udev::announce(device.id());
     let event = events.recv();
-    ready.end();
+    ready.mark_detached();
     if event == Ok(Event::Signal) {
         wait_for_users(&path, events);
     }

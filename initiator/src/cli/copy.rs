@@ -26,7 +26,7 @@ const IN_FLIGHT: usize = 16;
 const PIECE: u64 = 1 << 20;
 
 #[derive(Serialize)]
-struct Copied {
+struct CopyReport {
     url: String,
     offset: u64,
     bytes: u64,
@@ -34,7 +34,7 @@ struct Copied {
     bytes_per_second: f64,
 }
 
-impl Copied {
+impl CopyReport {
     fn new(url: String, offset: u64, bytes: u64, began: Instant) -> Self {
         let seconds = began.elapsed().as_secs_f64();
         Self {
@@ -142,7 +142,7 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
     if is_standard(&args.file) {
         return Ok(());
     }
-    let copied = Copied::new(args.url.to_string(), args.offset, total, began);
+    let copied = CopyReport::new(args.url.to_string(), args.offset, total, began);
     output::result(&copied, global, |out| {
         writeln!(out, "read {}", copied.line())
     })
@@ -207,7 +207,7 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     }
     bar.finish_and_clear();
     disk.close();
-    let copied = Copied::new(args.url.to_string(), args.offset, written, began);
+    let copied = CopyReport::new(args.url.to_string(), args.offset, written, began);
     output::result(&copied, global, |out| {
         writeln!(out, "wrote {}", copied.line())
     })

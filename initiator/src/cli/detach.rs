@@ -45,7 +45,7 @@ struct Detached {
 pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     let mut attachment = find(args, global)?;
     if attachment.is_over() {
-        return check_end(&attachment, global);
+        return check_failure(&attachment, global);
     }
     let is_down =
         |a: &Attachment| a.link.as_ref().map(|link| link.state) == Some(LinkState::Reconnecting);
@@ -71,7 +71,7 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     if !args.force {
         check_idle(&attachment)?;
     }
-    let unmounting = begin(&attachment, args.force)?;
+    let unmounting = start_detach(&attachment, args.force)?;
     let mercy = if lost.is_some() { SHORT_MERCY } else { MERCY };
     // Make sure we can still see a killed process exit before the timeout.
     let mercy = args.force.then(|| mercy.min(global.timeout / 2));
@@ -85,7 +85,7 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         remove(*number, device)?;
     }
     if was_alive && down.is_none() && !is_killed {
-        check_end(&attachment, global)?;
+        check_failure(&attachment, global)?;
     }
     // Listing attachments cleans up after a killed process.
     let _ = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).list());
@@ -113,7 +113,7 @@ fn not_found(args: &DetachArgs) -> CliError {
         Exit::NotFound,
         format!("nothing is attached as {}", args.what),
     )
-    .help("`riser list` shows what is attached")
+    .help("use `riser list` to list attachments")
 }
 
 /// Returns whether an ID still refers to the same attachment, either with the same process or after
@@ -127,7 +127,7 @@ fn is_same(before: &Attachment, now: &Attachment) -> bool {
 type Unmounting = JoinHandle<Result<(), CliError>>;
 
 /// Starts detaching an attachment.
-fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
+fn start_detach(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
         // Unmounting stops the process unless the file is in use. With `--force`, a signal is sent
         // instead, but this still fails if there is another mount on top.
@@ -326,7 +326,7 @@ fn show_user(user: &MountUser) -> String {
 }
 
 /// Fails if an attachment was not stopped cleanly, and removes its entry.
-fn check_end(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
+fn check_failure(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
     let failure = StateDir::open()
         .and_then(|dir| dir.with_patience(global.timeout).remove_failed(attachment))
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;

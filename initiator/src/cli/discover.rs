@@ -101,7 +101,7 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
         let client = start_engine(url, &args.link, global.timeout)?;
         let patience = Instant::now() + global.timeout;
         let named = match &first {
-            TargetUrl::Srp(srp) => ask(&client, srp, global.timeout / 2)?,
+            TargetUrl::Srp(srp) => query_ports(&client, srp, global.timeout / 2)?,
             TargetUrl::Iscsi(iscsi) => targets(&client, iscsi, global)?,
         };
         if args.targets_only || matches!(first, TargetUrl::Iscsi(_)) {
@@ -234,7 +234,7 @@ fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
 }
 
 /// Returns the target ports at this address, or an empty list if they can't be queried.
-fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, CliError> {
+fn query_ports(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, CliError> {
     let found = match task::block_on(client.timeout(limit, client.discover(url))) {
         Ok(Ok(found)) => found,
         // Queries are not supported by all targets.

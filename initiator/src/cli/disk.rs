@@ -290,7 +290,7 @@ fn start_on_iwarp(
     };
     let open = move || Iwarp::open(IwarpConfig::new(addr));
     builder.clone().build(open).map_err(|error| {
-        let what = format!("no iWARP device at {addr}");
+        let what = format!("cannot open an iWARP device at {addr}");
         CliError::new(Exit::Failure, what).because(error)
     })
 }
@@ -382,7 +382,7 @@ fn no_rdma_device(addr: IpAddr, error: EngineError) -> CliError {
 
 fn resolve(url: &TargetUrl) -> Result<SocketAddr, CliError> {
     url.resolve().map_err(|e| {
-        let what = format!("host {} has no address", url.host());
+        let what = format!("cannot resolve host {}", url.host());
         CliError::new(Exit::Refused, what).because(e)
     })
 }

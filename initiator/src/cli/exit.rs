@@ -206,7 +206,7 @@ impl From<UnmountError> for CliError {
         match error {
             UnmountError::Busy(path) => {
                 Self::new(Exit::Busy, format!("{} is busy", path.display()))
-                    .help("close what uses it, or detach it with --force")
+                    .help("stop the programs using it, or detach it with --force")
             }
             UnmountError::Failed { path, source } => {
                 Self::io(format!("cannot unmount {}", path.display()), source)

@@ -83,7 +83,11 @@ fn indent(fields: &Fields) -> String {
 
 fn standard_data(session: &Session, lun: LunId, timeout: Duration) -> Result<Vec<u8>, LunError> {
     task::block_on(async {
-        let buffer = session.client().buffers().take(INQUIRY_LEN.into()).await;
+        let buffer = session
+            .client()
+            .buffers()
+            .take_buffer(INQUIRY_LEN.into())
+            .await;
         let io = ScsiIo::new(lun, Command::inquiry(), IoData::One(buffer), timeout);
         let end = session.submit(io).await;
         let answer = end.result?;

@@ -108,10 +108,10 @@ fn serve_mount(
         match &shown {
             Ok(()) => {
                 mounted.wait(events);
-                ready.end();
+                ready.mark_detached();
                 below.wait(events);
             }
-            Err(_) => mounted.give_up(),
+            Err(_) => mounted.force_unmount(),
         }
         shown
     });
@@ -194,7 +194,7 @@ impl Mounted {
     }
 
     /// Unmounts a file system that couldn't be added to the list, even if it's in use.
-    fn give_up(&self) {
+    fn force_unmount(&self) {
         if let Err(error) = self.unmount(false).or_else(|_| self.unmount(true)) {
             tracing::warn!(%error, "the file system stays mounted");
         }

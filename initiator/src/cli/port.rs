@@ -83,7 +83,7 @@ impl ExportPort {
     ///
     /// # Errors
     /// Fails if the directory can't be written.
-    pub(super) fn take(dir: &StateDir, path: &Path, url: &str) -> io::Result<Self> {
+    pub(super) fn allocate_port(dir: &StateDir, path: &Path, url: &str) -> io::Result<Self> {
         let _lock = dir.lock()?;
         let mut hasher = DefaultHasher::new();
         (path, url).hash(&mut hasher);
@@ -190,7 +190,8 @@ mod tests {
     fn killed_process_passes_on_port() {
         let path = std::env::temp_dir().join(format!("riser-state-{}-port", std::process::id()));
         let dir = StateDir::at(path.clone()).unwrap();
-        let take = |path: &str, url: &str| ExportPort::take(&dir, Path::new(path), url).unwrap();
+        let take =
+            |path: &str, url: &str| ExportPort::allocate_port(&dir, Path::new(path), url).unwrap();
         let mut first = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
         let port = first.port();
         // The port isn't used by another process while its own process is alive.
@@ -222,7 +223,7 @@ mod tests {
     fn failed_generation_write_is_retried() {
         let path = std::env::temp_dir().join(format!("riser-state-{}-full", std::process::id()));
         let dir = StateDir::at(path.clone()).unwrap();
-        let port = ExportPort::take(&dir, Path::new("/run/a"), "srp://host/0").unwrap();
+        let port = ExportPort::allocate_port(&dir, Path::new("/run/a"), "srp://host/0").unwrap();
         let mut entry = port.entry().unwrap();
         fs::remove_dir_all(&path).unwrap();
         entry.note_cache(Some([0xa5; 16])).unwrap_err();

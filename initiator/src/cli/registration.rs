@@ -97,7 +97,11 @@ impl Registration {
     ///
     /// # Panics
     /// Panics if this transition is not allowed.
-    pub fn enter(&self, phase: Phase, change: impl FnOnce(&mut Attachment)) -> io::Result<()> {
+    pub fn change_phase(
+        &self,
+        phase: Phase,
+        change: impl FnOnce(&mut Attachment),
+    ) -> io::Result<()> {
         let mut attachment = self.0.lock();
         let Some(attachment) = &mut *attachment else {
             return Ok(());
@@ -114,7 +118,7 @@ impl Registration {
     /// # Errors
     /// Fails if the directory can't be written.
     pub fn fail(self, reason: String) -> io::Result<()> {
-        let written = self.enter(Phase::Failed, |a| a.failure = Some(reason));
+        let written = self.change_phase(Phase::Failed, |a| a.failure = Some(reason));
         // Even if this wasn't recorded, an entry without its process is treated as a failure.
         *self.0.lock() = None;
         written

@@ -65,7 +65,7 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
 
 fn open(verb: &Rping) -> Result<Box<dyn Provider>, CliError> {
     let (Rping::Client { args, .. } | Rping::Server { args }) = verb;
-    let what = || format!("no RDMA device at {}", args.addr);
+    let what = || format!("cannot find an RDMA device at {}", args.addr);
     if args.provider == ProviderChoice::Shm {
         let config = match verb {
             Rping::Client { .. } => Ok(ShmConfig::new(args.addr)),

@@ -186,7 +186,7 @@ fn check_addresses(device: &Device) -> Result<(), CliError> {
 fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
     let is_broadcast = matches!(addr, IpAddr::V4(addr) if addr.is_broadcast());
     if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
-        let what = format!("{name} requires the address of an interface, and {addr} is not one");
+        let what = format!("invalid address {addr} of {name}: not the address of an interface");
         return Err(CliError::new(Exit::Usage, what));
     }
     // The kernel allows a socket to use all local addresses, including loopback addresses that are
@@ -229,7 +229,7 @@ fn find_library(
         return canonical.map_err(|e| CliError::io(format!("cannot use {}", found.display()), e));
     }
     let places: Vec<_> = places.iter().map(|p| p.display().to_string()).collect();
-    let what = format!("no {LIBRARY} at {}", places.join(" or "));
+    let what = format!("cannot find {LIBRARY} at {}", places.join(" or "));
     let help = format!(
         "build it with `cargo build --release -p riser-drop-in`, or set {DROP_IN} to its path"
     );

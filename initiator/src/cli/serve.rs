@@ -226,7 +226,7 @@ impl Ready<'_> {
     pub(super) fn announce(&mut self, export: Export) -> Result<(), CliError> {
         let registration = self.registration.as_ref().expect("it was claimed before");
         registration
-            .enter(Phase::Serving, |a| a.export = export)
+            .change_phase(Phase::Serving, |a| a.export = export)
             .map_err(|e| CliError::io("cannot record the attachment", e))?;
         let attachment = registration.attachment();
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
@@ -245,11 +245,11 @@ impl Ready<'_> {
     }
 
     /// Marks the attachment as detached. It's only served for its remaining users.
-    pub(super) fn end(&self) {
+    pub(super) fn mark_detached(&self) {
         let Some(registration) = &self.registration else {
             return;
         };
-        if let Err(error) = registration.enter(Phase::Ending, |_| ()) {
+        if let Err(error) = registration.change_phase(Phase::Ending, |_| ()) {
             tracing::warn!(%error, "cannot record that the attachment is stopping");
         }
     }
@@ -378,7 +378,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
         })
         .map_err(not_started)?;
     let Ok(line) = outcome.recv_timeout(global.timeout + SLACK) else {
-        return Err(give_up(&mut child, &log));
+        return Err(stop_background(&mut child, &log));
     };
     match serde_json::from_str(&line) {
         Ok(Outcome::Attached(attachment)) => Ok(attachment),
@@ -448,7 +448,7 @@ fn spawn_background(log: &Path, is_new: bool, global: &Global) -> Result<Child, 
 
 /// Requests a background process to exit after a timeout. It must not be killed, because it may be
 /// serving a disk which is being mounted by the kernel, and it cleans up before it exits.
-fn give_up(child: &mut Child, log: &Path) -> CliError {
+fn stop_background(child: &mut Child, log: &Path) -> CliError {
     let pid = Pid::from_child(child);
     // The process may already have exited.
     let _ = rustix::process::kill_process(pid, Signal::TERM);
@@ -522,7 +522,7 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
     }
     let path = absolute(path)?;
     StateDir::open()
-        .and_then(|dir| ExportPort::take(&dir, &path, &address.to_string()))
+        .and_then(|dir| ExportPort::allocate_port(&dir, &path, &address.to_string()))
         .map(Some)
         .map_err(|e| CliError::io("cannot save the initiator port", e))
 }
@@ -588,7 +588,7 @@ mod tests {
         let mut ready = String::new();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         stdout.read_line(&mut ready).unwrap();
-        let error = give_up(&mut child, Path::new("/a/log"));
+        let error = stop_background(&mut child, Path::new("/a/log"));
         assert_eq!(error.exit, Exit::Timeout);
         assert_eq!(error.help.as_deref(), Some("see the log /a/log"));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "taken away\n");

@@ -46,12 +46,13 @@ pub(super) fn run(args: &VnicArgs, global: &Global) -> Result<(), CliError> {
     let mut node = Node::open(&config).map_err(|e| failed(e, &config))?;
     let mut text = [0; 1];
     loop {
-        node.turn(wake.as_fd()).map_err(|e| failed(e, &config))?;
+        node.run_once(wake.as_fd())
+            .map_err(|e| failed(e, &config))?;
         if matches!(io::Read::read(&mut &wake, &mut text), Ok(1..)) {
             break;
         }
     }
-    node.leave();
+    node.notify_leaving();
     let interfaces = node.reports().into_iter().map(|report| Interface {
         name: report.interface,
         sent: report.sent,

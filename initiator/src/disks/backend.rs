@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::operation::Operation;
-use crate::poll_fds::WaitedFds;
+use crate::poll_fds::PollInterests;
 
 /// The part of a disk that executes operations. It is only used on the disk thread.
 pub(super) trait Backend {
@@ -20,7 +20,7 @@ pub(super) trait Backend {
     fn prepare_sleep(&mut self) -> bool;
 
     /// Adds the file descriptors to poll while sleeping.
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>);
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>);
 
     /// Latest time for the next call to [`Backend::complete`].
     fn deadline(&self) -> Option<Instant>;

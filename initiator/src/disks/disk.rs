@@ -91,7 +91,7 @@ impl ThreadDisk {
     }
 
     /// Executes an operation, followed by a flush if required.
-    async fn carry_out(&self, operation: Operation) -> Completion {
+    async fn execute(&self, operation: Operation) -> Completion {
         let Plan {
             command,
             mut buffer,
@@ -107,7 +107,7 @@ impl ThreadDisk {
     }
 
     async fn transfer(&self, operation: Operation) -> Result<Buffer, BlockError> {
-        let buffer = self.carry_out(operation).await?;
+        let buffer = self.execute(operation).await?;
         Ok(buffer.expect("a transfer gives its buffer back"))
     }
 
@@ -152,7 +152,7 @@ impl BlockDevice for ThreadDisk {
     }
 
     fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
-        self.pool.take(len)
+        self.pool.take_buffer(len)
     }
 
     fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {
@@ -177,12 +177,12 @@ impl BlockDevice for ThreadDisk {
     }
 
     async fn flush(&self) -> Result<(), BlockError> {
-        self.carry_out(Operation::Flush).await.map(drop)
+        self.execute(Operation::Flush).await.map(drop)
     }
 
     async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
         let discard = Operation::Discard(range);
-        self.carry_out(discard).await.map(drop)
+        self.execute(discard).await.map(drop)
     }
 
     async fn write_zeroes(

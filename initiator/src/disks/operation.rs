@@ -74,7 +74,7 @@ impl Operation {
     }
 
     /// Completes the operation. The caller's task may run within this call.
-    pub(super) fn end(self, result: Result<Vec<Extent>, BlockError>) {
+    pub(super) fn complete(self, result: Result<Vec<Extent>, BlockError>) {
         let buffer = self.buffer;
         let ended = Ended { result, buffer };
         match self.done {

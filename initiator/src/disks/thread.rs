@@ -19,7 +19,7 @@ use super::operation::{Command, Done, Ended, Operation};
 use super::workload::Workloads;
 use crate::block::{Buffer, Service, Services, Workload};
 use crate::engine::{Mailbox, Sender};
-use crate::poll_fds::WaitedFds;
+use crate::poll_fds::PollInterests;
 
 /// Max polling time when idle, same as for the session engine.
 const SPIN: Duration = Duration::from_micros(50);
@@ -134,11 +134,11 @@ impl<B: Backend> Round<B> {
         let mut spinner = Spinner::new(SPIN);
         loop {
             let now = Instant::now();
-            let worked = self.turn(now);
+            let worked = self.run_once(now);
             if self.backend.is_over() {
                 // All operations have completed: notify workloads and clients.
                 self.workloads.run(&mut self.backend, now);
-                self.services.turn();
+                self.services.run_all();
                 return;
             }
             let deadlines = [self.backend.deadline(), self.workloads.due()];
@@ -150,12 +150,12 @@ impl<B: Backend> Round<B> {
     }
 
     /// Processes all available work once. Returns whether there was anything to do.
-    fn turn(&mut self, now: Instant) -> bool {
+    fn run_once(&mut self, now: Instant) -> bool {
         // Process messages after waking tasks, so that their operations are submitted in the same
         // round.
         let mut worked = self.backend.complete(now);
         worked |= self.workloads.run(&mut self.backend, now);
-        worked |= self.services.turn();
+        worked |= self.services.run_all();
         let mut inbox = std::mem::take(&mut self.inbox);
         self.mailbox.receive(&mut inbox);
         worked |= !inbox.is_empty();
@@ -185,9 +185,9 @@ impl<B: Backend> Round<B> {
     fn park(&mut self, timeout: Option<Duration>) {
         let may_sleep = self.backend.prepare_sleep();
         if self.services.prepare_sleep() && may_sleep {
-            let mut waited = WaitedFds::new();
-            self.backend.put_waited(&mut waited);
-            self.services.put_waited(&mut waited);
+            let mut waited = PollInterests::new();
+            self.backend.add_interests(&mut waited);
+            self.services.add_interests(&mut waited);
             self.mailbox.park(&waited, timeout);
         }
         self.services.end_sleep();

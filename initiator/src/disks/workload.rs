@@ -117,7 +117,7 @@ impl Workloads {
         let mut submissions = std::mem::take(&mut self.submissions);
         self.running[id].outstanding += submissions.len();
         for (tag, operation) in submissions.drain() {
-            self.begin(id, tag, operation, backend, now);
+            self.start_operation(id, tag, operation, backend, now);
         }
         self.submissions = submissions;
         let running = &self.running[id];
@@ -126,7 +126,7 @@ impl Workloads {
         }
     }
 
-    fn begin(
+    fn start_operation(
         &self,
         workload: usize,
         tag: u32,

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use riser_scsi::iscsi::name::{Found, IscsiName};
+use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName};
 use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 
 use super::client::Client;
@@ -123,7 +123,10 @@ impl Client {
     ///
     /// # Errors
     /// See [`Self::connect`]; also if the list is invalid.
-    pub async fn discover_targets(&self, url: &IscsiUrl) -> Result<Vec<Found>, EngineError> {
+    pub async fn discover_targets(
+        &self,
+        url: &IscsiUrl,
+    ) -> Result<Vec<DiscoveredTarget>, EngineError> {
         self.send_targets(url, None).await
     }
 
@@ -132,7 +135,7 @@ impl Client {
         &self,
         url: &IscsiUrl,
         sought: Option<IscsiName>,
-    ) -> Result<Vec<Found>, EngineError> {
+    ) -> Result<Vec<DiscoveredTarget>, EngineError> {
         let mut url = url.clone();
         url.target = None;
         url.portals.clear();
@@ -267,7 +270,7 @@ impl Client {
         url: &IscsiUrl,
         patience: Duration,
         path: u64,
-        found: Option<Sender<Vec<Found>>>,
+        found: Option<Sender<Vec<DiscoveredTarget>>>,
     ) -> Result<Protocol, EngineError> {
         let config = &self.0.config;
         let limits = iscsi::Limits {

@@ -130,7 +130,7 @@ impl ScsiIo {
 
 /// Completion of a command, with its memory.
 #[derive(Debug)]
-pub struct IoEnd {
+pub struct IoCompletion {
     /// Response of the target, or the error.
     pub result: RequestResult,
     /// Memory passed with the command.
@@ -140,7 +140,7 @@ pub struct IoEnd {
 /// Receiver of a command's completion.
 pub(super) enum Done {
     /// A future, which may no longer be polled.
-    Future(Sender<IoEnd>),
+    Future(Sender<IoCompletion>),
     /// A workload on the engine's thread, with its token.
     Workload { workload: usize, token: u64 },
     /// The paths that submitted the command.
@@ -193,7 +193,7 @@ pub trait Workload: Send {
     fn start(&mut self, queue: &mut WorkQueue);
 
     /// Handles the completion of the command with this token.
-    fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue);
+    fn complete(&mut self, token: u64, end: IoCompletion, queue: &mut WorkQueue);
 
     /// Returns the wake-up time. `None` means that it only waits for completions of its commands.
     fn due(&self) -> Option<Instant> {

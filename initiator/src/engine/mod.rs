@@ -11,7 +11,7 @@
 //!
 //! - [`Client`]: starts and stops the thread, creates sessions, owns the buffer pool.
 //! - [`Session`]: executes commands for logical units of a target; see [`crate::lun`] for disks.
-//! - [`ScsiIo`], [`IoEnd`], [`IoFuture`]: a command, its completion, and the future for it.
+//! - [`ScsiIo`], [`IoCompletion`], [`IoFuture`]: a command, its completion, and the future for it.
 //! - [`Workload`]: submits commands from the engine's thread, for benchmarks at high queue depth.
 //!
 //! # Invariants
@@ -48,7 +48,7 @@ use std::time::Duration;
 pub use builder::ClientBuilder;
 pub use client::Client;
 pub use env::Env;
-pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
+pub use io::{IoCompletion, IoData, ScsiIo, WorkQueue, Workload};
 pub(crate) use oneshot::{Sender, oneshot};
 pub(crate) use park::Mailbox;
 pub use pool::{BufferPool, TakeBuffer};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::poll_fds::wait;
-pub(crate) use crate::poll_fds::{Waited, WaitedFds};
+pub(crate) use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Maximum sleep. A wake-up per hour is cheap and avoids large sums of times.
 const LONGEST: Duration = Duration::from_secs(3600);
@@ -84,13 +84,13 @@ impl<T> Mailbox<T> {
 
     /// Sleeps until a message arrives, a descriptor is ready, or the timeout expires. Spurious
     /// wake-ups are possible.
-    pub(crate) fn park(&self, fds: &[Waited<'_>], timeout: Option<Duration>) {
+    pub(crate) fn park(&self, fds: &[PollInterest<'_>], timeout: Option<Duration>) {
         self.parked.store(true, Ordering::SeqCst);
         if !self.inner().messages.is_empty() {
             self.parked.store(false, Ordering::SeqCst);
             return;
         }
-        let bell = std::iter::once(Waited::reading(self.bell.as_fd()));
+        let bell = std::iter::once(PollInterest::reading(self.bell.as_fd()));
         let all = bell.chain(fds.iter().copied());
         wait(all, timeout.map(|t| t.min(LONGEST)));
         self.parked.store(false, Ordering::SeqCst);

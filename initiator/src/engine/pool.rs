@@ -65,13 +65,13 @@ struct Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.pool.give_back(self.run);
+        self.pool.return_run(self.run);
     }
 }
 
 impl State {
     /// Allocates a run of `pages` pages.
-    fn take(&mut self, pages: usize) -> Option<Run> {
+    fn allocate_run(&mut self, pages: usize) -> Option<Run> {
         let at = self.free.iter().position(|run| run.pages >= pages)?;
         let run = &mut self.free[at];
         let start = run.start;
@@ -83,7 +83,7 @@ impl State {
         Some(Run { start, pages })
     }
 
-    fn put(&mut self, run: Run) {
+    fn free_run(&mut self, run: Run) {
         let at = self.free.partition_point(|other| other.start < run.start);
         let joins_next = self
             .free
@@ -118,10 +118,10 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn give_back(&self, run: Run) {
+    fn return_run(&self, run: Run) {
         let waker = {
             let mut state = self.state();
-            state.put(run);
+            state.free_run(run);
             state.first_waker()
         };
         if let Some(waker) = waker {
@@ -183,7 +183,7 @@ impl BufferPool {
         if !state.queue.is_empty() {
             return None;
         }
-        let run = state.take(pages(len))?;
+        let run = state.allocate_run(pages(len))?;
         drop(state);
         Some(self.buffer(run, len))
     }
@@ -197,7 +197,7 @@ impl BufferPool {
     ///
     /// # Panics
     /// Panics if `len` exceeds the size of the pool.
-    pub fn take(&self, len: usize) -> TakeBuffer {
+    pub fn take_buffer(&self, len: usize) -> TakeBuffer {
         assert!(len <= self.size(), "buffer larger than its pool");
         TakeBuffer {
             pool: self.clone(),
@@ -242,7 +242,7 @@ pub struct TakeBuffer {
 
 impl TakeBuffer {
     /// Leaves the queue. Returns the waker of the new first user, which must try again.
-    fn leave(&mut self, state: &mut State) -> Option<Waker> {
+    fn leave_queue(&mut self, state: &mut State) -> Option<Waker> {
         let number = self.ticket.take()?;
         state.queue.retain(|ticket| ticket.number != number);
         state.first_waker()
@@ -262,8 +262,8 @@ impl Future for TakeBuffer {
             (Some(number), Some(front)) => front.number == number,
             _ => false,
         };
-        if first && let Some(run) = state.take(pages(this.len)) {
-            let next = this.leave(&mut state);
+        if first && let Some(run) = state.allocate_run(pages(this.len)) {
+            let next = this.leave_queue(&mut state);
             drop(state);
             if let Some(next) = next {
                 next.wake();
@@ -292,7 +292,7 @@ impl Future for TakeBuffer {
 impl Drop for TakeBuffer {
     fn drop(&mut self) {
         let pool = self.pool.clone();
-        let next = self.leave(&mut pool.0.state());
+        let next = self.leave_queue(&mut pool.0.state());
         match next {
             Some(next) => next.wake(),
             None => pool.0.pollers.wake_all(),
@@ -318,8 +318,8 @@ mod tests {
     fn buffers_are_granted_in_fifo_order() {
         let pool = BufferPool::new(4 * PAGE).unwrap();
         let a = pool.try_take(3 * PAGE).unwrap();
-        let mut large = pool.take(2 * PAGE);
-        let mut small = pool.take(100);
+        let mut large = pool.take_buffer(2 * PAGE);
+        let mut small = pool.take_buffer(100);
         assert!(poll(&mut large).is_none());
         assert!(poll(&mut small).is_none(), "not before the large one");
         assert!(pool.try_take(100).is_none(), "not before anybody");
@@ -354,8 +354,8 @@ mod tests {
     fn dropped_waiter_wakes_next() {
         let pool = BufferPool::new(2 * PAGE).unwrap();
         let held = pool.try_take(PAGE).unwrap();
-        let mut large = pool.take(2 * PAGE);
-        let mut small = pool.take(PAGE);
+        let mut large = pool.take_buffer(2 * PAGE);
+        let mut small = pool.take_buffer(PAGE);
         assert!(poll(&mut large).is_none() && poll(&mut small).is_none());
         drop(large);
         assert!(poll(&mut small).is_some());

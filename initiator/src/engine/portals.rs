@@ -52,7 +52,7 @@ impl Client {
             paths.push(PathPlan {
                 target,
                 protocol,
-                buffer: self.buffers().take(CHECK_LEN).await,
+                buffer: self.buffers().take_buffer(CHECK_LEN).await,
             });
         }
         let config = &self.0.config;
@@ -93,7 +93,7 @@ impl Client {
         if let TargetUrl::Iscsi(iscsi) = &first
             && url.wants_all()
         {
-            let told = self.ask_for_portals(iscsi).await?;
+            let told = self.query_portals(iscsi).await?;
             // A source address cannot reach portals of the other address family.
             let fits = |p: &Portal| match (&p.host, url.src()) {
                 (Host::Ip(ip), Some(src)) => ip.is_ipv4() == src.is_ipv4(),
@@ -125,7 +125,7 @@ impl Client {
     }
 
     /// Requests the portals of a target (SendTargets).
-    async fn ask_for_portals(&self, url: &IscsiUrl) -> Result<Vec<Portal>, EngineError> {
+    async fn query_portals(&self, url: &IscsiUrl) -> Result<Vec<Portal>, EngineError> {
         // RFC 7143 Appendix C: a target must respond to a request with its own name, and this list
         // is short.
         let found = self.send_targets(url, url.target.clone()).await?;

@@ -11,7 +11,7 @@ use riser_scsi::lun::LunId;
 use super::EngineError;
 use super::client::Client;
 use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
-use super::io::{IoData, IoEnd, ScsiIo, Workload};
+use super::io::{IoCompletion, IoData, ScsiIo, Workload};
 use super::oneshot::{Receiver, oneshot};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
@@ -78,7 +78,11 @@ impl Session {
         let pool = self.client().buffers();
         match pool.try_take(len) {
             Some(buffer) => Ok(buffer),
-            None => self.client().timeout(self.timeout, pool.take(len)).await,
+            None => {
+                self.client()
+                    .timeout(self.timeout, pool.take_buffer(len))
+                    .await
+            }
         }
     }
 
@@ -176,14 +180,14 @@ impl Session {
 /// Future for the completion of a command. Dropping it abandons the wait, but not the command.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless polled"]
-pub struct IoFuture(Receiver<IoEnd>);
+pub struct IoFuture(Receiver<IoCompletion>);
 
 impl Future for IoFuture {
-    type Output = IoEnd;
+    type Output = IoCompletion;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<IoEnd> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<IoCompletion> {
         Pin::new(&mut self.0).poll(cx).map(|end| {
-            end.unwrap_or(IoEnd {
+            end.unwrap_or(IoCompletion {
                 result: Err(RequestError::Closed),
                 data: IoData::None,
             })

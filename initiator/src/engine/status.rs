@@ -206,7 +206,7 @@ impl SessionStatus {
 
     /// Enters a state at `date`. `why` is the reason for leaving the previous state. Returns the
     /// previous state.
-    fn enter(&self, state: LinkState, why: Option<Down>, date: Duration) -> LinkState {
+    fn enter_state(&self, state: LinkState, why: Option<Down>, date: Duration) -> LinkState {
         // Change both under the lock, so that waiters see a consistent state.
         let mut details = self.lock();
         let before = self.link();
@@ -251,15 +251,15 @@ impl SessionStatus {
     pub(super) fn on_event(&self, event: &SessionEvent, date: Duration) {
         match event {
             SessionEvent::Live => {
-                self.enter(LinkState::Live, None, date);
+                self.enter_state(LinkState::Live, None, date);
             }
             SessionEvent::Reconnecting(why) => {
-                if self.enter(LinkState::Reconnecting, Some(*why), date) == LinkState::Live {
+                if self.enter_state(LinkState::Reconnecting, Some(*why), date) == LinkState::Live {
                     self.reconnects.fetch_add(1, Ordering::Relaxed);
                 }
             }
             SessionEvent::Closed(why) => {
-                self.enter(LinkState::Closed, Some(*why), date);
+                self.enter_state(LinkState::Closed, Some(*why), date);
             }
             SessionEvent::UnitEvent { .. } | SessionEvent::UnitReset(_) | SessionEvent::Stale => {}
         }

@@ -74,13 +74,13 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 }
 
 fn put(lun: &Lun, offset: u64, data: &[u8]) {
-    let buffer = block_on(lun.buffers().take(data.len()));
+    let buffer = block_on(lun.buffers().take_buffer(data.len()));
     buffer.slice().write(0, data);
     block_on(lun.write(offset, buffer, false)).unwrap();
 }
 
 fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
-    let buffer = block_on(lun.buffers().take(len));
+    let buffer = block_on(lun.buffers().take_buffer(len));
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
@@ -109,7 +109,7 @@ fn disk_is_discovered_written_and_read() {
     block_on(lun.write_zeroes(512..8192, Default::default())).unwrap();
     assert_eq!(get(&lun, 4096, 4096), vec![0; 4096]);
     block_on(lun.discard(0..512)).unwrap();
-    let buffer = block_on(lun.buffers().take(512));
+    let buffer = block_on(lun.buffers().take_buffer(512));
     assert_eq!(
         block_on(lun.read(1, buffer)).unwrap_err(),
         LunError::OutOfRange
@@ -143,7 +143,7 @@ fn segments_use_inline_and_external_tables() {
     for pieces in [3usize, 9] {
         let buffers: Vec<_> = (0..pieces)
             .map(|i| {
-                let buffer = block_on(lun.buffers().take(4 * BLOCK));
+                let buffer = block_on(lun.buffers().take_buffer(4 * BLOCK));
                 buffer.slice().write(0, &pattern(i, 4 * BLOCK));
                 buffer
             })
@@ -170,7 +170,7 @@ fn segments_use_inline_and_external_tables() {
     assert_eq!(rig.target.knobs.indirect.load(Ordering::SeqCst), 2);
     assert_eq!(rig.target.knobs.external.load(Ordering::SeqCst), 2);
     let buffers: Vec<_> = (0..17)
-        .map(|_| block_on(lun.buffers().take(BLOCK)))
+        .map(|_| block_on(lun.buffers().take_buffer(BLOCK)))
         .collect();
     let blocks = crate::scsi::BlockRange { lba: 0, blocks: 17 };
     let command = Command::read(blocks, 17 * BLOCK as u32);
@@ -197,7 +197,7 @@ fn full_session_still_checks_unit() {
     let lun = block_on(session.lun(0)).unwrap();
     target.knobs.disconnect.store(true, Ordering::SeqCst);
     let write = |seed: usize| {
-        let buffer = block_on(lun.buffers().take(BLOCK));
+        let buffer = block_on(lun.buffers().take_buffer(BLOCK));
         buffer.slice().write(0, &pattern(seed, BLOCK));
         lun.write((seed * BLOCK) as u64, buffer, false)
     };
@@ -222,7 +222,7 @@ fn unsendable_command_frees_slot_for_waiters() {
     let session = block_on(client.connect(&url)).unwrap();
     let lun = block_on(session.lun(0)).unwrap();
     let read = |pieces: usize| {
-        let buffers = (0..pieces).map(|_| block_on(lun.buffers().take(BLOCK)));
+        let buffers = (0..pieces).map(|_| block_on(lun.buffers().take_buffer(BLOCK)));
         let blocks = crate::scsi::BlockRange {
             lba: 0,
             blocks: pieces as u32,
@@ -287,7 +287,7 @@ fn command_never_follows_its_own_abort() {
     let write = |number: u32| {
         let buffers: Vec<_> = (0..9)
             .map(|i| {
-                let buffer = block_on(lun.buffers().take(BLOCK));
+                let buffer = block_on(lun.buffers().take_buffer(BLOCK));
                 buffer
                     .slice()
                     .write(0, &pattern(9 * number as usize + i, BLOCK));
@@ -375,7 +375,7 @@ fn unlisted_pages_identify_unit() {
     assert_eq!(get(&lun, 0, 8192), pattern(1, 8192), "the same unit");
     knobs.exchanged.store(true, Ordering::SeqCst);
     knobs.disconnect.store(true, Ordering::SeqCst);
-    let buffer = block_on(lun.buffers().take(8192));
+    let buffer = block_on(lun.buffers().take_buffer(8192));
     buffer.slice().fill(0, 8192, 0xee);
     block_on(lun.write(0, buffer, false)).unwrap_err();
     assert_eq!(rig.target.disk.lock().unwrap()[..8192], pattern(1, 8192));
@@ -437,7 +437,7 @@ fn unit_is_checked_before_first_use() {
     watch(unit.clone());
     put(&lun, 0, &pattern(2, 512));
     unit.identity.serial = Some("S0".to_owned());
-    let buffer = block_on(lun.buffers().take(512));
+    let buffer = block_on(lun.buffers().take_buffer(512));
     buffer.slice().fill(0, 512, 0xee);
     watch(unit);
     block_on(lun.write(0, buffer, false)).unwrap_err();
@@ -462,7 +462,7 @@ fn rejected_login_is_retried() {
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.refuse.store(true, Ordering::SeqCst);
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
-    let buffer = block_on(lun.buffers().take(8192));
+    let buffer = block_on(lun.buffers().take_buffer(8192));
     buffer.slice().write(0, &pattern(1, 8192));
     let writing = begin(lun.write(0, buffer, false));
     eventually("four refusals", || {
@@ -482,7 +482,7 @@ fn completed_command_memory_is_inaccessible() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 16384));
-    let buffer = block_on(lun.buffers().take(16384));
+    let buffer = block_on(lun.buffers().take_buffer(16384));
     let buffer = block_on(lun.read(0, buffer)).unwrap();
     let knobs = &rig.target.knobs;
     knobs.attack.store(true, Ordering::SeqCst);
@@ -506,7 +506,7 @@ fn unsolicited_invalidation_closes_connection_without_losses() {
     let lun = block_on(rig.session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 16384));
     rig.target.knobs.invalidate.store(true, Ordering::SeqCst);
-    let buffer = block_on(lun.buffers().take(16384));
+    let buffer = block_on(lun.buffers().take_buffer(16384));
     let wait = rig
         .client
         .timeout(Duration::from_secs(20), lun.read(0, buffer));
@@ -573,7 +573,7 @@ fn unreachable_target_does_not_extend_timeout() {
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
     let lun = lun.with_timeout(Duration::from_millis(400));
     let began = world::now();
-    let buffer = block_on(lun.buffers().take(512));
+    let buffer = block_on(lun.buffers().take_buffer(512));
     let error = block_on(lun.read(0, buffer)).unwrap_err();
     assert_eq!(error, LunError::Request(RequestError::TimedOut));
     assert_eq!(world::now() - began, Duration::from_millis(400));
@@ -618,7 +618,7 @@ fn abandoned_wait_keeps_memory_until_completion() {
     let lun = block_on(rig.session.lun(0)).unwrap();
     let free = rig.client.buffers().free();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
-    let buffer = block_on(lun.buffers().take(65536));
+    let buffer = block_on(lun.buffers().take_buffer(65536));
     let io = lun.write_io(0, buffer, false).unwrap();
     drop(rig.session.submit(io));
     assert!(rig.client.buffers().free() < free);
@@ -654,9 +654,9 @@ impl Workload for Loop {
         }
     }
 
-    fn complete(&mut self, _token: u64, end: IoEnd, queue: &mut WorkQueue) {
+    fn complete(&mut self, _token: u64, end: IoCompletion, queue: &mut WorkQueue) {
         self.ended += 1;
-        match Lun::judge(end) {
+        match Lun::completed_buffer(end) {
             Ok(buffer) => self.next(buffer, queue),
             Err(_) => self.errors += 1,
         }
@@ -713,8 +713,8 @@ impl Workload for Paced {
         self.due = Some(world::now() + Duration::from_millis(1));
     }
 
-    fn complete(&mut self, _token: u64, end: IoEnd, _queue: &mut WorkQueue) {
-        Lun::judge(end).unwrap();
+    fn complete(&mut self, _token: u64, end: IoCompletion, _queue: &mut WorkQueue) {
+        Lun::completed_buffer(end).unwrap();
     }
 
     fn due(&self) -> Option<Instant> {
@@ -843,7 +843,7 @@ fn iser_connection_finishes_connecting_before_close() {
 #[test]
 fn wait_for_buffer_times_out() {
     let rig = rig("");
-    let all = block_on(rig.client.buffers().take(8 << 20));
+    let all = block_on(rig.client.buffers().take_buffer(8 << 20));
     let session = rig.session.clone().with_timeout(Duration::from_millis(50));
     assert_eq!(block_on(session.buffer(512)).unwrap_err(), Elapsed);
     let error = block_on(session.lun(0)).unwrap_err();
@@ -879,16 +879,16 @@ fn close_completes_outstanding_commands() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
-    let buffer = block_on(lun.buffers().take(512));
+    let buffer = block_on(lun.buffers().take_buffer(512));
     let waiting = rig.session.submit(lun.read_io(0, buffer).unwrap());
     block_on(rig.session.close());
     assert_eq!(block_on(waiting).result.unwrap_err(), RequestError::Closed);
-    let buffer = block_on(lun.buffers().take(512));
+    let buffer = block_on(lun.buffers().take_buffer(512));
     let late = block_on(lun.read(0, buffer)).unwrap_err();
     assert_eq!(late, LunError::Request(RequestError::Closed));
     assert_eq!(rig.session.status().link(), LinkState::Closed);
     rig.client.shutdown();
-    let buffer = block_on(lun.buffers().take(512));
+    let buffer = block_on(lun.buffers().take_buffer(512));
     assert!(block_on(lun.read(0, buffer)).is_err());
 }
 

@@ -29,7 +29,7 @@ pub(super) const MAX_BYTES: u64 = 64 << 20;
 const INLINE_BYTES: usize = 32 << 10;
 
 /// Queued response with data.
-struct Answer {
+struct QueuedResponse {
     reply: Reply,
     buffer: Buffer,
     range: Range<usize>,
@@ -39,7 +39,7 @@ struct Answer {
 pub(super) struct Channel {
     fd: OwnedFd,
     bell: Bell,
-    answers: Mutex<VecDeque<Answer>>,
+    answers: Mutex<VecDeque<QueuedResponse>>,
     in_flight: AtomicU32,
     bytes: AtomicU64,
     /// Set if the thread should be notified when a request completes.
@@ -121,7 +121,7 @@ impl Channel {
         drop(answers);
     }
 
-    fn answers(&self) -> MutexGuard<'_, VecDeque<Answer>> {
+    fn answers(&self) -> MutexGuard<'_, VecDeque<QueuedResponse>> {
         self.answers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -172,7 +172,7 @@ impl Reply {
             return self.send_data(&buffer, range);
         }
         let channel = self.channel.clone();
-        channel.answers().push_back(Answer {
+        channel.answers().push_back(QueuedResponse {
             reply: self,
             buffer,
             range,

@@ -133,7 +133,7 @@ impl DiskFs {
             Opcode::Release => parsed(body, |arg: FileIn| Verdict::Release(arg.fh.get())),
             // Closing a block device doesn't flush it either.
             Opcode::Flush | Opcode::Releasedir | Opcode::Destroy => Verdict::Answer(Vec::new()),
-            Opcode::Opendir => answer(OpenOut::default()),
+            Opcode::Opendir => reply_with(OpenOut::default()),
             Opcode::Readdir => parsed(body, |io| self.readdir(node, io)),
             Opcode::Fallocate => parsed(body, |arg| self.fallocate(arg)),
             Opcode::Lseek => parsed(body, |arg| self.lseek(arg)),
@@ -189,7 +189,7 @@ impl DiskFs {
             return Verdict::Refuse(libc::ENOENT);
         }
         let attr = self.attr(FILE_IN_DIRECTORY).expect("it is the file");
-        answer(EntryOut {
+        reply_with(EntryOut {
             nodeid: FILE_IN_DIRECTORY.into(),
             entry_valid: VALID.into(),
             attr_valid: VALID.into(),
@@ -200,7 +200,7 @@ impl DiskFs {
 
     fn getattr(&self, node: u64) -> Verdict {
         match self.attr(node) {
-            Some(attr) => answer(AttrOut {
+            Some(attr) => reply_with(AttrOut {
                 attr_valid: VALID.into(),
                 attr,
                 ..AttrOut::default()
@@ -260,7 +260,7 @@ impl DiskFs {
 
     fn statfs(&self) -> Verdict {
         let block = self.geometry.block_size;
-        answer(StatfsOut {
+        reply_with(StatfsOut {
             blocks: (self.geometry.capacity / u64::from(block)).into(),
             files: 1.into(),
             bsize: block.into(),
@@ -341,7 +341,7 @@ impl DiskFs {
     }
 }
 
-fn answer(body: impl IntoBytes + zerocopy::Immutable) -> Verdict {
+fn reply_with(body: impl IntoBytes + zerocopy::Immutable) -> Verdict {
     Verdict::Answer(body.as_bytes().to_vec())
 }
 

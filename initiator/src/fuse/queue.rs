@@ -17,10 +17,10 @@ use super::disk::{DiskFs, Verdict, Work};
 use super::requests::{self, anonymous, copy};
 use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode, OpenOut};
 use crate::block::{
-    BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, Span, Turn, task,
+    BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, ServiceStatus, Span, task,
 };
 use crate::mounts::MountId;
-use crate::poll_fds::{Waited, WaitedFds};
+use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Max read and write size which we request from the kernel, in bytes.
 const MAX_REQUEST: u32 = 1 << 20;
@@ -71,7 +71,7 @@ impl Room {
     }
 
     /// Returns the memory, if there is a new buffer to replace it.
-    fn take<D: BlockDevice>(&mut self, device: &D) -> Option<Buffer> {
+    fn take_memory<D: BlockDevice>(&mut self, device: &D) -> Option<Buffer> {
         if !self.is_of_disk {
             return None;
         }
@@ -147,8 +147,8 @@ impl<D: BlockDevice> Queue<D> {
                 // The process waiting for this request was killed.
                 Some(libc::ENOENT | libc::EINTR) => return Received::Request(0),
                 // The latter is also returned if the mount was aborted during this receive.
-                Some(libc::ENODEV | libc::ECONNABORTED) => return self.end(error),
-                _ => return self.give_up(error),
+                Some(libc::ENODEV | libc::ECONNABORTED) => return self.on_connection_closed(error),
+                _ => return self.fail_queue(error),
             },
         };
         let header = InHeader::read_from_prefix(&head[..len.min(HEAD)]);
@@ -159,14 +159,14 @@ impl<D: BlockDevice> Queue<D> {
             }
             _ => {
                 let text = format!("invalid length in the header of a FUSE request of {len} bytes");
-                self.give_up(io::Error::new(io::ErrorKind::InvalidData, text))
+                self.fail_queue(io::Error::new(io::ErrorKind::InvalidData, text))
             }
         }
     }
 
     /// The connection was closed by the kernel after an unmount. It can also be aborted while still
     /// mounted.
-    fn end(&self, error: io::Error) -> Received {
+    fn on_connection_closed(&self, error: io::Error) -> Received {
         let error = match self.mount.is_listed() {
             Ok(false) => {
                 self.ending.note_complete();
@@ -180,10 +180,10 @@ impl<D: BlockDevice> Queue<D> {
             Ok(true) => error,
             Err(unreadable) => unreadable,
         };
-        self.give_up(error)
+        self.fail_queue(error)
     }
 
-    fn give_up(&self, error: io::Error) -> Received {
+    fn fail_queue(&self, error: io::Error) -> Received {
         self.ending.note_error(error);
         Received::End
     }
@@ -285,7 +285,7 @@ impl<D: BlockDevice> Queue<D> {
         let may_take = span.is_aligned()
             && span.len >= LONG_WRITE
             && self.channel.bytes() + room <= device.buffer_bytes() / 2;
-        if may_take && let Some(mut buffer) = self.room.take(&**device) {
+        if may_take && let Some(mut buffer) = self.room.take_memory(&**device) {
             buffer.set_len(span.len);
             return Some((buffer, room));
         }
@@ -319,12 +319,12 @@ impl<D: BlockDevice> Queue<D> {
 }
 
 impl<D: BlockDevice> Service for Queue<D> {
-    fn turn(&mut self) -> Turn {
+    fn run_once(&mut self) -> ServiceStatus {
         let events = self.channel.bell().events();
         if events != self.seen {
             self.looks.expect();
         } else if !self.looks.is_due() {
-            return Turn::Waiting;
+            return ServiceStatus::Waiting;
         }
         // Must be set before checking for work, so that new events will prevent the sleep.
         self.seen = events;
@@ -336,26 +336,26 @@ impl<D: BlockDevice> Service for Queue<D> {
             // Nobody will receive these responses, but the operations are still running.
             self.channel.forget_waiting();
             if self.channel.is_idle() {
-                return Turn::Over;
+                return ServiceStatus::Over;
             }
         }
         if worked {
             self.looks.expect();
-            return Turn::Worked;
+            return ServiceStatus::Worked;
         }
         self.looks.note_vain();
-        Turn::Waiting
+        ServiceStatus::Waiting
     }
 
     fn prepare_sleep(&mut self) -> bool {
         self.channel.bell().prepare_sleep(self.seen)
     }
 
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
-        out.push(Waited::reading(self.channel.bell().fd()));
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
+        out.push(PollInterest::reading(self.channel.bell().fd()));
         // Otherwise we would never sleep after the mount has been closed.
         if self.to_read {
-            out.push(Waited::reading(self.channel.fd()));
+            out.push(PollInterest::reading(self.channel.fd()));
         }
     }
 

@@ -115,7 +115,7 @@ pub(super) async fn flush<D: BlockDevice>(
         Some(losses) => device.flush_for(&losses).await,
         None => device.flush().await,
     };
-    settle(flushed, reply);
+    send_result(flushed, reply);
 }
 
 pub(super) async fn zero<D: BlockDevice>(
@@ -124,10 +124,10 @@ pub(super) async fn zero<D: BlockDevice>(
     options: ZeroOptions,
     reply: Reply,
 ) {
-    settle(device.write_zeroes(range, options).await, reply);
+    send_result(device.write_zeroes(range, options).await, reply);
 }
 
-fn settle(result: Result<(), BlockError>, reply: Reply) {
+fn send_result(result: Result<(), BlockError>, reply: Reply) {
     match result {
         Ok(()) => reply.succeed(&[]),
         Err(error) => reply.fail(&error),

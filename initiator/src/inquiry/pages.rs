@@ -28,7 +28,7 @@ pub enum InquiryError {
 }
 
 /// Presentation of a field.
-enum Shown {
+enum FieldFormat {
     /// Shown as yes or no.
     Flag(Field<bool>),
     /// Shown as a number.
@@ -37,21 +37,21 @@ enum Shown {
     NonZero(Field<u64>),
 }
 
-type Table = &'static [(&'static str, Shown)];
+type Table = &'static [(&'static str, FieldFormat)];
 
 /// Returns the presentation of a flag.
-const fn flag(field: Field<bool>) -> Shown {
-    Shown::Flag(field)
+const fn flag(field: Field<bool>) -> FieldFormat {
+    FieldFormat::Flag(field)
 }
 
 /// Returns the presentation of a number.
-const fn number<T>(field: Field<T>) -> Shown {
-    Shown::Number(field.as_number())
+const fn number<T>(field: Field<T>) -> FieldFormat {
+    FieldFormat::Number(field.as_number())
 }
 
 /// Returns the presentation of a number that may not be reported.
-const fn non_zero<T>(field: Field<T>) -> Shown {
-    Shown::NonZero(field.as_number())
+const fn non_zero<T>(field: Field<T>) -> FieldFormat {
+    FieldFormat::NonZero(field.as_number())
 }
 
 const STANDARD: Table = {
@@ -198,9 +198,9 @@ fn by_table(data: &[u8], table: Table) -> Fields {
     let mut fields = Fields::default();
     for (name, shown) in table {
         let value = match shown {
-            Shown::Flag(field) => field.get(data).map(Value::Flag),
-            Shown::Number(field) => field.get(data).map(Value::Number),
-            Shown::NonZero(field) => field
+            FieldFormat::Flag(field) => field.get(data).map(Value::Flag),
+            FieldFormat::Number(field) => field.get(data).map(Value::Number),
+            FieldFormat::NonZero(field) => field
                 .get(data)
                 .map(|n| Value::Optional((n != 0).then_some(n))),
         };

@@ -4,8 +4,8 @@ use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 use riser_scsi::step::Status;
 
 use crate::block::BlockError;
-use crate::engine::{Elapsed, IoData, IoEnd};
-use crate::request::{Answer, RequestError};
+use crate::engine::{Elapsed, IoCompletion, IoData};
+use crate::request::{CommandResponse, RequestError};
 use crate::scsi::CapacityError;
 
 /// SCSI status RESERVATION CONFLICT.
@@ -150,7 +150,7 @@ impl From<LunError> for BlockError {
 }
 
 /// Checks a response: returns an error unless it is GOOD.
-pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
+pub(super) fn check_response(answer: &CommandResponse) -> Result<(), LunError> {
     if answer.is_success() {
         return Ok(());
     }
@@ -167,9 +167,9 @@ pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
 
 /// Checks the completion of a command that must have transferred all of its data, and returns its
 /// memory.
-pub(super) fn judge_whole(end: IoEnd) -> Result<IoData, LunError> {
+pub(super) fn check_whole(end: IoCompletion) -> Result<IoData, LunError> {
     let answer = end.result?;
-    judge(&answer)?;
+    check_response(&answer)?;
     let want = end.data.len() as u32;
     if answer.transferred == want {
         Ok(end.data)
@@ -189,16 +189,19 @@ mod tests {
         let mut sense = [0u8; 18];
         (sense[0], sense[2], sense[7]) = (0x70, 0x05, 10);
         (sense[12], sense[13]) = (0x25, 0x00);
-        let mut answer = Answer {
+        let mut answer = CommandResponse {
             status: 0x02,
             sense: Some(sense.into()),
             transferred: 0,
             overflow: 0,
         };
-        assert_eq!(judge(&answer), Err(LunError::NoUnit));
+        assert_eq!(check_response(&answer), Err(LunError::NoUnit));
         sense[12] = 0x24;
         answer.sense = Some(sense.into());
-        assert!(matches!(judge(&answer), Err(LunError::Check { .. })));
+        assert!(matches!(
+            check_response(&answer),
+            Err(LunError::Check { .. })
+        ));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use riser_scsi::data::{luns, vpd};
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::SenseKey;
 
-use super::error::judge;
+use super::error::check_response;
 use super::{Lun, LunError, LunShared};
 use crate::block::{Geometry, MAX_TRANSFER};
 use crate::engine::{IoData, ScsiIo, Session};
@@ -138,7 +138,7 @@ impl Session {
             .submit(ScsiIo::new(lun, command, data, self.timeout()))
             .await;
         let answer = end.result?;
-        judge(&answer)?;
+        check_response(&answer)?;
         let buffer = end.data.into_one().ok_or(RequestError::Closed)?;
         let mut out = vec![0; (answer.transferred as usize).min(buffer.len())];
         buffer.slice().read(0, &mut out);
@@ -300,7 +300,7 @@ impl Session {
         };
         let fits_ten = capacity.blocks <= 1 << 32;
         let read = ScsiIo::new(lun, Command::read_nothing(), IoData::None, self.timeout());
-        let size = match judge(&self.submit(read).await.result?) {
+        let size = match check_response(&self.submit(read).await.result?) {
             Err(error) if error.is_unknown_command() && fits_ten => CdbSize::Ten,
             _ => CdbSize::Sixteen,
         };
@@ -310,7 +310,7 @@ impl Session {
     async fn test_ready(&self, lun: LunId) -> Result<(), LunError> {
         let timeout = self.timeout();
         let ready = ScsiIo::new(lun, Command::test_unit_ready(), IoData::None, timeout);
-        judge(&self.submit(ready).await.result?)
+        check_response(&self.submit(ready).await.result?)
     }
 
     /// Returns the body of a page, or `None` if the unit rejects it (ILLEGAL REQUEST) or returns

@@ -23,13 +23,13 @@ use std::time::Duration;
 use riser_scsi::data::lba_status;
 
 pub use self::error::LunError;
-use self::error::{judge, judge_whole};
+use self::error::{check_response, check_whole};
 pub use self::info::LunInfo;
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, SharedBuffer, Workload,
     ZeroOptions,
 };
-use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
+use crate::engine::{BufferPool, IoCompletion, IoData, IoFuture, ScsiIo, Session};
 use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};
@@ -156,8 +156,8 @@ impl Lun {
     ///
     /// # Errors
     /// [`LunError`].
-    pub fn judge(end: IoEnd) -> Result<Buffer, LunError> {
-        let data = judge_whole(end)?;
+    pub fn completed_buffer(end: IoCompletion) -> Result<Buffer, LunError> {
+        let data = check_whole(end)?;
         data.into_one().ok_or(RequestError::Closed.into())
     }
 
@@ -171,7 +171,7 @@ impl Lun {
         let most = self.shared.max_command as usize;
         if buffer.len() <= most {
             let io = self.transfer_io(transfer, offset, buffer)?;
-            return Self::judge(self.session.submit(io).await);
+            return Self::completed_buffer(self.session.submit(io).await);
         }
         self.check_transfer(offset, buffer.len())?;
         let whole = SharedBuffer::new(buffer);
@@ -184,7 +184,7 @@ impl Lun {
         }
         let mut result = Ok(());
         for end in ends {
-            let ended = Self::judge(end.await).map(drop);
+            let ended = Self::completed_buffer(end.await).map(drop);
             result = result.and(ended);
         }
         result?;
@@ -229,15 +229,15 @@ impl Lun {
     /// [`LunError`].
     pub async fn flush(&self) -> Result<(), LunError> {
         let io = self.flush_io();
-        self.judge_flush(self.session.submit(io).await)
+        self.check_flush(self.session.submit(io).await)
     }
 
     fn flush_io(&self) -> ScsiIo {
         self.io(Command::synchronize_cache(), IoData::None)
     }
 
-    fn judge_flush(&self, end: IoEnd) -> Result<(), LunError> {
-        match judge(&end.result?) {
+    fn check_flush(&self, end: IoCompletion) -> Result<(), LunError> {
+        match check_response(&end.result?) {
             // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to
             // flush.
             Err(error) if error.is_unknown_command() && !self.shared.info.caching.write_cache => {
@@ -291,7 +291,7 @@ impl Lun {
                 let buffer = self.session.buffer(list.len()).await?;
                 buffer.slice().write(0, &list);
                 let io = self.io(Command::unmap(run), IoData::One(buffer));
-                judge(&self.session.submit(io).await.result?)?;
+                check_response(&self.session.submit(io).await.result?)?;
             } else {
                 self.write_same(run, true).await?;
             }
@@ -309,7 +309,7 @@ impl Lun {
         let block = self.shared.geometry.block_size;
         let buffer = self.buffers().zeroes(block.into());
         let io = self.io(Command::write_same(run, block, unmap), IoData::One(buffer));
-        judge(&self.session.submit(io).await.result?)
+        check_response(&self.session.submit(io).await.result?)
     }
 
     /// Fills the range with zeroes, with a zeroing command if the disk supports it, or otherwise by
@@ -451,7 +451,7 @@ impl BlockDevice for Lun {
     }
 
     fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
-        self.buffers().take(len)
+        self.buffers().take_buffer(len)
     }
 
     fn host(&self, service: Box<dyn Service>) -> Result<(), Box<dyn Service>> {

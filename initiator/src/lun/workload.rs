@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use rustc_hash::FxHashMap;
 
-use super::error::judge;
+use super::error::check_response;
 use super::{Lun, LunError, Transfer};
 use crate::block::{
     BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload,
 };
-use crate::engine::{self, IoData, IoEnd, ScsiIo, WorkQueue};
+use crate::engine::{self, IoCompletion, IoData, ScsiIo, WorkQueue};
 use crate::request::RequestError;
 use crate::scsi::{BlockRange, Command, unmap_list};
 
@@ -162,12 +162,12 @@ impl LunWorkload {
         &mut self,
         tag: u32,
         kind: u64,
-        end: IoEnd,
+        end: IoCompletion,
         queue: &mut WorkQueue,
     ) -> Option<Completion> {
         let result = match kind {
-            PIECE => Lun::judge(end).map(drop),
-            _ => self.lun.judge_flush(end),
+            PIECE => Lun::completed_buffer(end).map(drop),
+            _ => self.lun.check_flush(end),
         };
         let composite = self.composites.get_mut(&tag)?;
         composite.left -= usize::from(kind == PIECE);
@@ -187,14 +187,14 @@ impl LunWorkload {
         Some(whole.map(Some).map_err(BlockError::from))
     }
 
-    fn judge(&self, kind: u64, end: IoEnd) -> Completion {
+    fn check_completion(&self, kind: u64, end: IoCompletion) -> Completion {
         let result = match kind {
-            TRANSFER => Lun::judge(end).map(Some),
-            FLUSH => self.lun.judge_flush(end).map(|()| None),
+            TRANSFER => Lun::completed_buffer(end).map(Some),
+            FLUSH => self.lun.check_flush(end).map(|()| None),
             _ => end
                 .result
                 .map_err(LunError::from)
-                .and_then(|answer| judge(&answer))
+                .and_then(|answer| check_response(&answer))
                 .map(|()| None),
         };
         Ok(result?)
@@ -226,11 +226,11 @@ impl engine::Workload for LunWorkload {
         self.wake(queue);
     }
 
-    fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue) {
+    fn complete(&mut self, token: u64, end: IoCompletion, queue: &mut WorkQueue) {
         let (tag, kind) = (token as u32, token & !u64::from(u32::MAX));
         let completion = match kind {
             PIECE | FINAL_FLUSH => self.complete_composite(tag, kind, end, queue),
-            _ => Some(self.judge(kind, end)),
+            _ => Some(self.check_completion(kind, end)),
         };
         if let Some(completion) = completion {
             self.workload

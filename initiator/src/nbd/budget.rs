@@ -188,7 +188,11 @@ impl Account {
     }
 
     /// Waits for a share for `most`, or for `least` if there isn't enough.
-    pub(super) async fn take(self: &Arc<Self>, most: &Span, least: &Span) -> (Span, Share) {
+    pub(super) async fn acquire_share(
+        self: &Arc<Self>,
+        most: &Span,
+        least: &Span,
+    ) -> (Span, Share) {
         self.wait(|waker| self.take_or_wake(most, least, waker))
             .await
     }
@@ -299,15 +303,15 @@ mod tests {
     use crate::block::Bell;
 
     /// Allocates a share with `pages` pages.
-    fn take(account: &Arc<Account>, pages: usize) -> Option<Share> {
+    fn allocate_share(account: &Arc<Account>, pages: usize) -> Option<Share> {
         let span = Span::new(512, 0, pages * PAGE);
         let taken = account.take_or_wake(&span, &span, Waker::noop());
         taken.map(|(_, share)| share)
     }
 
     /// Allocates one-page shares until the limit is reached.
-    fn take_all(account: &Arc<Account>) -> Vec<Share> {
-        std::iter::from_fn(|| take(account, 1)).collect()
+    fn allocate_all(account: &Arc<Account>) -> Vec<Share> {
+        std::iter::from_fn(|| allocate_share(account, 1)).collect()
     }
 
     fn budget(pages: usize) -> Arc<Budget> {
@@ -324,7 +328,7 @@ mod tests {
         let mut held = Vec::new();
         for (i, greedy) in accounts.iter().enumerate() {
             assert!(greedy.has_room(Waker::noop()));
-            let shares = take_all(greedy);
+            let shares = allocate_all(greedy);
             // There are 448 shared pages.
             let wanted = [8 + 224, 8 + 112, 8 + 56].get(i).copied().unwrap_or(8);
             assert!(shares.len() >= wanted, "{} of {i}", shares.len());
@@ -342,12 +346,12 @@ mod tests {
     #[test]
     fn waiting_request_stops_further_reads() {
         let account = Arc::new(Account::new(budget(1024)));
-        let mut held: Vec<_> = std::iter::from_fn(|| take(&account, 9)).collect();
+        let mut held: Vec<_> = std::iter::from_fn(|| allocate_share(&account, 9)).collect();
         let bell = Arc::new(Bell::new().unwrap());
         let waker = Waker::from(bell.clone());
         assert!(account.has_room(&waker), "a page can be had");
         let span = Span::new(512, 0, 9 * PAGE);
-        let mut waiting = Box::pin(account.take(&span, &span));
+        let mut waiting = Box::pin(account.acquire_share(&span, &span));
         let mut cx = Context::from_waker(Waker::noop());
         assert!(waiting.as_mut().poll(&mut cx).is_pending());
         assert!(!account.has_room(&waker));
@@ -359,7 +363,7 @@ mod tests {
         assert!(bell.events() > events, "the connection goes on");
         assert!(account.has_room(&waker));
         // Dropping the future should also stop waiting.
-        let mut waiting = Box::pin(account.take(&span, &span));
+        let mut waiting = Box::pin(account.acquire_share(&span, &span));
         assert!(waiting.as_mut().poll(&mut cx).is_pending());
         assert!(!account.has_room(&waker));
         drop(waiting);
@@ -398,7 +402,7 @@ mod tests {
     fn large_request_falls_back_to_floor() {
         let budget = budget(1024);
         let account = || Arc::new(Account::new(budget.clone()));
-        let held: Vec<_> = (0..8).map(|_| take_all(&account())).collect();
+        let held: Vec<_> = (0..8).map(|_| allocate_all(&account())).collect();
         let modest = account();
         let most = Span::new(512, 0, 256 * PAGE);
         let least = Span::new(512, 0, modest.floor() as usize);
@@ -425,7 +429,7 @@ mod tests {
     fn floor_is_available_for_any_pool() {
         let budget = budget(1000);
         let _held: Vec<_> = (0..16)
-            .map(|_| take_all(&Arc::new(Account::new(budget.clone()))))
+            .map(|_| allocate_all(&Arc::new(Account::new(budget.clone()))))
             .collect();
         let modest = Arc::new(Account::new(budget));
         let most = Span::new(512, 0, 256 * PAGE);
@@ -443,9 +447,9 @@ mod tests {
     #[test]
     fn oversized_request_is_served_alone() {
         let account = Arc::new(Account::new(budget(8)));
-        let all = take(&account, 16).unwrap();
-        assert!(take(&account, 1).is_none());
+        let all = allocate_share(&account, 16).unwrap();
+        assert!(allocate_share(&account, 1).is_none());
         drop(all);
-        assert!(take(&account, 16).is_some());
+        assert!(allocate_share(&account, 16).is_some());
     }
 }

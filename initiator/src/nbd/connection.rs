@@ -14,12 +14,13 @@ use super::budget::Share;
 use super::machine::{Event, Machine};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
-use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
+use super::reply::{PendingReply, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, NbdRequest};
 use crate::block::{
-    BlockDevice, Buffer, ByteDevice, Looks, LossCursor, Service, Span, Turn, ZeroOptions, task,
+    BlockDevice, Buffer, ByteDevice, Looks, LossCursor, Service, ServiceStatus, Span, ZeroOptions,
+    task,
 };
-use crate::poll_fds::{Waited, WaitedFds};
+use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Receive buffer size: enough for multiple options or thousands of requests.
 const RECEIVE: usize = 64 << 10;
@@ -51,7 +52,7 @@ enum Need {
 
 /// Write with a partially received payload.
 struct Receiving {
-    answer: Arc<Answer>,
+    answer: Arc<PendingReply>,
     fua: bool,
     /// Offset for the next piece.
     offset: u64,
@@ -248,7 +249,7 @@ impl<D: BlockDevice> Connection<D> {
             task::spawn(async move {
                 let result = device.write(span, buffer, fua).await;
                 drop(share);
-                answer.settle(result);
+                answer.send_result(result);
             });
         }
     }
@@ -323,7 +324,7 @@ impl<D: BlockDevice> Connection<D> {
             Command::BlockStatus { one } => return self.start_status(cookie, range, one, ticket),
             _ => {}
         }
-        let answer = Arc::new(Answer::new(self.shared.clone(), ticket, cookie));
+        let answer = Arc::new(PendingReply::new(self.shared.clone(), ticket, cookie));
         let device = self.device.clone();
         let losses = self.losses.clone();
         match command {
@@ -339,12 +340,12 @@ impl<D: BlockDevice> Connection<D> {
                 });
             }
             Command::Flush => {
-                task::spawn(async move { answer.settle(device.flush_for(&losses).await) });
+                task::spawn(async move { answer.send_result(device.flush_for(&losses).await) });
             }
             Command::Trim { fua } => task::spawn(async move {
-                answer.settle(device.discard(range).await);
+                answer.send_result(device.discard(range).await);
                 if fua {
-                    answer.settle(device.flush_for(&losses).await);
+                    answer.send_result(device.flush_for(&losses).await);
                 }
             }),
             Command::WriteZeroes { fua, no_hole, fast } => {
@@ -354,7 +355,7 @@ impl<D: BlockDevice> Connection<D> {
                     fast,
                 };
                 task::spawn(async move {
-                    answer.settle(device.write_zeroes(range, options).await);
+                    answer.send_result(device.write_zeroes(range, options).await);
                 });
             }
             // Dropping the request sends the reply.
@@ -393,13 +394,13 @@ impl<D: BlockDevice> Connection<D> {
 }
 
 impl<D: BlockDevice> Service for Connection<D> {
-    fn turn(&mut self) -> Turn {
+    fn run_once(&mut self) -> ServiceStatus {
         if self.shared.bell().events() != self.seen {
             self.looks.expect();
         } else if !self.looks.is_due() {
-            return Turn::Waiting;
+            return ServiceStatus::Waiting;
         }
-        let mut turn = Turn::Waiting;
+        let mut turn = ServiceStatus::Waiting;
         self.requests = REQUESTS;
         for _ in 0..RECEIVES {
             self.seen = self.shared.bell().events();
@@ -411,9 +412,9 @@ impl<D: BlockDevice> Service for Connection<D> {
             let goes_on = match need {
                 // Also used if we can no longer send: requests in flight still use memory and
                 // descriptors, so the client remains counted until they complete.
-                Need::Nothing if self.shared.is_idle() => return Turn::Over,
+                Need::Nothing if self.shared.is_idle() => return ServiceStatus::Over,
                 Need::Nothing => false,
-                Need::Turn => return Turn::Worked,
+                Need::Turn => return ServiceStatus::Worked,
                 Need::Room => self.could_go_on(),
                 Need::Bytes => self.receive(),
             };
@@ -425,7 +426,7 @@ impl<D: BlockDevice> Service for Connection<D> {
                 self.looks.note_vain();
             }
             if goes_on || self.requests < REQUESTS {
-                turn = Turn::Worked;
+                turn = ServiceStatus::Worked;
             }
             if !goes_on {
                 return turn;
@@ -438,12 +439,12 @@ impl<D: BlockDevice> Service for Connection<D> {
         self.shared.bell().prepare_sleep(self.seen)
     }
 
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
-        out.push(Waited::reading(self.shared.bell().fd()));
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
+        out.push(PollInterest::reading(self.shared.bell().fd()));
         let to_write = self.shared.backlog() > Some(0);
         // If we don't need the socket, a closed connection must not prevent us from sleeping.
         if self.to_read || to_write {
-            out.push(Waited {
+            out.push(PollInterest {
                 fd: self.shared.socket(),
                 to_read: self.to_read,
                 to_write,
@@ -490,7 +491,7 @@ mod tests {
         bytes.extend(opt::EXPORT_NAME.to_be_bytes());
         bytes.extend([0; 4]);
         peer.write_all(&bytes).unwrap();
-        while connection.turn() == Turn::Worked {}
+        while connection.run_once() == ServiceStatus::Worked {}
         // Greeting and export info.
         peer.read_exact(&mut [0; 18 + 10]).unwrap();
         peer.set_nonblocking(true).unwrap();
@@ -519,12 +520,12 @@ mod tests {
         });
         assert_eq!(connection.shared.backlog(), None);
         for _ in 0..100 {
-            assert_ne!(connection.turn(), Turn::Over);
+            assert_ne!(connection.run_once(), ServiceStatus::Over);
         }
         assert!(connection.prepare_sleep(), "it waits for the request");
         drop(ticket);
         connection.end_sleep();
-        assert_eq!(connection.turn(), Turn::Over);
+        assert_eq!(connection.run_once(), ServiceStatus::Over);
     }
 
     #[test]
@@ -534,7 +535,7 @@ mod tests {
         peer.write_all(&requests(MANY)).unwrap();
         let (mut received, mut turns) = (0, 0);
         let mut room = [0; 1 << 16];
-        while connection.turn() == Turn::Worked {
+        while connection.run_once() == ServiceStatus::Worked {
             turns += 1;
             let before = received;
             while let Ok(n) = peer.read(&mut room) {
@@ -551,20 +552,20 @@ mod tests {
         let (mut connection, mut peer) = connection();
         let be_quiet = |connection: &mut Connection<_>| {
             for _ in 0..100 {
-                assert_eq!(connection.turn(), Turn::Waiting);
+                assert_eq!(connection.run_once(), ServiceStatus::Waiting);
             }
         };
         be_quiet(&mut connection);
         peer.write_all(&requests(1)).unwrap();
         std::thread::sleep(std::time::Duration::from_millis(1));
-        assert_eq!(connection.turn(), Turn::Worked);
+        assert_eq!(connection.run_once(), ServiceStatus::Worked);
         be_quiet(&mut connection);
-        connection.looks.put_off();
+        connection.looks.defer_check();
         peer.write_all(&requests(1)).unwrap();
-        assert_eq!(connection.turn(), Turn::Waiting);
+        assert_eq!(connection.run_once(), ServiceStatus::Waiting);
         assert!(connection.prepare_sleep());
         connection.end_sleep();
-        assert_eq!(connection.turn(), Turn::Worked);
+        assert_eq!(connection.run_once(), ServiceStatus::Worked);
     }
 
     #[test]
@@ -582,7 +583,7 @@ mod tests {
                 ticket: None,
             });
             for _ in 0..100 {
-                connection.turn();
+                connection.run_once();
             }
             assert!(connection.shared.backlog() > Some(0));
             assert!(connection.looks.is_quiet());
@@ -593,7 +594,7 @@ mod tests {
             read += peer.read(&mut room).unwrap();
             assert!(connection.prepare_sleep());
             connection.end_sleep();
-            connection.turn();
+            connection.run_once();
         }
         assert_eq!(connection.shared.backlog(), Some(0));
     }
@@ -611,7 +612,7 @@ mod tests {
             bytes.extend((LEN as u32).to_be_bytes());
             bytes.extend([byte; LEN]);
             peer.write_all(&bytes).unwrap();
-            while connection.turn() == Turn::Worked {}
+            while connection.run_once() == ServiceStatus::Worked {}
             let mut reply = [0; 16];
             peer.read_exact(&mut reply).unwrap();
             assert_eq!((&reply[4..8], &reply[8..]), (&[0; 4][..], &[byte; 8][..]));
@@ -630,9 +631,9 @@ mod tests {
     #[test]
     fn reply_triggers_immediate_client_poll() {
         let (mut connection, mut peer) = connection();
-        connection.looks.put_off();
+        connection.looks.defer_check();
         peer.write_all(&requests(1)).unwrap();
-        assert_eq!(connection.turn(), Turn::Waiting);
+        assert_eq!(connection.run_once(), ServiceStatus::Waiting);
         // Same as for a request which completes while the connection isn't running.
         connection.shared.push(Piece {
             head: vec![0; 16],
@@ -640,6 +641,6 @@ mod tests {
             share: None,
             ticket: None,
         });
-        assert_eq!(connection.turn(), Turn::Worked);
+        assert_eq!(connection.run_once(), ServiceStatus::Worked);
     }
 }

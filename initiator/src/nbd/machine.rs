@@ -127,7 +127,7 @@ impl Machine {
 
     /// Number of payload bytes which are next in the stream.
     #[must_use]
-    pub fn payload_left(&self) -> u32 {
+    pub fn remaining_payload(&self) -> u32 {
         match self.state {
             State::Payload { left } => left,
             _ => 0,
@@ -137,7 +137,7 @@ impl Machine {
     /// Must be called when the driver has received `len` payload bytes from the stream.
     ///
     /// # Panics
-    /// If `len` exceeds [`Machine::payload_left`].
+    /// If `len` exceeds [`Machine::remaining_payload`].
     pub fn handle_payload(&mut self, len: u32) {
         if len == 0 {
             return;
@@ -243,7 +243,7 @@ impl Machine {
             return Ok(Progress::took(0));
         };
         let mut event = None;
-        match transmission::judge(header, &self.handshake)? {
+        match transmission::validate_request(header, &self.handshake)? {
             Verdict::Accept(request) => {
                 if let Some(left) = request.payload() {
                     self.become_state(State::Payload { left });

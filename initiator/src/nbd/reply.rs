@@ -1,6 +1,6 @@
 //! Requests in flight and their replies.
 //!
-//! A request is completed when it is dropped: [`Answer`] sends the reply and `LastChunk` sends the
+//! A request is completed when it is dropped: [`PendingReply`] sends the reply and `LastChunk` sends the
 //! final chunk on drop, so we can't lose a request.
 
 use std::ops::Range;
@@ -18,7 +18,7 @@ use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKi
 const MAX_EXTENTS: usize = 4096;
 
 /// Simple reply which is sent when all parts of the request are done, even if a part is dropped.
-pub(super) struct Answer {
+pub(super) struct PendingReply {
     shared: Arc<Shared>,
     ticket: Arc<Ticket>,
     cookie: Cookie,
@@ -26,7 +26,7 @@ pub(super) struct Answer {
     error: AtomicU32,
 }
 
-impl Answer {
+impl PendingReply {
     pub(super) fn new(shared: Arc<Shared>, ticket: Arc<Ticket>, cookie: Cookie) -> Self {
         Self {
             shared,
@@ -42,7 +42,7 @@ impl Answer {
             .compare_exchange(0, error as u32, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    pub(super) fn settle(&self, result: Result<(), BlockError>) {
+    pub(super) fn send_result(&self, result: Result<(), BlockError>) {
         if let Err(error) = result {
             tracing::debug!(%error, "NBD request failed");
             self.fail(Errno::from(&error));
@@ -50,7 +50,7 @@ impl Answer {
     }
 }
 
-impl Drop for Answer {
+impl Drop for PendingReply {
     fn drop(&mut self) {
         let mut head = proto::simple_reply(self.cookie, None).to_vec();
         head[4..8].copy_from_slice(&self.error.load(Ordering::Acquire).to_be_bytes());
@@ -260,7 +260,7 @@ impl<D: BlockDevice> Reader<D> {
     async fn piece(&self, offset: u64, left: u32) -> Part {
         let (account, left) = (self.shared.account(), left.into());
         let (most, least) = first_pieces(&self.device, account, offset, left);
-        let (mut span, share) = account.take(&most, &least).await;
+        let (mut span, share) = account.acquire_share(&most, &least).await;
         let buffer = match try_buffer(&self.device, &mut span, offset, left) {
             Some(buffer) => buffer,
             None => self.device.device().buffer(span.covering).await,

@@ -49,7 +49,7 @@ impl Client {
     }
 
     /// Closes the connection and waits until it is dropped.
-    fn end(self) {
+    fn close_and_join(self) {
         if let Some(shared) = self.shared.upgrade() {
             shared.hang_up();
         }
@@ -272,7 +272,7 @@ impl ServerHandle {
             thread::sleep(LOOK);
         }
         for client in clients {
-            client.end();
+            client.close_and_join();
         }
     }
 }

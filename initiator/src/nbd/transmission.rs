@@ -87,7 +87,7 @@ pub(super) enum Verdict {
 }
 
 /// Validates a request header.
-pub(super) fn judge(
+pub(super) fn validate_request(
     header: &[u8; REQUEST_LEN],
     handshake: &Handshake,
 ) -> Result<Verdict, NbdFault> {

@@ -70,7 +70,7 @@
 //!
 //! # Unit identity
 //! The unit is identified each time a path is opened, and after unit attentions that may indicate a
-//! different unit. All paths must report the same, non-empty identity ([`Found`], [`crate::unit`]).
+//! different unit. All paths must report the same, non-empty identity ([`UnitReport`], [`crate::unit`]).
 //! If the unit of a path is missing, the path is lost, and its commands use other paths. If a
 //! portal leads to another unit while the paths are first opened, opening fails. If this happens
 //! later, the path is not used, and is checked periodically.
@@ -93,9 +93,9 @@ use slab::Slab;
 
 pub use self::access::Access;
 use self::types::{Assignment, Path, PathRequest, Stage};
-pub use self::types::{Found, Output, PathIndex, PathState, PathView, PathsConfig, PortTag};
+pub use self::types::{Output, PathIndex, PathState, PathView, PathsConfig, PortTag, UnitReport};
 use crate::request::{
-    Answer, CHECK_CONDITION, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+    CHECK_CONDITION, CommandResponse, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
 use crate::session::{Down, Machine, SubmitError};
 use crate::unit::Snapshot;
@@ -228,7 +228,7 @@ impl Paths {
     }
 
     /// Called when a path's session has completed a request.
-    pub fn handle_ended(&mut self, request: RequestId, result: RequestResult, now: Instant) {
+    pub fn handle_completed(&mut self, request: RequestId, result: RequestResult, now: Instant) {
         let index = request.0;
         let Some(PathRequest {
             assignment: Assignment::On(path),
@@ -246,7 +246,7 @@ impl Paths {
                 self.wait_again(index);
             }
             Ok(answer) if self.is_gone(index, &answer) => {
-                self.on_gone(path);
+                self.on_unit_missing(path);
                 self.wait_again(index);
             }
             result => self.complete(index, result),
@@ -256,7 +256,7 @@ impl Paths {
     }
 
     /// Returns whether the unit rejected a command because of its path, without executing it.
-    fn is_refused(&self, index: u32, answer: &Answer) -> bool {
+    fn is_refused(&self, index: u32, answer: &CommandResponse) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let refused = matches!(
             answer.sense(),
@@ -274,7 +274,7 @@ impl Paths {
 
     /// Returns whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The command
     /// was not executed.
-    fn is_gone(&self, index: u32, answer: &Answer) -> bool {
+    fn is_gone(&self, index: u32, answer: &CommandResponse) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let is_missing = matches!(
             answer.sense(),
@@ -298,9 +298,9 @@ impl Paths {
             request.behind = Some(PathIndex(path as u8));
         }
         if !request.spec.effect.is_replayable() {
-            self.give_up(index, RequestError::ConnectionLost);
+            self.fail_request(index, RequestError::ConnectionLost);
         } else if request.spec.deadline <= now {
-            self.give_up(index, RequestError::TimedOut);
+            self.fail_request(index, RequestError::TimedOut);
         } else {
             self.wait_again(index);
         }
@@ -320,7 +320,7 @@ impl Paths {
     }
 
     /// Fails a request without a response. Its effect may still occur until its path is fenced.
-    fn give_up(&mut self, index: u32, error: RequestError) {
+    fn fail_request(&mut self, index: u32, error: RequestError) {
         let request = &self.requests[index as usize];
         let ghost = (Some(request.spec.lun), request.spec.effect);
         if let Some(path) = request.behind {
@@ -364,7 +364,7 @@ impl Machine for Paths {
     }
 
     fn close(&mut self, _now: Instant) {
-        self.end(Down::Closed);
+        self.close_paths(Down::Closed);
     }
 
     fn next_deadline(&self) -> Option<Instant> {
@@ -394,7 +394,7 @@ impl Machine for Paths {
             let deadline = self.requests[index as usize].spec.deadline;
             if deadline <= now {
                 self.waiting.remove(at);
-                self.give_up(index, RequestError::TimedOut);
+                self.fail_request(index, RequestError::TimedOut);
             } else {
                 self.arm(deadline);
                 at += 1;

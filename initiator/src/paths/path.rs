@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use riser_state::become_state;
 
 use super::types::{Assignment, Path, Proof, Stage};
-use super::{Access, Found, Output, PathIndex, Paths, PortTag};
+use super::{Access, Output, PathIndex, Paths, PortTag, UnitReport};
 use crate::request::{Effect, RequestError};
 use crate::scsi::Identity;
 use crate::session::{ConnectError, Down, SessionEvent};
@@ -110,7 +110,12 @@ impl Paths {
     }
 
     /// Called when the check of the unit on a path has completed.
-    pub fn handle_checked(&mut self, path: PathIndex, found: Result<Found, Down>, now: Instant) {
+    pub fn handle_checked(
+        &mut self,
+        path: PathIndex,
+        found: Result<UnitReport, Down>,
+        now: Instant,
+    ) {
         let index = usize::from(path.0);
         let is_live = match self.paths[index].stage {
             Stage::Checking => false,
@@ -159,11 +164,11 @@ impl Paths {
                 self.paths[index].is_foreign = why == Down::OtherUnit;
                 self.close_path(index);
                 if self.is_live.is_none() && why != Down::UnitSilent {
-                    self.end(why);
+                    self.close_paths(why);
                 }
             }
         }
-        self.tell();
+        self.report_changes();
         self.pump();
     }
 
@@ -203,7 +208,7 @@ impl Paths {
             path.recheck = Some(path.recheck.map_or(at, |t| t.min(at)));
             self.arm(at);
         }
-        self.tell();
+        self.report_changes();
     }
 
     /// Called when the unit does not allow access on a path anymore. It may allow access on another
@@ -229,7 +234,7 @@ impl Paths {
 
     /// Called when a path no longer leads to the unit. All other requests on the path are returned,
     /// and the path is reopened and checked.
-    pub(super) fn on_gone(&mut self, index: usize) {
+    pub(super) fn on_unit_missing(&mut self, index: usize) {
         if self.paths[index].stage == Stage::Live {
             self.paths[index].why = Some(Down::NoIdentity);
             self.close_path(index);
@@ -258,7 +263,7 @@ impl Paths {
         path.is_ending = true;
         path.losses += 1;
         path.recheck = None;
-        self.tell();
+        self.report_changes();
     }
 
     /// Called when a session that was in use has closed. If no login can prove that its commands
@@ -319,7 +324,7 @@ impl Paths {
             become_state(&mut path.stage, Stage::Idle { until });
             self.arm(until);
         }
-        self.tell();
+        self.report_changes();
         self.pump();
     }
 
@@ -346,7 +351,7 @@ impl Paths {
     }
 
     /// Reports changes.
-    fn tell(&mut self) {
+    fn report_changes(&mut self) {
         self.outputs.push_back(Output::Changed);
         let is_usable = self.paths.iter().any(Path::is_usable);
         let is_decided = self.paths.iter().all(|p| p.is_decided);
@@ -355,7 +360,7 @@ impl Paths {
         match self.is_live {
             _ if self.ending.is_some() => {}
             None if is_decided && is_usable => self.announce(true, SessionEvent::Live),
-            None if is_decided => self.end(why),
+            None if is_decided => self.close_paths(why),
             Some(false) if is_usable => self.announce(true, SessionEvent::Live),
             Some(true) if !is_usable => self.announce(false, SessionEvent::Reconnecting(why)),
             _ => {}
@@ -367,7 +372,7 @@ impl Paths {
         self.outputs.push_back(Output::Event(event));
     }
 
-    pub(super) fn end(&mut self, why: Down) {
+    pub(super) fn close_paths(&mut self, why: Down) {
         if self.ending.is_some() {
             return;
         }

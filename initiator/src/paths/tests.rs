@@ -38,15 +38,15 @@ fn unit(name: &str) -> Snapshot {
     }
 }
 
-fn found(access: Option<Access>) -> Found {
-    Found {
+fn found(access: Option<Access>) -> UnitReport {
+    UnitReport {
         unit: unit("one"),
         access,
     }
 }
 
 fn good() -> RequestResult {
-    Ok(Answer {
+    Ok(CommandResponse {
         status: GOOD,
         sense: None,
         transferred: 0,
@@ -118,7 +118,7 @@ impl Rig {
         self.check(path, Ok(found));
     }
 
-    fn check(&mut self, path: PathIndex, found: Result<Found, Down>) {
+    fn check(&mut self, path: PathIndex, found: Result<UnitReport, Down>) {
         self.paths.handle_checked(path, found, self.now);
         self.take();
     }
@@ -156,7 +156,7 @@ impl Rig {
     }
 
     fn end(&mut self, request: RequestId, result: RequestResult) {
-        self.paths.handle_ended(request, result, self.now);
+        self.paths.handle_completed(request, result, self.now);
         self.take();
     }
 
@@ -458,7 +458,7 @@ fn opening_fails_on_other_unit() {
     let mut rig = Rig::new(2);
     rig.come(A, None);
     rig.paths.handle_live(B, GROUP);
-    let other = Found {
+    let other = UnitReport {
         unit: unit("two"),
         access: None,
     };
@@ -474,7 +474,7 @@ fn opening_fails_on_other_unit() {
 fn opening_fails_without_unit_identity() {
     let mut rig = Rig::new(2);
     rig.paths.handle_live(A, GROUP);
-    let nobody = Found {
+    let nobody = UnitReport {
         unit: Snapshot::default(),
         access: None,
     };
@@ -492,7 +492,7 @@ fn path_to_other_unit_is_retried() {
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)));
     rig.paths.handle_live(A, GROUP);
-    let other = Found {
+    let other = UnitReport {
         unit: unit("two"),
         access: None,
     };
@@ -554,7 +554,7 @@ fn access_states_select_paths() {
     // The unit changes its preference, and reports this with an error.
     let mut sense = [0; 18];
     (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 0x02, 10, 0x04, 0x0b);
-    let refusal = Answer {
+    let refusal = CommandResponse {
         status: CHECK_CONDITION,
         sense: Some(sense.into()),
         transferred: 0,
@@ -733,7 +733,7 @@ fn missing_unit_moves_commands_to_other_path() {
     rig.seen.clear();
     let mut sense = [0; 18];
     (sense[0], sense[2], sense[7], sense[12]) = (0x70, 5, 10, 0x25);
-    let answer = Answer {
+    let answer = CommandResponse {
         status: CHECK_CONDITION,
         sense: Some(sense.into()),
         transferred: 0,

@@ -43,7 +43,7 @@ pub enum PortTag {
 
 /// Report for a unit on a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct UnitReport {
     /// Identity of the unit.
     pub unit: Snapshot,
     /// Access on this path; `None` if the unit treats all paths equally.
@@ -94,7 +94,7 @@ pub enum Output {
     Check(PathIndex),
     /// Close the path's session, then call [`Paths::handle_closed`].
     Close(PathIndex),
-    /// Submit the request on the path's session, then call [`Paths::handle_ended`].
+    /// Submit the request on the path's session, then call [`Paths::handle_completed`].
     Start {
         /// The request to submit.
         request: RequestId,

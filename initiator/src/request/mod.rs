@@ -123,7 +123,7 @@ pub struct RequestSpec {
 
 /// Response of the target to a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct CommandResponse {
     /// SCSI status of the command.
     pub status: u8,
     /// Sense data, if received.
@@ -134,7 +134,7 @@ pub struct Answer {
     pub overflow: u32,
 }
 
-impl Answer {
+impl CommandResponse {
     /// Parses the sense data, if there is any.
     #[must_use]
     pub fn sense(&self) -> Option<Sense> {
@@ -190,7 +190,7 @@ pub enum RequestError {
 }
 
 /// Result of a request.
-pub type RequestResult = Result<Answer, RequestError>;
+pub type RequestResult = Result<CommandResponse, RequestError>;
 
 /// Identifies a request of a session until its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -210,14 +210,14 @@ pub(crate) enum Verdict {
 }
 
 /// Returns the unit attention condition reported by a response (SAM-5 clause 5.14), if any.
-pub(crate) fn attention_of(answer: &Answer) -> Option<AdditionalSense> {
+pub(crate) fn attention_of(answer: &CommandResponse) -> Option<AdditionalSense> {
     let sense = answer.check()?;
     (sense.key == SenseKey::UnitAttention).then_some(sense.additional)
 }
 
 /// Returns whether the target does not present the logical unit: LOGICAL UNIT NOT SUPPORTED. The
 /// command was not executed.
-pub(crate) fn is_unit_missing(answer: &Answer) -> bool {
+pub(crate) fn is_unit_missing(answer: &CommandResponse) -> bool {
     let code = AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED.code;
     let is_missing = |sense: Sense| {
         sense.key == SenseKey::IllegalRequest && sense.additional.code == code && !sense.is_deferred
@@ -226,7 +226,7 @@ pub(crate) fn is_unit_missing(answer: &Answer) -> bool {
 }
 
 /// Returns whether a response reports a deferred error instead of executing the command.
-pub(crate) fn is_deferred(answer: &Answer) -> bool {
+pub(crate) fn is_deferred(answer: &CommandResponse) -> bool {
     answer.check().is_some_and(|sense| sense.is_deferred)
 }
 
@@ -271,7 +271,7 @@ pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
 
 /// Decides whether to retry after a response. Except for TASK ABORTED, after which a command may
 /// have been executed, the target did not execute the command in any case that is retried here.
-pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
+pub(crate) fn plan_verdict(answer: &CommandResponse) -> Verdict {
     match answer.status {
         BUSY | TASK_SET_FULL => Verdict::Wait,
         TASK_ABORTED => Verdict::Again,

@@ -13,8 +13,8 @@ use riser_state::{State, become_state};
 use slab::Slab;
 
 use super::{
-    Answer, DataLen, Effect, GOOD, RequestError, RequestId, RequestResult, RequestSpec, Retry,
-    TASK_ABORTED, Verdict, plan_verdict,
+    CommandResponse, DataLen, Effect, GOOD, RequestError, RequestId, RequestResult, RequestSpec,
+    Retry, TASK_ABORTED, Verdict, plan_verdict,
 };
 
 /// Maximum number of retries for a request that fails without a SCSI reason, as on Linux
@@ -23,8 +23,8 @@ const RETRIES: u8 = 5;
 
 /// Result of a single attempt at a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum AttemptEnd {
-    Answered(Answer),
+pub(crate) enum AttemptOutcome {
+    Answered(CommandResponse),
     /// The target rejected the request itself.
     Refused(RequestError),
     /// The target failed to execute the request, for a reason unrelated to the request.
@@ -57,7 +57,7 @@ pub(crate) enum RequestState<T> {
     Retiring {
         channel: u8,
         tag: Option<T>,
-        end: AttemptEnd,
+        end: AttemptOutcome,
         until: Instant,
     },
     /// Waiting before it is queued again.
@@ -96,7 +96,7 @@ pub(crate) struct Request<T> {
 impl<T: Copy> Request<T> {
     /// Returns whether a successful READ returned too few blocks. Parameter data may be shorter
     /// than its allocation length.
-    fn is_short(&self, answer: &Answer) -> bool {
+    fn is_short(&self, answer: &CommandResponse) -> bool {
         match (self.spec.effect, self.spec.len) {
             (Effect::Read { .. }, DataLen::In(len)) => {
                 answer.status == GOOD
@@ -285,11 +285,11 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Only starts [`Retry::Probe`] until [`Self::release`].
-    pub(crate) fn hold(&mut self) {
+    pub(crate) fn hold_requests(&mut self) {
         self.is_held = true;
     }
 
-    /// Ends [`Self::hold`]: allows starting all requests.
+    /// Ends [`Self::hold_requests`]: allows starting all requests.
     pub(crate) fn release(&mut self) {
         self.is_held = false;
     }
@@ -324,7 +324,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Returns a started request to its position in the queue, because it was not sent after all.
-    pub(crate) fn take_back(&mut self, index: u32) {
+    pub(crate) fn requeue_unsent(&mut self, index: u32) {
         let request = &mut self.slab[index as usize];
         request.attempts = request.attempts.saturating_sub(1);
         self.enqueue(index);
@@ -355,7 +355,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         &mut self,
         index: u32,
         channel: u8,
-        end: AttemptEnd,
+        end: AttemptOutcome,
         now: Instant,
     ) -> Instant {
         let until = now + self.limits.attempt;
@@ -409,7 +409,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Returns the result of the attempt whose memory is being retired.
-    pub(crate) fn retiring(&self, index: u32) -> Option<AttemptEnd> {
+    pub(crate) fn retiring(&self, index: u32) -> Option<AttemptOutcome> {
         match &self.find(index)?.state {
             RequestState::Retiring { end, .. } => Some(end.clone()),
             _ => None,
@@ -419,10 +419,10 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     /// Decides about a request whose attempt has finished. `ending` is set if the session is
     /// closing. In this case, a request that would be retried completes as closed, so that another
     /// path can retry it.
-    pub(crate) fn settle(
+    pub(crate) fn finish_attempt(
         &mut self,
         index: u32,
-        end: AttemptEnd,
+        end: AttemptOutcome,
         ending: bool,
         now: Instant,
     ) -> Settled {
@@ -433,7 +433,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         let may_retry =
             may_replay && request.attempts <= RETRIES && request.spec.retry != Retry::Never;
         match end {
-            AttemptEnd::Answered(answer) => {
+            AttemptOutcome::Answered(answer) => {
                 let closed = ending.then_some(Settled::Over(Err(RequestError::Closed)));
                 // A command terminated by another nexus may have been executed, completely or
                 // partially.
@@ -467,22 +467,26 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                     }
                 }
             }
-            AttemptEnd::Failed(_) if may_retry && ending => {
+            AttemptOutcome::Failed(_) if may_retry && ending => {
                 Settled::Over(Err(RequestError::Closed))
             }
-            AttemptEnd::Failed(error) if may_retry => {
+            AttemptOutcome::Failed(error) if may_retry => {
                 self.mark_replayed(index);
                 self.back_off(index, now)
                     .unwrap_or(Settled::Over(Err(error)))
             }
-            AttemptEnd::Refused(error) | AttemptEnd::Failed(error) => Settled::Over(Err(error)),
-            AttemptEnd::Aborted if may_replay && ending => Settled::Over(Err(RequestError::Closed)),
-            AttemptEnd::Aborted if may_replay => self.replay(index),
-            AttemptEnd::Aborted => Settled::Over(Err(RequestError::TimedOut)),
-            AttemptEnd::Lost if ending => Settled::Over(Err(RequestError::Closed)),
-            AttemptEnd::Lost if !in_time => Settled::Over(Err(RequestError::TimedOut)),
-            AttemptEnd::Lost if may_replay => self.replay(index),
-            AttemptEnd::Lost => Settled::Over(Err(RequestError::ConnectionLost)),
+            AttemptOutcome::Refused(error) | AttemptOutcome::Failed(error) => {
+                Settled::Over(Err(error))
+            }
+            AttemptOutcome::Aborted if may_replay && ending => {
+                Settled::Over(Err(RequestError::Closed))
+            }
+            AttemptOutcome::Aborted if may_replay => self.replay(index),
+            AttemptOutcome::Aborted => Settled::Over(Err(RequestError::TimedOut)),
+            AttemptOutcome::Lost if ending => Settled::Over(Err(RequestError::Closed)),
+            AttemptOutcome::Lost if !in_time => Settled::Over(Err(RequestError::TimedOut)),
+            AttemptOutcome::Lost if may_replay => self.replay(index),
+            AttemptOutcome::Lost => Settled::Over(Err(RequestError::ConnectionLost)),
         }
     }
 
@@ -567,8 +571,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
 
     /// Returns the requests of a closed channel and the results of their attempts, in order of
     /// submission.
-    pub(crate) fn of_channel(&self, here: u8) -> Vec<(u32, AttemptEnd)> {
-        let mut ended: Vec<(u64, u32, AttemptEnd)> = self
+    pub(crate) fn of_channel(&self, here: u8) -> Vec<(u32, AttemptOutcome)> {
+        let mut ended: Vec<(u64, u32, AttemptOutcome)> = self
             .slab
             .iter()
             .filter_map(|(index, request)| {
@@ -577,7 +581,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                     | RequestState::Aborting { channel, .. }
                         if *channel == here =>
                     {
-                        AttemptEnd::Lost
+                        AttemptOutcome::Lost
                     }
                     RequestState::Retiring { channel, end, .. } if *channel == here => end.clone(),
                     _ => return None,
@@ -630,7 +634,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Removes all requests of a closed session; returns their results.
-    pub(crate) fn end_all(&mut self) -> Vec<(RequestId, RequestResult)> {
+    pub(crate) fn complete_all(&mut self) -> Vec<(RequestId, RequestResult)> {
         let all = self.slab.iter().map(|(index, _)| RequestId(index as u32));
         let ended = all.map(|id| (id, Err(RequestError::Closed))).collect();
         self.slab.clear();
@@ -671,7 +675,7 @@ mod tests {
             RequestState::Retiring {
                 channel,
                 tag: Some(tag),
-                end: AttemptEnd::Aborted,
+                end: AttemptOutcome::Aborted,
                 until: now,
             },
             RequestState::Backoff { until: now },
@@ -699,8 +703,8 @@ mod tests {
         (requests, index)
     }
 
-    fn answered(status: u8) -> AttemptEnd {
-        AttemptEnd::Answered(Answer {
+    fn answered(status: u8) -> AttemptOutcome {
+        AttemptOutcome::Answered(CommandResponse {
             status,
             sense: None,
             transferred: 0,
@@ -724,28 +728,28 @@ mod tests {
         assert_all_taken(&states(now), || {
             // No room on the connection.
             let (mut requests, index) = started(now);
-            requests.take_back(index);
+            requests.requeue_unsent(index);
             // Lost with the connection, before and during its abort.
             requests.start(index, 0, 8, now);
-            let settled = requests.settle(index, AttemptEnd::Lost, false, now);
+            let settled = requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
             assert_eq!(settled, Settled::Queued);
             requests.start(index, 0, 9, now);
             assert_eq!(requests.begin_abort(index), Some((0, 9)));
-            requests.settle(index, AttemptEnd::Lost, false, now);
+            requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
             // Aborted.
             requests.start(index, 0, 10, now);
             requests.begin_abort(index);
-            requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
-            requests.settle(index, AttemptEnd::Aborted, false, now);
+            requests.end_attempt(index, 0, AttemptOutcome::Aborted, now);
+            requests.finish_attempt(index, AttemptOutcome::Aborted, false, now);
             // Busy, then executed.
             let (mut requests, index) = started(now);
             requests.end_attempt(index, 0, answered(BUSY), now);
-            let settled = requests.settle(index, answered(BUSY), false, now);
+            let settled = requests.finish_attempt(index, answered(BUSY), false, now);
             assert_eq!(settled, Settled::Later(now + LIMITS.busy));
             requests.enqueue(index);
             requests.start(index, 0, 11, now);
             requests.end_attempt(index, 0, answered(GOOD), now);
-            let settled = requests.settle(index, answered(GOOD), false, now);
+            let settled = requests.finish_attempt(index, answered(GOOD), false, now);
             assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
         });
     }
@@ -753,13 +757,13 @@ mod tests {
     /// The connection breaks after the unit's response, while the request's memory is in use.
     #[test]
     fn repeatable_request_of_ending_session_is_closed() {
-        let failed = AttemptEnd::Failed(RequestError::TargetFailure(1));
+        let failed = AttemptOutcome::Failed(RequestError::TargetFailure(1));
         let ends = [answered(BUSY), answered(TASK_ABORTED), failed];
-        for end in ends.into_iter().chain([AttemptEnd::Aborted]) {
+        for end in ends.into_iter().chain([AttemptOutcome::Aborted]) {
             let now = Instant::now();
             let (mut requests, index) = started(now);
             requests.end_attempt(index, 0, end.clone(), now);
-            let settled = requests.settle(index, end.clone(), true, now);
+            let settled = requests.finish_attempt(index, end.clone(), true, now);
             let closed = Settled::Over(Err(RequestError::Closed));
             assert_eq!(settled, closed, "{end:?}");
         }
@@ -772,7 +776,7 @@ mod tests {
         let (mut requests, index) = started(now);
         for attempt in 0..300 {
             requests.end_attempt(index, 0, answered(BUSY), now);
-            let settled = requests.settle(index, answered(BUSY), false, now);
+            let settled = requests.finish_attempt(index, answered(BUSY), false, now);
             assert!(
                 matches!(settled, Settled::Later(_)),
                 "{attempt}: {settled:?}"
@@ -781,12 +785,12 @@ mod tests {
             requests.start(index, 0, 8, now);
         }
         requests.end_attempt(index, 0, answered(TASK_ABORTED), now);
-        let settled = requests.settle(index, answered(TASK_ABORTED), false, now);
+        let settled = requests.finish_attempt(index, answered(TASK_ABORTED), false, now);
         assert_eq!(settled, Settled::Queued);
         requests.start(index, 0, 9, now);
         requests.end_attempt(index, 0, answered(BUSY), now);
         let late = now + Duration::from_secs(61);
-        let settled = requests.settle(index, answered(BUSY), false, late);
+        let settled = requests.finish_attempt(index, answered(BUSY), false, late);
         assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
     }
 
@@ -803,9 +807,9 @@ mod tests {
         // A write to unit 1 that may have been executed, and for which the unit requests a wait.
         let RequestId(first) = requests.insert(write(1, 600)).unwrap();
         requests.start(first, 0, 7, now);
-        requests.end_attempt(first, 0, AttemptEnd::Lost, now);
+        requests.end_attempt(first, 0, AttemptOutcome::Lost, now);
         assert_eq!(
-            requests.settle(first, AttemptEnd::Lost, false, now),
+            requests.finish_attempt(first, AttemptOutcome::Lost, false, now),
             Settled::Queued
         );
         requests.start(first, 0, 8, now);
@@ -815,7 +819,8 @@ mod tests {
         let mut at = now;
         while at < now + Duration::from_secs(60) {
             requests.end_attempt(first, 0, answered(BUSY), at);
-            let Settled::Later(until) = requests.settle(first, answered(BUSY), false, at) else {
+            let Settled::Later(until) = requests.finish_attempt(first, answered(BUSY), false, at)
+            else {
                 break;
             };
             at = until;
@@ -829,7 +834,7 @@ mod tests {
     }
 
     /// Settles the first attempt at a command that returns GOOD without data.
-    fn settle_short(command: Command, retry: Retry) -> Settled {
+    fn finish_short(command: Command, retry: Retry) -> Settled {
         let now = Instant::now();
         let mut requests: Requests<u16> = Requests::new(LIMITS);
         let spec = RequestSpec {
@@ -842,34 +847,34 @@ mod tests {
         let RequestId(index) = requests.insert(spec).unwrap();
         requests.start(index, 0, 7, now);
         requests.end_attempt(index, 0, answered(GOOD), now);
-        requests.settle(index, answered(GOOD), false, now)
+        requests.finish_attempt(index, answered(GOOD), false, now)
     }
 
     #[test]
     fn short_read_is_repeated() {
         let range = BlockRange { lba: 0, blocks: 8 };
-        let settled = settle_short(Command::read(range, 4096), Retry::Standard);
+        let settled = finish_short(Command::read(range, 4096), Retry::Standard);
         assert!(matches!(settled, Settled::Later(_)), "{settled:?}");
     }
 
     /// Parameter data may be shorter than its allocation length.
     #[test]
     fn short_lba_status_is_complete() {
-        let settled = settle_short(Command::lba_status(0, 1032), Retry::Standard);
+        let settled = finish_short(Command::lba_status(0, 1032), Retry::Standard);
         assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
     }
 
     #[test]
     fn command_without_retries_is_not_repeated() {
         let range = BlockRange { lba: 0, blocks: 8 };
-        let settled = settle_short(Command::read(range, 4096), Retry::Never);
+        let settled = finish_short(Command::read(range, 4096), Retry::Never);
         assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
         let now = Instant::now();
         let (mut requests, index) = started(now);
         requests.slab[index as usize].spec.retry = Retry::Never;
-        let failed = AttemptEnd::Failed(RequestError::TargetFailure(1));
+        let failed = AttemptOutcome::Failed(RequestError::TargetFailure(1));
         requests.end_attempt(index, 0, failed.clone(), now);
-        let settled = requests.settle(index, failed, false, now);
+        let settled = requests.finish_attempt(index, failed, false, now);
         assert!(matches!(settled, Settled::Over(Err(_))), "{settled:?}");
     }
 
@@ -886,7 +891,7 @@ mod tests {
         let RequestId(index) = requests.insert(spec(now)).unwrap();
         let mut sense = vec![0; 18];
         (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 2, 10, 4, 0x0a);
-        let answer = AttemptEnd::Answered(Answer {
+        let answer = AttemptOutcome::Answered(CommandResponse {
             status: crate::request::CHECK_CONDITION,
             sense: Some(sense.into()),
             transferred: 0,
@@ -896,7 +901,7 @@ mod tests {
         loop {
             requests.start(index, 0, 7, at);
             requests.end_attempt(index, 0, answer.clone(), at);
-            match requests.settle(index, answer.clone(), false, at) {
+            match requests.finish_attempt(index, answer.clone(), false, at) {
                 Settled::Later(until) => at = until,
                 Settled::Over(Ok(_)) => break,
                 other => panic!("{other:?}"),
@@ -915,7 +920,7 @@ mod tests {
     fn attempt_completes_once() {
         let now = Instant::now();
         let (mut requests, index) = started(now);
-        requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
-        requests.end_attempt(index, 0, AttemptEnd::Aborted, now);
+        requests.end_attempt(index, 0, AttemptOutcome::Aborted, now);
+        requests.end_attempt(index, 0, AttemptOutcome::Aborted, now);
     }
 }

@@ -199,7 +199,7 @@ impl<'a> Endpoint<'a> {
             if self.gone && self.messages.is_empty() {
                 return Err(RpingError::Disconnected(0));
             }
-            self.turn(step, limit)?;
+            self.run_once(step, limit)?;
         }
         Ok(())
     }
@@ -241,7 +241,7 @@ impl<'a> Endpoint<'a> {
     }
 
     /// Sends a message to the client so that it continues. The contents are ignored.
-    pub(super) fn go_on(&mut self) -> Result<(), RpingError> {
+    pub(super) fn send_go_ahead(&mut self) -> Result<(), RpingError> {
         self.send(
             "sending the go-ahead to the client",
             self.info(self.layout.sink),
@@ -284,7 +284,7 @@ impl<'a> Endpoint<'a> {
             if self.gone {
                 return Err(RpingError::Disconnected(pings));
             }
-            self.turn(step, limit)?;
+            self.run_once(step, limit)?;
         }
     }
 
@@ -327,7 +327,7 @@ impl<'a> Endpoint<'a> {
     }
 
     /// Runs the event loop once: processes events and completions, or sleeps if there are none.
-    fn turn(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
+    fn run_once(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
         self.provider.progress(Instant::now());
         while let Some(event) = self.provider.poll_cm_event() {
             self.note_end(&event.kind);

@@ -228,10 +228,10 @@ pub fn server(
             other => other?,
         };
         end.read(source)?;
-        end.go_on()?;
+        end.send_go_ahead()?;
         let sink = end.wait_message("waiting for the client's sink", report.pings)?;
         end.write(sink, source.size.min(sink.size))?;
-        let told = end.go_on();
+        let told = end.send_go_ahead();
         report.pings += 1;
         report.bytes += u64::from(source.size);
         report.elapsed = started.elapsed();

@@ -11,9 +11,9 @@ use riser_scsi::sense::{Sense, SenseKey};
 
 use super::functions::TaskFunctions;
 use super::{Lifecycle, SessionEvent, SessionState, SubmitError, Timing};
-use crate::request::table::{AttemptEnd, Late, Limits, RequestState, Requests, Settled};
+use crate::request::table::{AttemptOutcome, Late, Limits, RequestState, Requests, Settled};
 use crate::request::{
-    Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, may_change_unit,
+    CommandResponse, RequestError, RequestId, RequestResult, RequestSpec, Retry, may_change_unit,
 };
 
 /// Maximum number of successive functions for a late command: ABORT TASK, LOGICAL UNIT RESET and
@@ -169,15 +169,15 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         self.last_heard = now;
         self.arm(now + self.ping);
         if self.is_guarded {
-            self.requests.hold();
+            self.requests.hold_requests();
         }
         self.outputs.push_back(O::event(SessionEvent::Live));
     }
 
     /// Only starts probes until [`Self::on_checked`].
-    pub(crate) fn hold(&mut self) {
+    pub(crate) fn hold_requests(&mut self) {
         self.is_checked = false;
-        self.requests.hold();
+        self.requests.hold_requests();
     }
 
     /// Called when the unit is known to be unchanged.
@@ -190,7 +190,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     /// medium.
     pub(crate) fn settle_until(&mut self, at: Instant) {
         self.settle_at = Some(at);
-        self.requests.hold();
+        self.requests.hold_requests();
         self.arm(at);
     }
 
@@ -226,7 +226,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     pub(crate) fn on_disconnected(&mut self, now: Instant) {
         let event = self.life.on_disconnected(now);
         if self.life.state() == SessionState::Closed {
-            let ended = self.requests.end_all().into_iter();
+            let ended = self.requests.complete_all().into_iter();
             let complete = ended.map(|(request, result)| O::complete(request, result));
             self.outputs.extend(complete);
             self.timer = None;
@@ -249,8 +249,11 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     }
 
     /// Decides about a request whose attempt has finished.
-    pub(crate) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
-        match self.requests.settle(index, end, self.life.is_ending(), now) {
+    pub(crate) fn finish_attempt(&mut self, index: u32, end: AttemptOutcome, now: Instant) {
+        match self
+            .requests
+            .finish_attempt(index, end, self.life.is_ending(), now)
+        {
             Settled::Over(result) => self.complete(index, result),
             Settled::Queued => {}
             Settled::Later(until) => self.arm(until),
@@ -313,7 +316,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         let mut changes = false;
         for (index, end) in self.requests.of_channel(channel) {
             changes |= self.requests.at(index).spec.effect.is_change();
-            self.settle(index, end, now);
+            self.finish_attempt(index, end, now);
         }
         changes
     }
@@ -328,7 +331,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     /// Called when the unit has executed a command without a unit attention. If the command was
     /// sent after our reset, it would have reported the reset, so a later attention has another
     /// cause.
-    pub(crate) fn on_executed(&mut self, index: u32, answer: &Answer) {
+    pub(crate) fn on_executed(&mut self, index: u32, answer: &CommandResponse) {
         if let Some(report) = self.expected_report
             && answer.is_success()
             && self.requests.is_started_since(index, report.starts)
@@ -372,7 +375,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     }
 
     /// Reports the unit attention or deferred error of a response if the unit is watched.
-    pub(crate) fn report_sense(&mut self, index: u32, answer: &Answer) {
+    pub(crate) fn report_sense(&mut self, index: u32, answer: &CommandResponse) {
         if let (true, Some(sense)) = (self.is_guarded, answer.sense.clone()) {
             let lun = self.requests.at(index).spec.lun;
             self.report_unit_event(lun, sense);

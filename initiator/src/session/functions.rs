@@ -27,7 +27,7 @@ impl TaskFunction {
 
 /// Result of a task-management function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FunctionEnd {
+pub(crate) enum FunctionOutcome {
     /// The target executed it.
     Complete,
     /// The target does not have the task: its response was sent before, or it was never received.
@@ -122,7 +122,12 @@ impl TaskFunctions {
     }
 
     /// Called when a function is sent. Returns the time at which it times out.
-    pub(super) fn begin(&mut self, channel: u8, function: TaskFunction, now: Instant) -> Instant {
+    pub(super) fn start_function(
+        &mut self,
+        channel: u8,
+        function: TaskFunction,
+        now: Instant,
+    ) -> Instant {
         let until = now + self.patience;
         self.at_mut(channel).pending = Some(Pending {
             function,
@@ -155,7 +160,7 @@ impl TaskFunctions {
     }
 
     /// Removes the outstanding function when it has finished.
-    pub(super) fn take(&mut self, channel: u8) -> Option<TaskFunction> {
+    pub(super) fn remove_function(&mut self, channel: u8) -> Option<TaskFunction> {
         let pending = self.at_mut(channel).pending.take();
         pending.map(|pending| pending.function)
     }
@@ -178,11 +183,11 @@ mod tests {
         let now = Instant::now();
         let mut functions = TaskFunctions::new(2, Duration::from_secs(1));
         assert!(functions.may_start());
-        functions.begin(0, TaskFunction::LogicalUnitReset([0; 8]), now);
+        functions.start_function(0, TaskFunction::LogicalUnitReset([0; 8]), now);
         assert!(!functions.may_start());
-        functions.take(0);
+        functions.remove_function(0);
         functions.begin_sweep();
-        functions.begin(1, TaskFunction::TargetReset, now);
+        functions.start_function(1, TaskFunction::TargetReset, now);
         assert!(!functions.may_start());
         functions.clear(1);
         assert!(

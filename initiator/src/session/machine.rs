@@ -36,7 +36,7 @@ pub trait Machine {
 
     /// Called when the unit may be a different one: only probes are started until
     /// [`Self::release`].
-    fn hold(&mut self) {}
+    fn hold_requests(&mut self) {}
 
     /// Called when the unit is known to be unchanged. `ends_old` is set if its target terminates
     /// the commands of an old connection before it responds to the login that replaces it. iSCSI
@@ -56,7 +56,7 @@ pub trait Machine {
 
     /// Called when the watched unit is unusable here: logs out and disconnects, then either closes
     /// the session or retries the login.
-    fn leave(&mut self, _why: Down, _last: bool, _now: Instant) {}
+    fn abandon_connection(&mut self, _why: Down, _last: bool, _now: Instant) {}
 
     /// Returns the time of the target's last message, on the current or the last connection.
     fn last_heard(&self) -> Option<Instant> {

@@ -17,7 +17,7 @@ use riser_scsi::lun::WireLun;
 
 pub(crate) use self::core::{Core, CoreConfig, SessionOutput};
 pub use self::fault::{ConnectError, Down, IscsiFault, SrpFault, SrpLoginError};
-pub(crate) use self::functions::{FunctionEnd, TaskFunction};
+pub(crate) use self::functions::{FunctionOutcome, TaskFunction};
 pub(crate) use self::lifecycle::Lifecycle;
 pub use self::lifecycle::SessionState;
 pub use self::machine::Machine;

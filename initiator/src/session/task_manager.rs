@@ -8,10 +8,10 @@ use riser_scsi::lun::WireLun;
 use riser_scsi::sense::Sense;
 
 use super::core::{Core, Expired, SessionOutput};
-use super::functions::{FunctionEnd, TaskFunction};
+use super::functions::{FunctionOutcome, TaskFunction};
 use super::{Down, Machine};
 use crate::request::table::RequestState;
-use crate::request::{Answer, attention_of, is_deferred, may_end_commands};
+use crate::request::{CommandResponse, attention_of, is_deferred, may_end_commands};
 
 /// A session that aborts late commands with task management. A protocol implements the methods
 /// without a default; the other methods are shared.
@@ -82,7 +82,7 @@ pub(crate) trait TaskManager: Machine {
             match self.core().functions.until(channel) {
                 Some(until) if until <= now => {
                     self.on_function_timeout(channel);
-                    self.on_function_end(channel, FunctionEnd::Failed, now);
+                    self.on_function_completed(channel, FunctionOutcome::Failed, now);
                 }
                 Some(until) => self.core().arm(until),
                 None => {}
@@ -115,7 +115,7 @@ pub(crate) trait TaskManager: Machine {
         };
         // Treat the function as outstanding even if it cannot be sent, so that no other one is
         // tried.
-        let until = self.core().functions.begin(channel, function, now);
+        let until = self.core().functions.start_function(channel, function, now);
         match self.send_function(channel, function, lun, task) {
             true => self.core().arm(until),
             false => self.tear_down(Down::Unresponsive, false),
@@ -123,18 +123,18 @@ pub(crate) trait TaskManager: Machine {
     }
 
     /// Handles the result of the outstanding function on a channel, if any.
-    fn on_function_end(&mut self, channel: u8, end: FunctionEnd, now: Instant) {
-        let Some(function) = self.core().functions.take(channel) else {
+    fn on_function_completed(&mut self, channel: u8, end: FunctionOutcome, now: Instant) {
+        let Some(function) = self.core().functions.remove_function(channel) else {
             return;
         };
-        let is_complete = end == FunctionEnd::Complete;
+        let is_complete = end == FunctionOutcome::Complete;
         match function {
             TaskFunction::AbortTask(late) => match self.core().requests.aborting(late) {
                 // The response was received while the abort was outstanding.
                 None => {}
                 // A task unknown to the target has finished: its response would have been received
                 // before.
-                Some(tag) if is_complete || end == FunctionEnd::NoTask => {
+                Some(tag) if is_complete || end == FunctionOutcome::NoTask => {
                     self.on_aborted(late.index, channel, tag, now);
                 }
                 Some(_) => self.escalate(channel, function, now),
@@ -181,7 +181,7 @@ pub(crate) trait TaskManager: Machine {
     /// Holds requests if a unit attention indicates that the unit may be a different one.
     fn hold_if(&mut self, sense: Option<Sense>) {
         if self.core().may_be_another(sense) {
-            self.hold();
+            self.hold_requests();
         }
     }
 
@@ -189,7 +189,7 @@ pub(crate) trait TaskManager: Machine {
     /// may have terminated earlier commands without a response. Aborting them determines which,
     /// once [`Self::pump_functions`] sends the aborts queued here. A deferred error is also
     /// reported.
-    fn on_attention(&mut self, index: u32, answer: &Answer) {
+    fn on_attention(&mut self, index: u32, answer: &CommandResponse) {
         let Some(attention) = attention_of(answer) else {
             self.core().on_executed(index, answer);
             if is_deferred(answer) {

@@ -179,7 +179,7 @@ impl Discovery {
             Step::Profile { slot } => match IocProfile::parse(data).filter(|_| ok) {
                 Some(profile) if profile.services > 0 => {
                     self.profile = Some(profile);
-                    self.ask(Step::Services { slot, first: 0 });
+                    self.send_query(Step::Services { slot, first: 0 });
                 }
                 _ => self.next_controller(),
             },
@@ -204,7 +204,9 @@ impl Discovery {
             }
         }
         match first.checked_add(SERVICES_PER_MAD as u8) {
-            Some(next) if next < profile.services => self.ask(Step::Services { slot, first: next }),
+            Some(next) if next < profile.services => {
+                self.send_query(Step::Services { slot, first: next })
+            }
             _ => self.next_controller(),
         }
     }
@@ -212,12 +214,12 @@ impl Discovery {
     fn next_controller(&mut self) {
         self.profile = None;
         match self.slots.pop() {
-            Some(slot) => self.ask(Step::Profile { slot }),
-            None => self.ask(Step::Done),
+            Some(slot) => self.send_query(Step::Profile { slot }),
+            None => self.send_query(Step::Done),
         }
     }
 
-    fn ask(&mut self, step: Step) {
+    fn send_query(&mut self, step: Step) {
         self.step = step;
         self.transaction = self.transaction.wrapping_add(1);
         self.tries = 0;
@@ -267,7 +269,7 @@ mod tests {
     use super::*;
 
     /// Responds like a target with these controllers (GUID, services).
-    fn answer(question: &[u8], units: &[(u64, Vec<ServiceEntry>)]) -> [u8; MAD_LEN] {
+    fn build_response(question: &[u8], units: &[(u64, Vec<ServiceEntry>)]) -> [u8; MAD_LEN] {
         let (header, _) = DmHeader::parse(question).unwrap();
         assert_eq!(header.method, Method::Get);
         let data = match header.attribute {
@@ -314,7 +316,7 @@ mod tests {
         while let Some(question) = discovery.poll_question(now) {
             questions += 1;
             assert_eq!(discovery.poll_question(now), None, "one at a time");
-            discovery.handle_mad(&answer(&question, &units));
+            discovery.handle_mad(&build_response(&question, &units));
         }
         assert_eq!(questions, 1 + 3 + 2 + 1);
         let found = discovery.poll_result().unwrap().unwrap();
@@ -348,7 +350,7 @@ mod tests {
         let now = Instant::now();
         let mut discovery = Discovery::new(50);
         let question = discovery.poll_question(now).unwrap();
-        let good = answer(&question, &[]);
+        let good = build_response(&question, &[]);
         let mut other = good;
         other[15] ^= 1;
         discovery.handle_mad(&other);

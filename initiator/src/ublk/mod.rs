@@ -150,10 +150,10 @@ impl UblkDevice {
     /// Returns any error from the driver, or the error that stopped the service. In this case, the
     /// device is still removed.
     pub fn stop(mut self) -> io::Result<()> {
-        self.take_away()
+        self.remove_device()
     }
 
-    fn take_away(&mut self) -> io::Result<()> {
+    fn remove_device(&mut self) -> io::Result<()> {
         let Some(queue) = self.queue.take() else {
             return Ok(());
         };
@@ -169,7 +169,7 @@ impl UblkDevice {
 impl Drop for UblkDevice {
     fn drop(&mut self) {
         if self.is_new
-            && let Err(error) = self.take_away()
+            && let Err(error) = self.remove_device()
         {
             tracing::warn!(%error, "cannot remove the block device {}", self.id);
         }

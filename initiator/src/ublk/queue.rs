@@ -14,9 +14,10 @@ use super::commands::{Commands, Ring};
 use super::data::{Descs, Direction, copy};
 use super::sys::{ABORT, IoDesc, IoOp, Op};
 use crate::block::{
-    Bell, BlockDevice, BlockError, Buffer, Ending, Outcome, Service, Turn, ZeroOptions, serve, task,
+    Bell, BlockDevice, BlockError, Buffer, Ending, Outcome, Service, ServiceStatus, ZeroOptions,
+    serve, task,
 };
-use crate::poll_fds::{Waited, WaitedFds};
+use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Max data bytes per turn, in each direction. After this, other services get a chance.
 const TURN_BYTES: u64 = 1 << 20;
@@ -92,7 +93,7 @@ impl<D> Shared<D> {
         })
     }
 
-    fn give(&self, tag: u16, done: Done) {
+    fn push_result(&self, tag: u16, done: Done) {
         let mut all = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         all.push((tag, done));
         drop(all);
@@ -100,7 +101,7 @@ impl<D> Shared<D> {
     }
 
     /// Appends all results to `into`.
-    fn take(&self, into: &mut Vec<(u16, Done)>) {
+    fn take_results(&self, into: &mut Vec<(u16, Done)>) {
         let mut all = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         into.append(&mut all);
     }
@@ -125,7 +126,7 @@ struct Server<D, C> {
 }
 
 impl<D: BlockDevice, C: Commands> Server<D, C> {
-    fn step(&mut self) -> io::Result<Turn> {
+    fn step(&mut self) -> io::Result<ServiceStatus> {
         let mut worked = false;
         let mut left = TURN_BYTES;
         if self.live.is_none() {
@@ -146,16 +147,16 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
         // turn.
         worked |= !self.commands.submit()?;
         Ok(match (self.live, worked) {
-            (Some(0), _) => Turn::Over,
-            (_, true) => Turn::Worked,
-            (_, false) => Turn::Waiting,
+            (Some(0), _) => ServiceStatus::Over,
+            (_, true) => ServiceStatus::Worked,
+            (_, false) => ServiceStatus::Waiting,
         })
     }
 
     /// Commits results in the order of completion; returns whether there were any.
     fn commit(&mut self, left: &mut u64) -> bool {
         if self.results.is_empty() {
-            self.shared.take(&mut self.results);
+            self.shared.take_results(&mut self.results);
             self.results.reverse();
         }
         let mut any = false;
@@ -169,7 +170,7 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
                 Done::Result(result) => result,
                 Done::Read(buffer) => {
                     *left = left.saturating_sub(buffer.len() as u64);
-                    answer_read(&self.shared.channel, tag, &buffer)
+                    complete_read(&self.shared.channel, tag, &buffer)
                 }
             };
             self.commands.push(IoOp::CommitAndFetch, tag, result);
@@ -195,18 +196,18 @@ impl<D: BlockDevice, C: Commands> Server<D, C> {
 }
 
 impl<D: BlockDevice, C: Commands> Service for Server<D, C> {
-    fn turn(&mut self) -> Turn {
+    fn run_once(&mut self) -> ServiceStatus {
         // Must be set before checking for work, so that new events will prevent the sleep.
         self.seen = self.shared.bell.events();
         match self.step() {
-            Ok(Turn::Over) => {
+            Ok(ServiceStatus::Over) => {
                 self.ending.note_complete();
-                Turn::Over
+                ServiceStatus::Over
             }
             Ok(turn) => turn,
             Err(error) => {
                 self.ending.note_error(error);
-                Turn::Over
+                ServiceStatus::Over
             }
         }
     }
@@ -215,9 +216,9 @@ impl<D: BlockDevice, C: Commands> Service for Server<D, C> {
         self.shared.bell.prepare_sleep(self.seen)
     }
 
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
-        out.push(Waited::reading(self.shared.bell.fd()));
-        out.push(Waited::reading(self.commands.fd()));
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
+        out.push(PollInterest::reading(self.shared.bell.fd()));
+        out.push(PollInterest::reading(self.commands.fd()));
     }
 
     fn end_sleep(&mut self) {
@@ -231,7 +232,7 @@ async fn serve_request<D: BlockDevice>(shared: Arc<Shared<D>>, tag: u16, desc: I
         tracing::debug!(?desc, %error, "request failed");
         Done::Result(-error.errno())
     });
-    shared.give(tag, done);
+    shared.push_result(tag, done);
 }
 
 async fn execute<D: BlockDevice>(
@@ -254,7 +255,7 @@ async fn execute<D: BlockDevice>(
             if buffer.len() > INLINE_BYTES {
                 return Ok(Done::Read(buffer));
             }
-            Ok(Done::Result(answer_read(&shared.channel, tag, &buffer)))
+            Ok(Done::Result(complete_read(&shared.channel, tag, &buffer)))
         }
         Op::Write => {
             let buffer = disk.buffer(transfer_len(&**disk, len)?).await;
@@ -277,7 +278,7 @@ async fn execute<D: BlockDevice>(
 }
 
 /// Copies read data to the request and returns the result.
-fn answer_read(channel: &File, tag: u16, buffer: &Buffer) -> i32 {
+fn complete_read(channel: &File, tag: u16, buffer: &Buffer) -> i32 {
     match copy(channel, tag, buffer, Direction::ToRequest) {
         Ok(()) => buffer.len() as i32,
         Err(error) => {

@@ -35,7 +35,7 @@ use riser_transport::verbs::{
     AhAttr, AhId, AsyncEvent, Completion, CqId, Gid, Notify, PdId, Provider, Verbs, VerbsError,
 };
 
-use crate::poll_fds::{Waited, WaitedFds, wait};
+use crate::poll_fds::{PollInterest, PollInterests, wait};
 use queue::{Event, MULTICAST_QPN, Queue, QueueConfig};
 pub use tap::{InterfaceState, MAX_NAME, Tap};
 
@@ -364,12 +364,12 @@ impl Node {
     ///
     /// # Errors
     /// Returns [`VnicError`] if the member can't continue.
-    pub fn turn(&mut self, wake: BorrowedFd<'_>) -> Result<(), VnicError> {
+    pub fn run_once(&mut self, wake: BorrowedFd<'_>) -> Result<(), VnicError> {
         let now = Instant::now();
         let mut done = self.nic.progress(now);
         done += self.take_completions(now)?;
         done += self.take_frames(now)?;
-        self.look(now)?;
+        self.check_interfaces(now)?;
         self.manage(now);
         self.apply()?;
         done += self.nic.progress(now);
@@ -403,7 +403,7 @@ impl Node {
     fn take_completion(&mut self, completion: &Completion, now: Instant) {
         let number = (completion.wr_id.0 >> 32) as u32;
         let mut packet = std::mem::take(&mut self.packet);
-        let mut read = |queue: &mut Queue| match queue.take(completion) {
+        let mut read = |queue: &mut Queue| match queue.handle_completion(completion) {
             Event::Received { slot, len, qpn } => queue.read(slot, len, qpn, &mut packet),
             Event::Nothing => None,
         };
@@ -538,7 +538,7 @@ impl Node {
     }
 
     /// Checks the interfaces, because the user can change them, and the state of the NIC port.
-    fn look(&mut self, now: Instant) -> Result<(), VnicError> {
+    fn check_interfaces(&mut self, now: Instant) -> Result<(), VnicError> {
         while let Some(event) = self.nic.poll_async_event() {
             match event {
                 AsyncEvent::PortActive(_) => self.set_linked(true)?,
@@ -640,23 +640,23 @@ impl Node {
         let due = [look, manager, self.nic.deadline()].into_iter().flatten();
         let until = due.min().unwrap_or(now);
         let timeout = until.saturating_duration_since(now) + Duration::from_millis(1);
-        let mut fds: WaitedFds<'_> = self
+        let mut fds: PollInterests<'_> = self
             .nic
             .event_fds()
             .into_iter()
-            .map(Waited::reading)
+            .map(PollInterest::reading)
             .collect();
-        fds.push(Waited::reading(wake));
+        fds.push(PollInterest::reading(wake));
         if self.has_room() {
             let taps = self.interfaces.iter().map(|i| i.tap.as_fd());
-            fds.extend(taps.map(Waited::reading));
+            fds.extend(taps.map(PollInterest::reading));
         }
         wait(fds, Some(timeout));
         Ok(())
     }
 
     /// Notifies the manager that the interfaces will go down.
-    pub fn leave(&mut self) {
+    pub fn notify_leaving(&mut self) {
         let mut has_left = false;
         for vport in 0..self.interfaces.len() as u8 {
             if let Some(port) = self.vema.port_mut(vport) {

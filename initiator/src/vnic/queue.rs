@@ -107,7 +107,7 @@ impl Queue {
     }
 
     /// Handles a completion for this queue.
-    pub(super) fn take(&mut self, completion: &Completion) -> Event {
+    pub(super) fn handle_completion(&mut self, completion: &Completion) -> Event {
         let id = completion.wr_id.0 as u32;
         let slot = (u64::from(id) & !RECEIVE) as usize;
         if u64::from(id) & RECEIVE == 0 {
@@ -147,7 +147,7 @@ impl Queue {
         })
     }
 
-    /// Posts receives again after [`Queue::take`] returned them.
+    /// Posts receives again after [`Queue::handle_completion`] returned them.
     pub(super) fn post_again(
         &mut self,
         nic: &mut dyn Verbs,

@@ -385,7 +385,7 @@ impl ForeignTarget {
 
 /// Writes 4 KiB at the start of a disk.
 pub(crate) fn write(lun: &Lun, fua: bool) -> Result<(), String> {
-    let buffer = block_on(lun.buffers().take(4096));
+    let buffer = block_on(lun.buffers().take_buffer(4096));
     buffer.slice().fill(0, 4096, 7);
     let written = block_on(lun.write(0, buffer, fua));
     written.map(drop).map_err(|error| error.to_string())
@@ -393,7 +393,7 @@ pub(crate) fn write(lun: &Lun, fua: bool) -> Result<(), String> {
 
 /// Reads 4 KiB at an offset.
 pub(crate) fn read(lun: &Lun, offset: u64) -> Result<Vec<u8>, String> {
-    let buffer = block_on(lun.buffers().take(4096));
+    let buffer = block_on(lun.buffers().take_buffer(4096));
     let read = block_on(lun.read(offset, buffer));
     let data = read.map(|buffer| buffer.slice().to_vec());
     data.map_err(|error| error.to_string())

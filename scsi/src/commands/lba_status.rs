@@ -48,14 +48,14 @@ pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
         room,
     };
     Ok(Plan {
-        first: status.ask(planner.lu),
+        first: status.request_status(planner.lu),
         machine: Some(status.into()),
         ..Plan::good()
     })
 }
 
 impl GetLbaStatus {
-    fn ask(&self, lu: &LogicalUnit) -> Next {
+    fn request_status(&self, lu: &LogicalUnit) -> Next {
         Next::Block(BlockOp::Status {
             offset: self.offset,
             len: lu.capacity_bytes().saturating_sub(self.offset),
@@ -101,7 +101,7 @@ impl Steps for GetLbaStatus {
         // If there are no blocks, the capacity has been reduced to below the current offset. We
         // must not query again because this would loop forever.
         if self.room > 0 && self.offset < context.lu.capacity_bytes() && blocks > 0 {
-            return Ok(self.ask(context.lu));
+            return Ok(self.request_status(context.lu));
         }
         let mut data = encode(&self.runs);
         data.truncate(self.allocation_length as usize);

@@ -105,7 +105,7 @@ impl ReserveOut {
         })
     }
 
-    fn answer(&self, outcome: Result<(), ReservationError>) -> Result<Next, Sense> {
+    fn respond_to_initiator(&self, outcome: Result<(), ReservationError>) -> Result<Next, Sense> {
         use AdditionalSense as Code;
         match outcome {
             Ok(()) => Ok(Next::Answer(DataIn::None)),
@@ -141,13 +141,13 @@ impl Steps for ReserveOut {
         // This is the second step. The target has made the change, because it needed to be saved or
         // to abort commands.
         if let StepResult::Reservations(outcome) = result {
-            return self.answer(outcome);
+            return self.respond_to_initiator(outcome);
         }
         // The parameters have only now been received, so we check the change when we make it
         // instead of when the command was planned.
         let change = self.parse(context)?;
         match context.lu.change_reservations(&change) {
-            Some(outcome) => self.answer(outcome),
+            Some(outcome) => self.respond_to_initiator(outcome),
             None => Ok(Next::Block(BlockOp::ChangeReservations(change))),
         }
     }

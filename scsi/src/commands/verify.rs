@@ -89,7 +89,7 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
         verify = verify.after_receive();
         data.receive()
     } else {
-        verify.begin()
+        verify.read_next_segment()
     };
     Ok(Plan {
         transfer,
@@ -149,7 +149,7 @@ impl Verify {
     /// Returns a step to read the next segment. We need to verify the medium, so the first read
     /// will flush cached data to stable storage. It's enough to do this once for any data that was
     /// written before this command.
-    fn begin(&self) -> Next {
+    fn read_next_segment(&self) -> Next {
         Next::Block(BlockOp::Read {
             offset: self.start + self.done,
             len: self.segment(),
@@ -162,7 +162,7 @@ impl Verify {
     pub(crate) fn begin_piece(&mut self, data: Pieces) -> Next {
         self.data = data;
         self.until = data.end().into();
-        self.begin()
+        self.read_next_segment()
     }
 
     /// Compares the segment that was just read. Returns the read for the next segment, or `None` if
@@ -179,7 +179,7 @@ impl Verify {
             .with_information(self.done + u64::from(index)));
         }
         self.done += u64::from(segment);
-        Ok((self.done < self.until).then(|| self.begin()))
+        Ok((self.done < self.until).then(|| self.read_next_segment()))
     }
 
     /// Returns the index of the first different byte in the segment.
@@ -204,7 +204,7 @@ impl Steps for Verify {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         if self.receiving {
             self.receiving = false;
-            return Ok(self.begin());
+            return Ok(self.read_next_segment());
         }
         // Compare all of the current piece before it's replaced with the next one.
         if let Some(next) = self.compare_segment(context)? {

@@ -108,7 +108,7 @@ impl WriteSame {
 
     /// Completes the command. This does a flush first if the write cache was disabled after it has
     /// been used for this command.
-    fn end(&mut self, lu: &LogicalUnit) -> Next {
+    fn complete_command(&mut self, lu: &LogicalUnit) -> Next {
         if self.cached && !lu.is_write_cache_enabled() {
             self.stage = WriteSameStage::Flushing;
             return Next::Block(BlockOp::Flush {
@@ -150,11 +150,11 @@ impl Steps for WriteSame {
                 self.stage = WriteSameStage::Writing;
             }
             WriteSameStage::Writing => self.done += u64::from(self.piece()),
-            WriteSameStage::Zeroing => return Ok(self.end(context.lu)),
+            WriteSameStage::Zeroing => return Ok(self.complete_command(context.lu)),
             WriteSameStage::Flushing => return Ok(Next::Answer(DataIn::None)),
         }
         if self.done == self.len {
-            return Ok(self.end(context.lu));
+            return Ok(self.complete_command(context.lu));
         }
         // Use the current state for each segment. If any of these was written to the cache, we do a
         // single flush at the end.

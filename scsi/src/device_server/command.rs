@@ -192,12 +192,12 @@ impl Command {
                 self.flight = Flight::of(&op);
                 Step::Block(op)
             }
-            Next::Answer(data_in) => Step::Respond(self.answer(data_in)),
+            Next::Answer(data_in) => Step::Respond(self.build_response(data_in)),
             Next::Conflict => self.conflict(),
         }
     }
 
-    fn answer(&mut self, data_in: DataIn) -> Response {
+    fn build_response(&mut self, data_in: DataIn) -> Response {
         self.machine = None;
         let expected = self.expected;
         let (data_in, wanted) = match data_in {

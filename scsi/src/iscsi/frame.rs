@@ -158,7 +158,7 @@ impl Framer {
 
     /// Returns the number of bytes buffered for an incomplete PDU.
     #[must_use]
-    pub fn held(&self) -> usize {
+    pub fn buffered_len(&self) -> usize {
         if self.given { 0 } else { self.held.len() }
     }
 
@@ -284,7 +284,7 @@ pub fn put_header(
 ///
 /// # Panics
 /// Same as for [`put_header`].
-pub fn put(bhs: [u8; BHS_LEN], ahs: &[u8], data: &[u8], digests: Digests, out: &mut Vec<u8>) {
+pub fn put_pdu(bhs: [u8; BHS_LEN], ahs: &[u8], data: &[u8], digests: Digests, out: &mut Vec<u8>) {
     let len = u32::try_from(data.len()).expect("data segment is smaller than 16 MiB");
     put_header(bhs, ahs, len, digests, out);
     let pad = &[0; 3][..padding(data.len())];

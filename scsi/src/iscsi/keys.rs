@@ -432,13 +432,13 @@ impl Negotiation {
     }
 
     /// Adds a key to `out`, unless it has already been sent.
-    pub fn say(&mut self, key: Key, out: &mut Vec<u8>) {
+    pub fn send_key(&mut self, key: Key, out: &mut Vec<u8>) {
         let bit = 1 << key as u32;
         // A key can only be sent once during login (RFC 7143 6.3), but this is called for each
         // request.
         if self.sent & bit == 0 {
             self.sent |= bit;
-            text::put(out, key.row().name, &self.offer.text(key));
+            text::put_pair(out, key.row().name, &self.offer.text(key));
         }
     }
 
@@ -449,7 +449,7 @@ impl Negotiation {
     ///
     /// # Errors
     /// [`KeyError`]: the negotiation has failed.
-    pub fn answer(
+    pub fn handle_key(
         &mut self,
         name: &str,
         value: &str,
@@ -459,7 +459,7 @@ impl Negotiation {
         let Some(key) = Key::of(name) else {
             // The response contains the key, so the size depends on the peer. It's limited by the
             // length of a key and the check below.
-            text::put(out, name, "NotUnderstood");
+            text::put_pair(out, name, "NotUnderstood");
             return bounded(None, out);
         };
         let row = key.row();
@@ -467,7 +467,7 @@ impl Negotiation {
             // Some initiators send a key in the wrong stage, or when joining a session, or a key
             // that can only be sent by targets. We ignore this and send a NotUnderstood response.
             Err(KeyError::Use(_) | KeyError::Sender(_)) if context.is_initiator_login() => {
-                text::put(out, row.name, "NotUnderstood");
+                text::put_pair(out, row.name, "NotUnderstood");
                 return bounded(None, out);
             }
             admitted => admitted?,
@@ -477,7 +477,7 @@ impl Negotiation {
         let is_irrelevant =
             (context.discovery && !row.in_discovery) || (key.is_for_rdma() && !self.is_rdma());
         if is_irrelevant {
-            text::put(out, row.name, "Irrelevant");
+            text::put_pair(out, row.name, "Irrelevant");
             return bounded(Some(key), out);
         }
         let ours = self.offer.values.of(key);
@@ -518,11 +518,11 @@ impl Negotiation {
                 // We have sent this key in the response, so we must not offer it again.
                 self.agreed.set(key, result);
                 self.sent |= 1 << key as u32;
-                text::put(out, row.name, &value_text(key, result));
+                text::put_pair(out, row.name, &value_text(key, result));
             }
             // The value was invalid, so we use the default (RFC 7143 6.2). Continue with the login,
             // because the initiator has to decide whether it can use the default.
-            None => text::put(out, row.name, "Reject"),
+            None => text::put_pair(out, row.name, "Reject"),
         }
         bounded(Some(key), out)
     }
@@ -545,12 +545,12 @@ impl Negotiation {
             return Ok(Key::of(name));
         }
         let Some(key) = Key::of(name) else {
-            return self.answer(name, value, context, out);
+            return self.handle_key(name, value, context, out);
         };
         let row = key.row();
         let is_negotiated = !matches!(row.rule, Text | Security | Declare(..) | DeclareBool);
         if is_negotiated && self.sent & 1 << key as u32 == 0 {
-            return self.answer(name, value, context, out);
+            return self.handle_key(name, value, context, out);
         }
         self.admit(row, context)?;
         let ours = self.offer.values.of(key);

@@ -158,7 +158,7 @@ impl fmt::Display for TargetAddress {
 
 /// A target found in discovery.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Found {
+pub struct DiscoveredTarget {
     /// Target name.
     pub name: IscsiName,
     /// Portals of the target. If this is empty, use the portal that was used for discovery.
@@ -171,9 +171,9 @@ pub fn put_target<'a>(
     name: &IscsiName,
     addresses: impl IntoIterator<Item = &'a TargetAddress>,
 ) {
-    text::put(out, "TargetName", name.as_str());
+    text::put_pair(out, "TargetName", name.as_str());
     for address in addresses {
-        text::put(out, "TargetAddress", &address.to_string());
+        text::put_pair(out, "TargetAddress", &address.to_string());
     }
 }
 
@@ -182,8 +182,8 @@ pub fn put_target<'a>(
 ///
 /// # Errors
 /// If the text is invalid.
-pub fn parse_targets(answer: &[u8]) -> Result<(Vec<Found>, usize), text::TextError> {
-    let mut found: Vec<Found> = Vec::new();
+pub fn parse_targets(answer: &[u8]) -> Result<(Vec<DiscoveredTarget>, usize), text::TextError> {
+    let mut found: Vec<DiscoveredTarget> = Vec::new();
     let mut refused = 0;
     // Each address belongs to the previous name, so skip the addresses after an invalid name.
     let mut is_wanted = false;
@@ -192,7 +192,7 @@ pub fn parse_targets(answer: &[u8]) -> Result<(Vec<Found>, usize), text::TextErr
             ("TargetName", value) => match IscsiName::new(value) {
                 Ok(name) => {
                     is_wanted = true;
-                    found.push(Found {
+                    found.push(DiscoveredTarget {
                         name,
                         addresses: Vec::new(),
                     });

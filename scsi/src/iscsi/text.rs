@@ -56,7 +56,7 @@ fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
 }
 
 /// Appends `key=value` and a NUL byte.
-pub fn put(out: &mut Vec<u8>, key: &str, value: &str) {
+pub fn put_pair(out: &mut Vec<u8>, key: &str, value: &str) {
     out.extend_from_slice(key.as_bytes());
     out.push(b'=');
     out.extend_from_slice(value.as_bytes());
@@ -90,7 +90,7 @@ impl Collector {
     ///
     /// # Errors
     /// If the limit is exceeded, in which case the previous parts are dropped.
-    pub fn take(&mut self, part: &[u8], continues: bool) -> Result<Option<Vec<u8>>, TextError> {
+    pub fn add_part(&mut self, part: &[u8], continues: bool) -> Result<Option<Vec<u8>>, TextError> {
         // Check this first, because a peer could always set the C bit and let us buffer an
         // unlimited amount of data.
         if self.text.len() + part.len() > self.limit {

@@ -203,7 +203,7 @@ impl Hello {
     /// reject if there is no common version, or if the target doesn't send any READs but the
     /// initiator expects some (RFC 7145 10.1.3.2).
     #[must_use]
-    pub fn answer(&self, ord: u16) -> HelloReply {
+    pub fn build_reply(&self, ord: u16) -> HelloReply {
         // Version 1 is RFC 5046. We also accept an initiator that only supports this version,
         // because these messages are the same. Versions 2 to 9 are not assigned. If min and max are
         // swapped, there is no common version.

@@ -92,7 +92,7 @@ fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
 /// Appends a control-type PDU as a message. The lengths in `bhs` are set here.
 ///
 /// # Panics
-/// Same as for [`frame::put`].
+/// Same as for [`frame::put_pdu`].
 pub fn put_control(
     buffers: Buffers,
     bhs: [u8; BHS_LEN],
@@ -101,5 +101,5 @@ pub fn put_control(
     out: &mut Vec<u8>,
 ) {
     out.extend_from_slice(&Header::Control(buffers).bytes());
-    frame::put(bhs, ahs, data, Digests::default(), out);
+    frame::put_pdu(bhs, ahs, data, Digests::default(), out);
 }

@@ -70,7 +70,7 @@ fn hello_contains_versions_and_reads() {
     assert_eq!(Header::Hello(parsed).bytes(), hello);
     let mut reply = [0; 28];
     reply[..4].copy_from_slice(&[0x30, 0xaa, 0, 16]);
-    let answer = parsed.answer(16);
+    let answer = parsed.build_reply(16);
     assert_eq!(Message::parse(&reply), Ok(Message::HelloReply(answer)));
     assert_eq!(Header::HelloReply(answer).bytes(), reply);
     reply[0] = 0x31;
@@ -79,7 +79,7 @@ fn hello_contains_versions_and_reads() {
         min_version: 11,
         ird: 16,
     }
-    .answer(16);
+    .build_reply(16);
     assert!(refused.rejected);
     assert_eq!(Header::HelloReply(refused).bytes(), reply);
 }
@@ -93,7 +93,7 @@ fn hello_requires_common_version() {
             min_version,
             ird,
         };
-        let reply = hello.answer(ord);
+        let reply = hello.build_reply(ord);
         (!reply.rejected).then_some(reply.current_version)
     };
     for (max, min, current) in [

@@ -65,7 +65,7 @@ impl Nexuses {
             return None;
         }
         let mut table = self.lock();
-        let taken = table.entries.get_mut(&id)?.pending.take();
+        let taken = table.entries.get_mut(&id)?.pending.take_next();
         table.update_hint(id);
         taken
     }

@@ -126,7 +126,7 @@ impl LogicalUnit {
             // We also get here for a PREEMPT AND ABORT without persistence, in which case there is
             // no need to save anything.
             let is_new = after.saved() != before;
-            let saved = !is_new || self.keep(&before, &after);
+            let saved = !is_new || self.replace_saved(&before, &after);
             saved.then_some(notices).ok_or(ReservationError::NotSaved)
         });
         let saved = outcome.is_ok().then_some(after);
@@ -152,7 +152,7 @@ impl LogicalUnit {
     }
 
     /// Replaces the saved state. Returns `false` on error.
-    fn keep(&self, before: &Option<SavedReservations>, after: &Reservations) -> bool {
+    fn replace_saved(&self, before: &Option<SavedReservations>, after: &Reservations) -> bool {
         let saved = self.save(after.saved().as_ref());
         if !saved {
             // The new state may still have been written, but must not be restored after a power

@@ -128,7 +128,7 @@ pub(crate) struct Registrant {
 
 /// A persistent reservation of the LU.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub(crate) struct Held {
+pub(crate) struct HeldReservation {
     pub(crate) kind: ReservationType,
     /// The registrant that created the reservation. Note that an "all registrants" reservation is
     /// held by all registrants.
@@ -201,7 +201,7 @@ impl ReservationChange {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SavedReservations {
     registrants: Vec<Registrant>,
-    held: Option<Held>,
+    held: Option<HeldReservation>,
 }
 
 /// Storage used to save reservations of logical units across power loss.
@@ -254,7 +254,7 @@ pub(crate) struct Keys {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Reservations {
     pub(crate) registrants: Vec<Registrant>,
-    pub(crate) held: Option<Held>,
+    pub(crate) held: Option<HeldReservation>,
     /// PRGENERATION: the number of times registrations have been changed.
     pub(crate) generation: u32,
     /// Set when persistence through power loss is active (PTPL_A).

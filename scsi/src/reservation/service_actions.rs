@@ -1,8 +1,8 @@
 //! The service actions of PERSISTENT RESERVE OUT (SPC-4 5.13, 6.16.2).
 
 use super::{
-    Action, Held, Keys, MAX_REGISTRANTS, MAX_REGISTRANTS_PER_DEVICE, Notices, Ports, Registrant,
-    ReservationChange, ReservationError, ReservationType, Reservations,
+    Action, HeldReservation, Keys, MAX_REGISTRANTS, MAX_REGISTRANTS_PER_DEVICE, Notices, Ports,
+    Registrant, ReservationChange, ReservationError, ReservationType, Reservations,
 };
 use crate::nexus::Nexus;
 
@@ -123,7 +123,7 @@ impl Reservations {
         let ports = Ports::of(nexus);
         match &self.held {
             None => {
-                self.held = Some(Held { kind, maker: ports });
+                self.held = Some(HeldReservation { kind, maker: ports });
                 Ok(Notices::default())
             }
             // An initiator will retry the command if it didn't receive the first response. To use a
@@ -209,7 +209,7 @@ impl Reservations {
             ..Notices::default()
         };
         if takes {
-            let old = self.held.replace(Held {
+            let old = self.held.replace(HeldReservation {
                 kind,
                 maker: own.clone(),
             });

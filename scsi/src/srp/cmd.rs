@@ -220,7 +220,7 @@ fn parse_indirect<'a>(
 ) -> Result<IndirectTable<'a>, SrpError> {
     let table = *at.view::<MemDesc>(names.descriptor)?;
     let len = at.view::<U32>(names.descriptor)?.get();
-    let bytes = at.take(names.descriptor, u64::from(count) * MemDesc::LEN as u64)?;
+    let bytes = at.take_bytes(names.descriptor, u64::from(count) * MemDesc::LEN as u64)?;
     // Create a view of the received bytes, so that we don't need to copy the descriptors and don't
     // need an array with a maximum size.
     let inline = <[MemDesc]>::ref_from_bytes(bytes).expect("multiple of the descriptor size");
@@ -307,7 +307,7 @@ impl<'a> Cmd<'a> {
         let mut at = Cursor::new(iu, CMD_LEN);
         // The upper 6 bits of this field are the length in 4-byte words. If we mask the lower 2
         // bits, this is the number of bytes.
-        let additional_cdb = at.take("additional CDB", u64::from(raw.add_cdb_len & 0xfc))?;
+        let additional_cdb = at.take_bytes("additional CDB", u64::from(raw.add_cdb_len & 0xfc))?;
         let out_format = raw.buf_fmt >> 4;
         let data_out = match out_format {
             DataBuffer::IMMEDIATE => {
@@ -345,8 +345,8 @@ impl<'a> Cmd<'a> {
                 // end if the message is too short.
                 let header = iu.len().min(offset.bytes());
                 let mut at = Cursor::new(iu, header);
-                at.take("immediate data", (offset.bytes() - header) as u64)?;
-                let data = at.take("immediate data", len.into())?;
+                at.take_bytes("immediate data", (offset.bytes() - header) as u64)?;
+                let data = at.take_bytes("immediate data", len.into())?;
                 DataBuffer::Immediate { offset, len, data }
             }
             other => other,

@@ -291,7 +291,7 @@ impl<'a> AerReq<'a> {
             req_lim_delta: raw.req_lim_delta.get(),
             tag: Tag(raw.tag.get()),
             lun: raw.lun,
-            sense: at.take("sense data", raw.sense_data_len.get().into())?,
+            sense: at.take_bytes("sense data", raw.sense_data_len.get().into())?,
         })
     }
 

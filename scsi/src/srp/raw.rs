@@ -188,7 +188,11 @@ impl<'a> Cursor<'a> {
     }
 
     /// Returns the next `len` bytes.
-    pub(super) fn take(&mut self, field: &'static str, len: u64) -> Result<&'a [u8], SrpError> {
+    pub(super) fn take_bytes(
+        &mut self,
+        field: &'static str,
+        len: u64,
+    ) -> Result<&'a [u8], SrpError> {
         // Use a saturating 64-bit addition: `len` was sent by the peer, and may be the product of a
         // count and a size, so this must not wrap around to a valid offset.
         let need = (self.at as u64).saturating_add(len);
@@ -208,7 +212,7 @@ impl<'a> Cursor<'a> {
         &mut self,
         field: &'static str,
     ) -> Result<&'a T, SrpError> {
-        let bytes = self.take(field, size_of::<T>() as u64)?;
+        let bytes = self.take_bytes(field, size_of::<T>() as u64)?;
         Ok(T::ref_from_bytes(bytes).expect("slice has the size of the structure"))
     }
 }

@@ -128,7 +128,7 @@ impl<'a> Rsp<'a> {
             let len = raw.resp_data_len.get();
             // Use the length from the header, even though only 4 bytes are defined, because the
             // sense data is located after this.
-            let data = at.take("response data", len.into())?;
+            let data = at.take_bytes("response data", len.into())?;
             let code = data.get(3).ok_or(SrpError::Illegal {
                 field: "RESPONSE DATA LENGTH",
                 value: len.into(),
@@ -137,7 +137,7 @@ impl<'a> Rsp<'a> {
         }
         let mut sense = None;
         if flags & SNSVALID != 0 {
-            sense = Some(at.take("sense data", raw.sense_data_len.get().into())?);
+            sense = Some(at.take_bytes("sense data", raw.sense_data_len.get().into())?);
         }
         Ok(Self {
             solicited: raw.sol_not & 0x01 != 0,

@@ -195,7 +195,7 @@ pub struct TmfOutcome {
 }
 
 impl TmfOutcome {
-    fn answer(response: TmfResponse) -> Self {
+    fn with_response(response: TmfResponse) -> Self {
         Self {
             response,
             aborted: Vec::new(),

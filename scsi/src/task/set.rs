@@ -23,7 +23,7 @@ struct NexusTasks {
 
 impl NexusTasks {
     /// Returns whether a new command has to wait for any of these tasks. This must match
-    /// [`TaskSet::settle`].
+    /// [`TaskSet::order_received`].
     fn holds(&self, attribute: TaskAttribute) -> bool {
         match attribute {
             TaskAttribute::HeadOfQueue => false,
@@ -230,7 +230,7 @@ impl TaskSet {
     pub fn data_arrived(&mut self, key: TaskKey) {
         let is_arriving = |task: &Task| task.state == TaskState::Arriving;
         if self.task(key).is_some_and(is_arriving) {
-            self.settle(key.slot);
+            self.order_received(key.slot);
         }
     }
 
@@ -360,12 +360,12 @@ impl TaskSet {
         match function {
             // Tags are per nexus, so this will never return a task of some other nexus.
             TaskManagement::AbortTask(tag) => match self.find(nexus, tag) {
-                None => TmfOutcome::answer(TmfResponse::TaskDoesNotExist),
+                None => TmfOutcome::with_response(TmfResponse::TaskDoesNotExist),
                 Some(key) => {
                     self.mark(key.slot, false);
                     TmfOutcome {
                         aborted: vec![key],
-                        ..TmfOutcome::answer(TmfResponse::Complete)
+                        ..TmfOutcome::with_response(TmfResponse::Complete)
                     }
                 }
             },
@@ -376,12 +376,12 @@ impl TaskSet {
                 self.aborting(nexus, |_| true)
             }
             // NORMACA is zero, so there can't be an auto contingent allegiance.
-            TaskManagement::ClearAca => TmfOutcome::answer(TmfResponse::Rejected),
+            TaskManagement::ClearAca => TmfOutcome::with_response(TmfResponse::Rejected),
             TaskManagement::QueryTask(tag) => {
-                TmfOutcome::answer(presence(self.find(nexus, tag).is_some()))
+                TmfOutcome::with_response(presence(self.find(nexus, tag).is_some()))
             }
             TaskManagement::QueryTaskSet => {
-                TmfOutcome::answer(presence(self.nexuses.contains_key(&nexus)))
+                TmfOutcome::with_response(presence(self.nexuses.contains_key(&nexus)))
             }
         }
     }
@@ -444,7 +444,7 @@ impl TaskSet {
 
     /// Orders a task after its data has been received, unless it has to wait for older tasks of the
     /// same nexus. This may also release tasks that were held by it.
-    fn settle(&mut self, slot: u32) {
+    fn order_received(&mut self, slot: u32) {
         let task = *self.at(slot);
         let own = self.nexuses[&task.nexus];
         // ACA is handled like SIMPLE here, and refused by the device server when the task is
@@ -488,7 +488,7 @@ impl TaskSet {
             own.holding.remove(&mut self.slots, QUEUE, slot);
         }
         if enters {
-            self.enter(slot);
+            self.enqueue_task(slot);
         }
         // If newer tasks were held by this task, release all tasks up to the next holding task.
         // Otherwise, it can only have been holding an ORDERED task directly after it, and only if
@@ -513,7 +513,7 @@ impl TaskSet {
                 if task.holds() {
                     own.holding.remove(&mut self.slots, QUEUE, slot);
                 }
-                self.enter(slot);
+                self.enqueue_task(slot);
                 all |= task.holds();
             } else if task.holds() || !all {
                 break;
@@ -524,7 +524,7 @@ impl TaskSet {
     }
 
     /// Orders a task and adds it to a queue.
-    fn enter(&mut self, slot: u32) {
+    fn enqueue_task(&mut self, slot: u32) {
         self.take_place(slot);
         self.push_dormant(slot);
     }

@@ -18,7 +18,7 @@ use riser_scsi::iscsi::login::{
     CompletedLogin, ConnectionParams, Identity, LoginFault, Refusal, SessionParams, TargetLogin,
     Terms,
 };
-use riser_scsi::iscsi::name::{Found, IscsiName};
+use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, Numbers, StatSn, Tsih};
 use riser_scsi::nexus::NexusId;
@@ -111,7 +111,11 @@ pub trait Gate {
 
     /// Returns the targets visible to an initiator. If `wanted` is set, only this target is
     /// returned.
-    fn targets(&mut self, initiator: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found>;
+    fn targets(
+        &mut self,
+        initiator: &IscsiName,
+        wanted: Option<&IscsiName>,
+    ) -> Vec<DiscoveredTarget>;
 }
 
 /// Result of joining a session.

@@ -7,7 +7,7 @@ use riser_scsi::config::{Config, Limits};
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Auth, CompletedLogin, Identity, LoginFault, Refusal, Terms};
-use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
+use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::{
     FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, ScsiCommand, Stage,
     TmfFunction,
@@ -125,9 +125,9 @@ impl Gate for FakeGate {
         out.fill(4);
     }
 
-    fn targets(&mut self, _: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found> {
+    fn targets(&mut self, _: &IscsiName, wanted: Option<&IscsiName>) -> Vec<DiscoveredTarget> {
         (0..self.targets)
-            .map(|i| Found {
+            .map(|i| DiscoveredTarget {
                 name: IscsiName::new(&format!("iqn.2026-01.a:t{i}")).unwrap(),
                 addresses: vec![TargetAddress::parse("10.0.0.1:3260,1").unwrap()],
             })
@@ -466,7 +466,7 @@ impl Rig {
 
     pub(super) fn bytes_of(&self, pdu: &FromInitiator, data: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::new();
-        frame::put(pdu.header(), &pdu.ahs(), data, self.digests, &mut bytes);
+        frame::put_pdu(pdu.header(), &pdu.ahs(), data, self.digests, &mut bytes);
         bytes
     }
 

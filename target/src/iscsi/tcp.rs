@@ -416,7 +416,7 @@ impl Tcp {
     fn put_control(&self, control: &Control, numbers: Numbers, batch: &mut Batch) {
         let start = batch.heads.len();
         let header = control.pdu.header(numbers);
-        frame::put(header, &[], &control.data, self.digests, &mut batch.heads);
+        frame::put_pdu(header, &[], &control.data, self.digests, &mut batch.heads);
         batch.push_head(start);
     }
 
@@ -1008,7 +1008,7 @@ impl TcpChannel {
     /// Returns the buffer size for a partial PDU, in bytes.
     #[must_use]
     pub fn held(&self) -> usize {
-        self.framer.held()
+        self.framer.buffered_len()
     }
 }
 

@@ -35,7 +35,7 @@ impl<D: Datamover> Channel<D> {
         if goes_on && !self.text.outgoing.is_done() {
             return self.send_part(request);
         }
-        match self.text.collector.take(frame.data, request.continues) {
+        match self.text.collector.add_part(frame.data, request.continues) {
             Ok(None) => self.send_part(request),
             Ok(Some(text)) => match self.answer_text(cx, &text) {
                 Some(answer) => {
@@ -62,7 +62,7 @@ impl<D: Datamover> Channel<D> {
         let mut is_sought = false;
         for pair in text::pairs(text) {
             let (key, value) = pair.ok()?;
-            match keys.answer(key, value, context, &mut out).ok()? {
+            match keys.handle_key(key, value, context, &mut out).ok()? {
                 // Only one such key is allowed per request (RFC 7143 Appendix C), so a target can
                 // only be returned once.
                 Some(Key::SendTargets) if std::mem::replace(&mut is_sought, true) => return None,

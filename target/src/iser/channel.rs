@@ -408,7 +408,7 @@ impl IserChannel {
                 self.note_login();
             }
             Ok(Message::Hello(message)) if hello != Hello::None => {
-                let reply = message.answer(self.params.reads);
+                let reply = message.build_reply(self.params.reads);
                 self.channel.mover_mut().send_hello(reply);
                 if reply.rejected {
                     self.channel.close(cx.now);

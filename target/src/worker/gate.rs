@@ -8,7 +8,7 @@ use std::time::Instant;
 use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{CompletedLogin, Identity, LoginFault, Refusal, Terms};
-use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
+use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Isid};
 use riser_scsi::nexus::{Nexus, PortName, TargetPort};
@@ -537,7 +537,11 @@ impl Gate for WorkerGate<'_> {
         self.env.fill_random(out);
     }
 
-    fn targets(&mut self, initiator: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found> {
+    fn targets(
+        &mut self,
+        initiator: &IscsiName,
+        wanted: Option<&IscsiName>,
+    ) -> Vec<DiscoveredTarget> {
         let address = self.address();
         let targets = self.catalog.targets.iter();
         let visible = targets.filter_map(|target| {
@@ -548,7 +552,7 @@ impl Gate for WorkerGate<'_> {
             iscsi.addresses().find(|portal| *portal == self.listen)?;
             wanted
                 .is_none_or(|name| iscsi.name == *name)
-                .then(|| Found {
+                .then(|| DiscoveredTarget {
                     name: iscsi.name.clone(),
                     addresses: iscsi
                         .shown_to(self.listen)
@@ -556,7 +560,7 @@ impl Gate for WorkerGate<'_> {
                         .collect(),
                 })
         });
-        let visible: Vec<Found> = visible.collect();
+        let visible: Vec<DiscoveredTarget> = visible.collect();
         let place = self.place();
         let who = match self.membership.as_ref() {
             Some(entered) => place.who(self.catalog, entered),

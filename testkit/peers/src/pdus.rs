@@ -30,7 +30,7 @@ pub fn scsi_command(tag: u32, cmd_sn: u32, cdb: &[u8], writes: bool, len: u32) -
 /// Creates an immediate Text Request that queries all targets, and its text.
 pub fn send_targets(cmd_sn: u32) -> (TextRequest, Vec<u8>) {
     let mut keys = Vec::new();
-    text::put(&mut keys, "SendTargets", "All");
+    text::put_pair(&mut keys, "SendTargets", "All");
     let request = TextRequest {
         immediate: true,
         is_final: true,

@@ -219,7 +219,7 @@ impl<S: Read + Write> Client<S> {
 
     pub fn send(&mut self, bhs: [u8; 48], data: &[u8]) {
         let mut bytes = Vec::new();
-        frame::put(bhs, &[], data, self.digests, &mut bytes);
+        frame::put_pdu(bhs, &[], data, self.digests, &mut bytes);
         self.socket.write_all(&bytes).unwrap();
     }
 
@@ -386,7 +386,7 @@ mod tests {
             let lun = [0; 8];
             let mut bytes = Vec::new();
             let header = NopIn { lun, itt, ttt }.header(Numbers::default());
-            frame::put(header, &[], &[], Digests::default(), &mut bytes);
+            frame::put_pdu(header, &[], &[], Digests::default(), &mut bytes);
             bytes
         };
         let said = [nop_in(Itt::NONE, Ttt(5)), nop_in(Itt(9), Ttt::NONE)].concat();

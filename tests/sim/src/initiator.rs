@@ -14,7 +14,7 @@ use fastrand::Rng;
 use riser_initiator::block::ZeroOptions;
 use riser_initiator::engine::{Client, Engine, Env, IoData, Session};
 use riser_initiator::lun::{Lun, LunError};
-use riser_initiator::request::{Answer, Cdb, DataLen, RequestError, RequestResult};
+use riser_initiator::request::{Cdb, CommandResponse, DataLen, RequestError, RequestResult};
 use riser_initiator::url::TargetUrl;
 use riser_scsi::sense::{Sense, SenseKey};
 use riser_scsi::srp::TargetPortId;
@@ -503,7 +503,7 @@ impl User {
         fua: bool,
     ) -> Result<(), LunError> {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
-        let buffer = lun.buffers().take(len).await;
+        let buffer = lun.buffers().take_buffer(len).await;
         let mut bytes = vec![0; len];
         let offset = blocks.start * BLOCK as u64;
         let id = self
@@ -561,7 +561,7 @@ impl User {
         let Some(expected) = self.content(lun, block..block + 1).await else {
             return;
         };
-        let buffer = lun.buffers().take(2 * BLOCK).await;
+        let buffer = lun.buffers().take_buffer(2 * BLOCK).await;
         let mut bytes = vec![0; BLOCK];
         let id = self.history.begin_swap(self.port, block, &mut bytes);
         buffer.slice().write(0, &expected);
@@ -610,7 +610,7 @@ impl User {
             (REGISTER_AND_IGNORE, [0, u64::from(self.port.0)]),
             (action, [u64::from(self.port.0), other]),
         ] {
-            let buffer = lun.buffers().take(24).await;
+            let buffer = lun.buffers().take_buffer(24).await;
             let mut list = [0; 24];
             list[..8].copy_from_slice(&keys[0].to_be_bytes());
             list[8..16].copy_from_slice(&keys[1].to_be_bytes());
@@ -629,7 +629,7 @@ impl User {
 
     async fn content(&self, lun: &Lun, blocks: Range<u64>) -> Option<Vec<u8>> {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
-        let buffer = lun.buffers().take(len).await;
+        let buffer = lun.buffers().take_buffer(len).await;
         let offset = blocks.start * BLOCK as u64;
         let id = self.history.begin_read(self.port, blocks.clone());
         self.on_begin("read", &blocks);
@@ -654,7 +654,7 @@ impl User {
 }
 
 /// Converts an unsuccessful response to an error.
-fn failure(answer: &Answer) -> LunError {
+fn failure(answer: &CommandResponse) -> LunError {
     match answer.sense() {
         Some(Sense {
             key, additional, ..

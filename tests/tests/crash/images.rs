@@ -69,7 +69,7 @@ impl Images {
             block_on(client.connect(url(self.network, scheme)))
         });
         let lun = block_on(session.lun(0)).unwrap();
-        let buffer = block_on(lun.buffers().take(image.0.len()));
+        let buffer = block_on(lun.buffers().take_buffer(image.0.len()));
         let buffer = block_on(lun.read(0, buffer)).unwrap();
         let found = buffer.slice().to_vec();
         let mut blocks = found.chunks(BLOCK).zip(image.0.chunks(BLOCK));

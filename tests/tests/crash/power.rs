@@ -387,7 +387,7 @@ impl User {
 
     fn read(&self, blocks: Range<u64>) -> Vec<u8> {
         let len = (blocks.end - blocks.start) as usize * BLOCK;
-        let buffer = block_on(self.lun.buffers().take(len));
+        let buffer = block_on(self.lun.buffers().take_buffer(len));
         let buffer = block_on(self.lun.read(blocks.start * BLOCK as u64, buffer)).unwrap();
         buffer.slice().to_vec()
     }
@@ -407,7 +407,7 @@ impl User {
         let sequence = self.next_number();
         let blocks: Blocks = range.clone().map(|block| (block, sequence)).collect();
         let bytes = new_bytes(&blocks);
-        let buffer = block_on(self.lun.buffers().take(bytes.len()));
+        let buffer = block_on(self.lun.buffers().take_buffer(bytes.len()));
         buffer.slice().write(0, &bytes);
         block_on(self.lun.write(range.start * BLOCK as u64, buffer, fua)).unwrap();
         self.acknowledged(&blocks, fua);
@@ -467,7 +467,7 @@ impl User {
         let mut cdb = [0; 16];
         (cdb[0], cdb[1], cdb[13]) = (0x89, u8::from(fua) << 3, 1);
         cdb[2..10].copy_from_slice(&(range.start / self.grain).to_be_bytes());
-        let buffer = block_on(self.lun.buffers().take(bytes.len()));
+        let buffer = block_on(self.lun.buffers().take_buffer(bytes.len()));
         buffer.slice().write(0, &bytes);
         let out = DataLen::Out(bytes.len() as u32);
         let cdb = Cdb::new(&cdb).expect("sixteen bytes");

@@ -362,7 +362,7 @@ fn ask(
     is_last: bool,
     joins: bool,
     gate: &mut Gate,
-) -> riser_scsi::iscsi::login::Answer {
+) -> riser_scsi::iscsi::login::LoginReply {
     let mut bhs = [0; BHS_LEN];
     // LoginOperationalNegotiation. If T is set, the next stage is the full feature phase.
     (bhs[0], bhs[1]) = (0x43, if is_last { 0x87 } else { 0x04 });

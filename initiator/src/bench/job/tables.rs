@@ -14,7 +14,7 @@ pub const IGNORED: &[(&str, &str)] = &[
         "group_reporting",
         "the clones of a section are always reported together",
     ),
-    ("new_group", "each section has a result of its own"),
+    ("new_group", "each section has a separate result"),
     ("gtod_reduce", "reading the clock requires no system call"),
     ("clocksource", "the clock is always CLOCK_MONOTONIC"),
     (

@@ -122,7 +122,7 @@ impl Tally {
     }
 
     /// Processes a datagram, or a train of packets of `segment` bytes.
-    pub(super) fn take(&mut self, src: SocketAddr, segment: usize, bytes: &[u8]) {
+    pub(super) fn process_datagram(&mut self, src: SocketAddr, segment: usize, bytes: &[u8]) {
         if src != self.peer {
             self.foreign += 1;
             return;
@@ -207,7 +207,7 @@ impl Requester {
     fn receive(&mut self) {
         let tally = &mut self.tally;
         self.driver.receive(RECEIVES, |src, segment, bytes, _| {
-            tally.take(src, segment, bytes);
+            tally.process_datagram(src, segment, bytes);
         });
     }
 
@@ -254,7 +254,7 @@ impl Requester {
         shape.depth = shape.depth.min((held / shape.reply.max(1)).max(1));
         let mut run = Run::new(shape);
         self.tally.icrc = shape.icrc;
-        self.begin(&mut run, Instant::now());
+        self.send_initial_commands(&mut run, Instant::now());
         let from = Instant::now() + config.warm_up;
         let mut measured_from = None;
         loop {
@@ -279,7 +279,7 @@ impl Requester {
             let has_answers = !self.tally.answered.is_empty();
             if has_answers {
                 // Use the time after receiving.
-                self.go_on(&mut run, Instant::now());
+                self.send_next_commands(&mut run, Instant::now());
             }
             let interval = if has_answers { STALL } else { LOOK };
             if now.saturating_duration_since(run.looked) > interval {
@@ -289,7 +289,7 @@ impl Requester {
     }
 
     /// Sends the initial commands. Responses from the previous case are ignored.
-    fn begin(&mut self, run: &mut Run, now: Instant) {
+    fn send_initial_commands(&mut self, run: &mut Run, now: Instant) {
         self.tally.epoch += 1;
         self.tally.answered.clear();
         for place in 0..run.places.len() {
@@ -299,10 +299,10 @@ impl Requester {
     }
 
     /// Sends a new command for each response.
-    fn go_on(&mut self, run: &mut Run, now: Instant) {
+    fn send_next_commands(&mut self, run: &mut Run, now: Instant) {
         let mut answered = std::mem::take(&mut self.tally.answered);
         for seq in answered.drain(..) {
-            if let Some(place) = run.answer(seq, now) {
+            if let Some(place) = run.count_response(seq, now) {
                 self.command(run, place, now);
             }
         }
@@ -382,7 +382,7 @@ impl Requester {
 }
 
 /// A command in flight.
-struct Place {
+struct CommandInFlight {
     seq: u32,
     sent: Instant,
 }
@@ -391,7 +391,7 @@ struct Place {
 struct Run {
     shape: Shape,
     /// Sequence numbers for each index are equal to the index modulo the depth.
-    places: Vec<Place>,
+    places: Vec<CommandInFlight>,
     /// Time of the last check for lost commands.
     looked: Instant,
     operations: u64,
@@ -411,7 +411,7 @@ impl Run {
             shape,
             // This is incremented by the depth before the first command is sent.
             places: (0..shape.depth)
-                .map(|seq| Place { seq, sent: now })
+                .map(|seq| CommandInFlight { seq, sent: now })
                 .collect(),
             looked: now,
             operations: 0,
@@ -434,7 +434,7 @@ impl Run {
 
     /// Counts the response for a command and returns its index. Returns `None` if this is a
     /// duplicate or if the command was already lost.
-    fn answer(&mut self, seq: u32, now: Instant) -> Option<usize> {
+    fn count_response(&mut self, seq: u32, now: Instant) -> Option<usize> {
         let index = (seq % self.shape.depth) as usize;
         let place = &self.places[index];
         if place.seq != seq {

@@ -77,7 +77,7 @@ impl Responder {
         let mut last = Instant::now();
         while !stop.load(Ordering::Relaxed) {
             let now = Instant::now();
-            if self.turn(now) {
+            if self.run_once(now) {
                 last = now;
             } else if now.saturating_duration_since(last) > IDLE && self.driver.arm() {
                 wait_readable(&[self.driver.fd()], Some(NAP));
@@ -86,18 +86,20 @@ impl Responder {
     }
 
     /// Processes all received commands. Returns whether there were any.
-    fn turn(&mut self, now: Instant) -> bool {
+    fn run_once(&mut self, now: Instant) -> bool {
         let mut commands = std::mem::take(&mut self.commands);
         let local = self.driver.local_addr();
         let cookie = self.cookie;
         self.driver.receive(RECEIVES, |src, segment, bytes, _| {
             for (index, packet) in bytes.chunks(segment).enumerate() {
-                commands.extend(take(packet, src, local, cookie, index as u16).map(|m| (src, m)));
+                commands.extend(
+                    accept_command(packet, src, local, cookie, index as u16).map(|m| (src, m)),
+                );
             }
         });
         let worked = !commands.is_empty();
         for run in commands.chunk_by(|a, b| a.0 == b.0) {
-            self.answer(run, now);
+            self.send_responses(run, now);
         }
         commands.clear();
         self.commands = commands;
@@ -106,7 +108,7 @@ impl Responder {
 
     /// Processes commands from a requester. For each group, all data is sent before the responses,
     /// so that packets of the same length are adjacent.
-    fn answer(&mut self, commands: &[(SocketAddr, Message)], now: Instant) {
+    fn send_responses(&mut self, commands: &[(SocketAddr, Message)], now: Instant) {
         let (src, first) = commands[0];
         let known = self.sender.take().filter(|sender| sender.peer() == src);
         let sender = known.or_else(|| Sender::new(self.driver.local_addr(), src));
@@ -147,7 +149,7 @@ impl Responder {
 }
 
 /// Returns the command in a packet, if it should be processed.
-fn take(
+fn accept_command(
     packet: &[u8],
     src: SocketAddr,
     local: SocketAddr,

@@ -73,7 +73,7 @@ fn corrupted_and_foreign_packets_are_counted() {
                 }
                 number += 1;
             }
-            tally.take(peer, segment, &bytes);
+            tally.process_datagram(peer, segment, &bytes);
         }
     };
     let mut tally = Tally::new(local, peer).unwrap();
@@ -90,7 +90,7 @@ fn corrupted_and_foreign_packets_are_counted() {
     }
     // From another host, and from a previous run.
     let mut tally = Tally::new(local, peer).unwrap();
-    tally.take(at(3), 100, &[0; 100]);
+    tally.process_datagram(at(3), 100, &[0; 100]);
     assert_eq!(tally.foreign, 1);
     tally.epoch = 1;
     deliver(&mut tally, None);

@@ -16,7 +16,7 @@ use super::sys;
 use crate::block::{BlockError, Extent};
 use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::poll_fds::{Waited, WaitedFds};
+use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Max number of operations in flight; if there are more, they are queued. This is one less than a
 /// power of two, because we need an entry for the ring's waker.
@@ -116,7 +116,7 @@ impl FileBackend {
     fn start(&mut self, operation: Operation) {
         if matches!(operation.command, Command::Flush) {
             if let Some(error) = &self.flushes.failed {
-                return operation.end(Err(error.clone()));
+                return operation.complete(Err(error.clone()));
             }
             if self.flushes.is_running {
                 return self.flushes.waiting.push(operation);
@@ -129,7 +129,7 @@ impl FileBackend {
             && !options.may_unmap
         {
             // If a device doesn't support this command, the kernel will write zeroes instead.
-            return operation.end(Err(BlockError::Unsupported));
+            return operation.complete(Err(BlockError::Unsupported));
         }
         let key = self.in_flight.insert(InFlight { operation, done: 0 });
         self.queue(key);
@@ -140,7 +140,7 @@ impl FileBackend {
         let queued = self.try_queue(key);
         self.has_queued = true;
         if let Err(error) = queued {
-            self.end(key, Err(BlockError::Io(error.to_string())));
+            self.complete_operation(key, Err(BlockError::Io(error.to_string())));
         }
     }
 
@@ -202,7 +202,7 @@ impl FileBackend {
         submitted.expect("it holds as many as there are operations in flight");
     }
 
-    fn end(&mut self, key: usize, result: Result<Vec<Extent>, BlockError>) {
+    fn complete_operation(&mut self, key: usize, result: Result<Vec<Extent>, BlockError>) {
         let InFlight { operation, .. } = self.in_flight.remove(key);
         if let Err(error) = &result
             && matches!(
@@ -214,16 +214,16 @@ impl FileBackend {
             self.flushes.failed.get_or_insert_with(|| error.clone());
         }
         if !matches!(operation.command, Command::Flush) {
-            return operation.end(result);
+            return operation.complete(result);
         }
         self.flushes.is_running = false;
         for other in std::mem::take(&mut self.flushes.together) {
-            other.end(result.clone());
+            other.complete(result.clone());
         }
-        operation.end(result);
+        operation.complete(result);
         let mut waiting = std::mem::take(&mut self.flushes.waiting).into_iter();
         if let Some(error) = self.flushes.failed.clone() {
-            return waiting.for_each(|other| other.end(Err(error.clone())));
+            return waiting.for_each(|other| other.complete(Err(error.clone())));
         }
         if let Some(first) = waiting.next() {
             self.flushes.together = waiting.collect();
@@ -236,10 +236,10 @@ impl FileBackend {
         let count = match outcome {
             Ok(count) => count as usize,
             Err(error) if is_passing(&error) => return self.queue(key),
-            Err(error) => return self.end(key, Err(block_error(&error))),
+            Err(error) => return self.complete_operation(key, Err(block_error(&error))),
         };
         let (Command::Read { offset } | Command::Write { offset, .. }) = operation.command else {
-            return self.end(key, Ok(Vec::new()));
+            return self.complete_operation(key, Ok(Vec::new()));
         };
         *done += count;
         let at = offset + *done as u64;
@@ -248,12 +248,12 @@ impl FileBackend {
         let is_read = matches!(operation.command, Command::Read { .. });
         let is_end = self.is_direct && is_read && !at.is_multiple_of(self.block);
         match *done == operation.memory().len() {
-            true => self.end(key, Ok(Vec::new())),
+            true => self.complete_operation(key, Ok(Vec::new())),
             // The kernel may return early at the end of a page cache read or because of a signal.
             false if count > 0 && !is_end => self.queue(key),
             false => {
                 let what = format!("the file was truncated to {at} bytes");
-                self.end(key, Err(BlockError::Io(what)));
+                self.complete_operation(key, Err(BlockError::Io(what)));
             }
         }
     }
@@ -263,7 +263,7 @@ impl FileBackend {
         let mut any = false;
         while let Some((Token(key), result)) = self.helper.poll_result() {
             any = true;
-            self.end(key as usize, result.map_err(|error| block_error(&error)));
+            self.complete_operation(key as usize, result.map_err(|error| block_error(&error)));
         }
         any
     }
@@ -280,11 +280,11 @@ impl FileBackend {
         // must not reuse the buffers.
         for InFlight { mut operation, .. } in in_flight {
             std::mem::forget(operation.buffer.take());
-            operation.end(Err(error.clone()));
+            operation.complete(Err(error.clone()));
         }
         let flushes = flushes.together.into_iter().chain(flushes.waiting);
         for operation in waiting.into_iter().chain(flushes) {
-            operation.end(Err(error.clone()));
+            operation.complete(Err(error.clone()));
         }
     }
 }
@@ -292,11 +292,11 @@ impl FileBackend {
 impl Backend for FileBackend {
     fn submit(&mut self, operation: Operation, _: Instant) {
         if let Some(error) = &self.failed {
-            return operation.end(Err(error.clone()));
+            return operation.complete(Err(error.clone()));
         }
         if self.is_closing {
             let error = BlockError::Disconnected("the disk is closed".into());
-            return operation.end(Err(error));
+            return operation.complete(Err(error));
         }
         if self.waiting.is_empty() && self.in_flight.len() < CAPACITY {
             self.start(operation);
@@ -357,10 +357,10 @@ impl Backend for FileBackend {
         }
     }
 
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
         if self.failed.is_none() {
-            out.push(Waited::reading(self.event.as_fd()));
-            out.extend(self.helper_waker.descriptor().map(Waited::reading));
+            out.push(PollInterest::reading(self.event.as_fd()));
+            out.extend(self.helper_waker.descriptor().map(PollInterest::reading));
         }
     }
 
@@ -527,8 +527,8 @@ mod tests {
             assert_eq!(backend.deadline(), None, "no timer looks for the result");
             while !backend.in_flight.is_empty() {
                 if backend.prepare_sleep() {
-                    let mut waited = WaitedFds::new();
-                    backend.put_waited(&mut waited);
+                    let mut waited = PollInterests::new();
+                    backend.add_interests(&mut waited);
                     let begun = Instant::now();
                     crate::poll_fds::wait(waited, Some(PATIENCE));
                     assert!(begun.elapsed() < PATIENCE, "nothing has ended the sleep");

@@ -13,9 +13,11 @@ use super::outgoing::Outgoing;
 use crate::block::BlockError;
 use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::nbd::client::{End, Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, Requests};
+use crate::nbd::client::{
+    Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, RequestOutcome, Requests,
+};
 use crate::nbd::proto::{Cookie, cmd, request_header};
-use crate::poll_fds::{Waited, WaitedFds};
+use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Receive buffer size. Data received here is copied to the request buffers.
 const RECEIVE: usize = 256 << 10;
@@ -146,7 +148,7 @@ impl NbdBackend {
         let in_flight = InFlight {
             operation,
             since: now,
-            header_end: self.outgoing.end() + HEADER,
+            header_end: self.outgoing.end_offset() + HEADER,
         };
         let header = self.requests.submit(request, in_flight);
         self.outgoing.push_header(&header);
@@ -155,7 +157,7 @@ impl NbdBackend {
         }
     }
 
-    fn end(&mut self, request: InFlight, end: End) {
+    fn complete_request(&mut self, request: InFlight, end: RequestOutcome) {
         let InFlight {
             operation,
             header_end,
@@ -173,7 +175,7 @@ impl NbdBackend {
             }
             _ => {}
         }
-        operation.end(end.result.map(|()| end.extents));
+        operation.complete(end.result.map(|()| end.extents));
     }
 
     /// Closes the connection; all operations will fail.
@@ -187,7 +189,7 @@ impl NbdBackend {
         let all: Vec<_> = in_flight.chain(self.waiting.drain(..)).collect();
         // Waking a task may submit new operations; they will see the error.
         for operation in all {
-            operation.end(Err(error.clone()));
+            operation.complete(Err(error.clone()));
         }
     }
 
@@ -292,10 +294,10 @@ impl NbdBackend {
                 Some(Event::Done(request, _)) if !self.outgoing.is_sent(request.header_end) => {
                     let early = ReplyFault::Early;
                     let error = BlockError::Disconnected(early.to_string());
-                    request.operation.end(Err(error));
+                    request.operation.complete(Err(error));
                     return Err(early);
                 }
-                Some(Event::Done(request, end)) => self.end(request, end),
+                Some(Event::Done(request, end)) => self.complete_request(request, end),
                 Some(Event::Hole(key, range)) => {
                     let memory = self.requests.token(key).operation.memory().slice();
                     memory.fill(range.start, range.len(), 0);
@@ -310,11 +312,11 @@ impl NbdBackend {
 impl Backend for NbdBackend {
     fn submit(&mut self, operation: Operation, now: Instant) {
         if let Some(error) = &self.failed {
-            return operation.end(Err(error.clone()));
+            return operation.complete(Err(error.clone()));
         }
         if self.is_closing {
             let error = BlockError::Disconnected("the disk is closed".into());
-            return operation.end(Err(error));
+            return operation.complete(Err(error));
         }
         // Keep the order: add it after the operations that are already queued.
         if self.waiting.is_empty() && self.requests.in_flight() < MAX_IN_FLIGHT {
@@ -363,10 +365,10 @@ impl Backend for NbdBackend {
         true
     }
 
-    fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
+    fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
         // Polling a failed socket would always return immediately.
         if self.failed.is_none() {
-            out.push(Waited {
+            out.push(PollInterest {
                 fd: self.socket.as_fd(),
                 to_read: true,
                 to_write: !self.outgoing.is_empty(),

@@ -53,7 +53,7 @@ pub struct NbdConfig {
 #[derive(Debug, Error)]
 pub enum NbdError {
     /// The host name can't be resolved.
-    #[error("host `{host}` has no address: {source}")]
+    #[error("cannot resolve host `{host}`: {source}")]
     Resolve {
         /// Host name.
         host: String,

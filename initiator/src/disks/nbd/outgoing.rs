@@ -58,7 +58,7 @@ impl Outgoing {
     }
 
     /// Current stream offset for new data.
-    pub(super) fn end(&self) -> u64 {
+    pub(super) fn end_offset(&self) -> u64 {
         self.end
     }
 
@@ -123,7 +123,7 @@ impl Outgoing {
                 Err(error) => return Err(error),
             };
             drop(pieces);
-            self.take(sent);
+            self.remove_sent(sent);
             // If the count is short, the socket is full, and we can avoid another call.
             if sent < total {
                 return Ok(());
@@ -133,7 +133,7 @@ impl Outgoing {
     }
 
     /// Removes sent data from the queue.
-    fn take(&mut self, mut count: usize) {
+    fn remove_sent(&mut self, mut count: usize) {
         self.sent_to += count as u64;
         while count > 0 {
             let part = self.parts.front_mut().expect("no more than was queued");
@@ -193,7 +193,7 @@ mod tests {
         outgoing.send(ours.as_fd()).unwrap();
         assert!(!outgoing.is_empty(), "a socket holds less than 1 MiB");
         // The remaining data is returned to its owner, who will modify it.
-        let end = outgoing.end();
+        let end = outgoing.end_offset();
         outgoing.copy_out(0..end);
         memory.fill(0, memory.len(), 0xff);
         let mut got = vec![0; want.len()];
@@ -215,12 +215,12 @@ mod tests {
         let mut places = Vec::new();
         for _ in 0..3 {
             outgoing.push_header(&[1; 28]);
-            let start = outgoing.end();
+            let start = outgoing.end_offset();
             outgoing.push_data(zeroes.clone());
-            places.push(start..outgoing.end());
+            places.push(start..outgoing.end_offset());
         }
         // The first header is partially sent.
-        outgoing.take(20);
+        outgoing.remove_sent(20);
         outgoing.copy_out(places[1].clone());
         let is_copied = |part: &Part| match part {
             Part::Headers(_) => None,

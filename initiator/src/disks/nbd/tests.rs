@@ -11,11 +11,11 @@ use std::thread::JoinHandle;
 use super::*;
 use crate::block::task::{block_on, join_all};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER};
-use crate::block::{MemoryDevice, Operation, Service, Turn, ZeroOptions};
+use crate::block::{MemoryDevice, Operation, Service, ServiceStatus, ZeroOptions};
 use crate::disks::testing::List;
 use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
 use crate::nbd::{Server, ServerHandle};
-use crate::poll_fds::WaitedFds;
+use crate::poll_fds::PollInterests;
 
 const CONFIG: NbdConfig = NbdConfig {
     connect: Duration::from_secs(20),
@@ -229,7 +229,7 @@ struct Reader {
 }
 
 impl Service for Reader {
-    fn turn(&mut self) -> Turn {
+    fn run_once(&mut self) -> ServiceStatus {
         let (disk, done) = (self.disk.clone(), self.done.clone());
         crate::block::task::spawn(async move {
             for n in 0..100 {
@@ -239,14 +239,14 @@ impl Service for Reader {
                 done.send(name).unwrap();
             }
         });
-        Turn::Over
+        ServiceStatus::Over
     }
 
     fn prepare_sleep(&mut self) -> bool {
         true
     }
 
-    fn put_waited<'a>(&'a self, _: &mut WaitedFds<'a>) {}
+    fn add_interests<'a>(&'a self, _: &mut PollInterests<'a>) {}
 
     fn end_sleep(&mut self) {}
 }

@@ -26,7 +26,7 @@ const RECV_LEN: usize = GRH + MAD_LEN;
 const GSI: u32 = 1;
 
 /// Result of a search for target ports.
-pub(in crate::engine) type Found = Result<Vec<FoundPort>, DiscoveryError>;
+pub(in crate::engine) type SearchResult = Result<Vec<FoundPort>, DiscoveryError>;
 
 /// Queue pair 1, open while searches are in progress.
 pub(super) struct Agent {
@@ -46,7 +46,7 @@ pub(super) struct Agent {
 struct Search {
     gid: Gid,
     machine: Discovery,
-    reply: Option<Sender<Found>>,
+    reply: Option<Sender<SearchResult>>,
 }
 
 impl Agent {
@@ -132,7 +132,7 @@ impl Agent {
 
     /// Processes received datagrams, sends pending queries, and reports results. Returns whether
     /// there was anything to do.
-    fn turn<P: Provider>(&mut self, provider: &mut P, now: Instant) -> bool {
+    fn run_once<P: Provider>(&mut self, provider: &mut P, now: Instant) -> bool {
         let mut completions = Vec::new();
         let direct = PollContext::Direct { budget: DEPTH };
         let _ = direct.poll(provider, self.cq, &mut completions);
@@ -160,7 +160,7 @@ impl Agent {
             }
             if let Some(mad) = self.searches[at].machine.poll_question(now) {
                 worked = true;
-                self.ask(provider, self.searches[at].gid, &mad);
+                self.send_query(provider, self.searches[at].gid, &mad);
             }
         }
         self.searches.retain_mut(|search| {
@@ -177,7 +177,7 @@ impl Agent {
         worked
     }
 
-    fn ask<P: Provider>(&mut self, provider: &mut P, dgid: Gid, mad: &[u8; MAD_LEN]) {
+    fn send_query<P: Provider>(&mut self, provider: &mut P, dgid: Gid, mad: &[u8; MAD_LEN]) {
         let at = DEPTH * RECV_LEN + self.turn % DEPTH * MAD_LEN;
         self.turn += 1;
         self.memory.write(at, mad);
@@ -217,7 +217,7 @@ fn source(grh: &[u8]) -> Gid {
 }
 
 impl<E: Env> Driver<E> {
-    pub(super) fn discover(&mut self, ip: IpAddr, transaction: u64, reply: Sender<Found>) {
+    pub(super) fn discover(&mut self, ip: IpAddr, transaction: u64, reply: Sender<SearchResult>) {
         let agent = match self.agent.take() {
             Some(agent) => Ok(agent),
             None => match &mut self.device {
@@ -242,7 +242,7 @@ impl<E: Env> Driver<E> {
         let (Some(agent), Some(device)) = (&mut self.agent, &mut self.device) else {
             return false;
         };
-        let worked = agent.turn(&mut device.provider, now);
+        let worked = agent.run_once(&mut device.provider, now);
         if agent.searches.is_empty()
             && let Some(agent) = self.agent.take()
         {

@@ -191,7 +191,7 @@ impl<E: Env> Driver<E> {
         }
         while let Some(mut io) = self.sessions[index].overflow.pop_front() {
             self.sessions[index].mark_flush(&mut io);
-            if let Some(io) = self.begin(index, io, now) {
+            if let Some(io) = self.submit_command(index, io, now) {
                 self.sessions[index].overflow.push_front(io);
                 break;
             }

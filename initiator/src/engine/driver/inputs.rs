@@ -6,7 +6,7 @@ use riser_scsi::lun::{LunId, WireLun};
 use riser_scsi::sense::{AdditionalSense, Sense};
 
 use crate::block::Buffer;
-use crate::engine::io::{Done, Io, IoData, IoEnd, ScsiIo, SessionKey};
+use crate::engine::io::{Done, Io, IoCompletion, IoData, ScsiIo, SessionKey};
 use crate::paths::{PathIndex, PortTag};
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
@@ -23,7 +23,7 @@ pub(super) enum Input {
     Closed(SessionKey, PathIndex, Down, Option<Instant>),
     Ended(SessionKey, RequestId, Box<Io>, RequestResult),
     /// A query of a path's check completed or failed.
-    PathAnswered(SessionKey, PathIndex, IoEnd),
+    PathAnswered(SessionKey, PathIndex, IoCompletion),
     /// A ping on a path, sent because another path recovered, completed.
     Pinged(SessionKey, PathIndex),
     /// A unit attention, and whether it reports a reset of ours.
@@ -33,7 +33,7 @@ pub(super) enum Input {
     /// Check the watched units of a session.
     Check(SessionKey),
     /// A query for the watched unit with this serial number completed or failed.
-    UnitAnswered(SessionKey, u64, IoEnd),
+    UnitAnswered(SessionKey, u64, IoCompletion),
 }
 
 /// Creates a command for checking a unit's identity.
@@ -44,7 +44,7 @@ pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, no
 }
 
 /// Returns the memory of a probe and the unit's response, which is empty if the unit rejected it.
-pub(super) fn answer_to_probe(end: IoEnd) -> (Option<Buffer>, Vec<u8>) {
+pub(super) fn probe_response(end: IoCompletion) -> (Option<Buffer>, Vec<u8>) {
     let mut data = Vec::new();
     let buffer = end.data.into_one();
     if let (Some(buffer), Ok(answer)) = (&buffer, &end.result)

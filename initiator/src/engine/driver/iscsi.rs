@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
-use riser_scsi::iscsi::name::{Found, TargetAddress};
+use riser_scsi::iscsi::name::{DiscoveredTarget, TargetAddress};
 use riser_transport::verbs::{CmEventKind, Completion, Provider, VerbsError};
 
 use super::context::{Context, MoverError, Report};
@@ -18,7 +18,7 @@ use crate::engine::hostname::HostName;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, MAX_PIECES};
 use crate::engine::oneshot::Sender;
-use crate::engine::park::Waited;
+use crate::engine::park::PollInterest;
 use crate::engine::rdma::Device;
 use crate::iscsi::session::{IscsiSession, Output};
 use crate::session::{ConnectError, IscsiFault, Machine};
@@ -38,7 +38,7 @@ pub(super) struct IscsiLink {
     pub(super) machine: IscsiSession,
     target: Target,
     mover: Datamover,
-    found: Option<Sender<Vec<Found>>>,
+    found: Option<Sender<Vec<DiscoveredTarget>>>,
     /// Host name of the portal that the target moved to, and the time of the next poll. Present
     /// during the lookup.
     lookup: Option<(Arc<HostName>, Instant)>,
@@ -79,7 +79,7 @@ impl IscsiLink {
         matches!(self.mover, Datamover::Iser(_))
     }
 
-    pub(super) fn waited(&self) -> Option<Waited<'_>> {
+    pub(super) fn waited(&self) -> Option<PollInterest<'_>> {
         match &self.mover {
             Datamover::Tcp(mover) => mover.waited(),
             Datamover::Iser(_) => None,
@@ -120,7 +120,7 @@ impl IscsiLink {
     pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
         loop {
             while let Some(output) = self.machine.poll_output() {
-                let report = self.carry_out(output, cx);
+                let report = self.execute_output(output, cx);
                 if report.is_some() {
                     return report;
                 }
@@ -140,7 +140,11 @@ impl IscsiLink {
         }
     }
 
-    fn carry_out<E: Env>(&mut self, output: Output, cx: &mut Context<'_, E>) -> Option<Report> {
+    fn execute_output<E: Env>(
+        &mut self,
+        output: Output,
+        cx: &mut Context<'_, E>,
+    ) -> Option<Report> {
         let machine = &mut self.machine;
         let moved = match (output, &mut self.mover) {
             (Output::Connect(moved), _) => {
@@ -175,7 +179,7 @@ impl IscsiLink {
                     Datamover::Iser(mover) => mover.begin_close(cx),
                 };
                 if is_gone {
-                    machine.handle_gone(cx.now);
+                    machine.handle_disconnected(cx.now);
                 }
                 Ok(())
             }
@@ -284,7 +288,7 @@ impl IscsiLink {
         }
         self.poll_lookup(cx);
         if let Some((machine, mover)) = self.on_tcp() {
-            mover.look(machine, cx.now);
+            mover.check_liveness(machine, cx.now);
         }
         self.machine.handle_timeout(cx.now);
     }

@@ -14,7 +14,7 @@ use super::multipath::PathsLink;
 use super::srp::SrpLink;
 use crate::engine::env::Env;
 use crate::engine::io::Target;
-use crate::engine::park::Waited;
+use crate::engine::park::PollInterest;
 use crate::engine::rdma::Device;
 use crate::paths::PortTag;
 use crate::request::{RequestId, RequestSpec};
@@ -133,7 +133,7 @@ impl Link {
     }
 
     /// Returns the descriptor to poll, for sessions on TCP.
-    pub(super) fn waited(&self) -> Option<Waited<'_>> {
+    pub(super) fn waited(&self) -> Option<PollInterest<'_>> {
         match self {
             Self::Iscsi(link) => link.waited(),
             Self::Srp(_) | Self::Paths(_) => None,

@@ -4,11 +4,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::discovery::Found;
+use super::discovery::SearchResult;
 use super::plan::Plan;
 use super::units::Watch;
 use crate::block::Service;
-use crate::engine::io::{IoEnd, ScsiIo, SessionKey, Target, Workload};
+use crate::engine::io::{IoCompletion, ScsiIo, SessionKey, Target, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Mailbox;
 use crate::engine::status::SessionStatus;
@@ -50,7 +50,7 @@ pub(super) type Reply = Sender<Result<SessionGuard, Down>>;
 /// A message from another thread to the engine.
 pub(in crate::engine) enum Message {
     Open(Box<Open>),
-    Submit(SessionKey, Box<ScsiIo>, Sender<IoEnd>),
+    Submit(SessionKey, Box<ScsiIo>, Sender<IoCompletion>),
     Work(SessionKey, Box<dyn Workload>),
     Watch(SessionKey, Box<Watch>),
     Close(SessionKey, Option<Sender<bool>>),
@@ -62,7 +62,7 @@ pub(in crate::engine) enum Message {
         ip: IpAddr,
         /// Transaction number of the first query.
         transaction: u64,
-        reply: Sender<Found>,
+        reply: Sender<SearchResult>,
     },
     Shutdown,
 }

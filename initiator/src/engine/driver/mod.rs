@@ -48,9 +48,9 @@ pub(super) use self::units::Watch;
 use self::units::Watched;
 use crate::block::Services;
 use crate::engine::env::Env;
-use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target, WorkQueue, Workload};
+use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target, WorkQueue, Workload};
 use crate::engine::oneshot::Sender;
-use crate::engine::park::{Mailbox, Waited, WaitedFds};
+use crate::engine::park::{Mailbox, PollInterest, PollInterests};
 use crate::engine::rdma::Device;
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
@@ -109,7 +109,7 @@ pub(super) struct Driver<E: Env> {
     agent: Option<Agent>,
     completions: Vec<Completion>,
     /// Completions of workload commands: session, workload, token, completion.
-    finished: Vec<(usize, usize, u64, IoEnd)>,
+    finished: Vec<(usize, usize, u64, IoCompletion)>,
     /// Commands submitted by a workload in one call.
     work: WorkQueue,
     /// Inputs for sessions that are paths or have watched units.
@@ -154,9 +154,9 @@ impl<E: Env> Driver<E> {
         if self.services.prepare_sleep() && !self.arm_fds() {
             let device = self.device.as_ref();
             let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
-            let mut fds: WaitedFds<'_> = fds.into_iter().map(Waited::reading).collect();
+            let mut fds: PollInterests<'_> = fds.into_iter().map(PollInterest::reading).collect();
             fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
-            self.services.put_waited(&mut fds);
+            self.services.add_interests(&mut fds);
             self.mailbox.park(&fds, timeout);
         }
         self.services.end_sleep();
@@ -273,7 +273,7 @@ impl<E: Env> Driver<E> {
                 Report::Complete(request, result) => self.complete(index, request, result, now),
                 Report::Event(event) => self.handle_event(index, event, now),
                 Report::Ping => self.ping(index, now),
-                Report::Path(output) => self.carry_out_path(index, output, now),
+                Report::Path(output) => self.execute_path_output(index, output, now),
             }
         }
     }
@@ -290,7 +290,7 @@ impl<E: Env> Driver<E> {
             Message::Submit(key, io, sender) => match self.find(key) {
                 Some(index) => self.submit(index, Io::new(*io, Done::Future(sender), now), now),
                 // The session is closed. Without this, the caller would wait forever.
-                None => sender.send(IoEnd {
+                None => sender.send(IoCompletion {
                     result: Err(RequestError::Closed),
                     data: io.data,
                 }),
@@ -439,7 +439,7 @@ impl<E: Env> Driver<E> {
         let must_wait = !session.overflow.is_empty() && !session.closed && !is_probe;
         let left = match must_wait {
             true => Some(io),
-            false => self.begin(index, io, now),
+            false => self.submit_command(index, io, now),
         };
         let session = &mut self.sessions[index];
         session.overflow.extend(left);
@@ -447,7 +447,7 @@ impl<E: Env> Driver<E> {
     }
 
     /// Submits a command to the session's machine; returns the command if there is no room.
-    fn begin(&mut self, index: usize, io: Io, now: Instant) -> Option<Io> {
+    fn submit_command(&mut self, index: usize, io: Io, now: Instant) -> Option<Io> {
         let spec = RequestSpec {
             lun: io.io.lun.encode(),
             attr: io.io.attr,
@@ -475,12 +475,12 @@ impl<E: Env> Driver<E> {
 
     /// Delivers the completion of a command to its receiver.
     fn deliver(&mut self, index: usize, io: Io, result: RequestResult) {
-        let end = |io: Io, result| IoEnd {
+        let end = |io: Io, result| IoCompletion {
             result,
             data: io.io.data,
         };
         match io.done {
-            Done::Future(sender) => sender.send(IoEnd {
+            Done::Future(sender) => sender.send(IoCompletion {
                 result,
                 data: io.io.data,
             }),

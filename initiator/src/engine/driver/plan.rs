@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use riser_scsi::iscsi::name::Found;
+use riser_scsi::iscsi::name::DiscoveredTarget;
 use riser_scsi::lun::LunId;
 
 use crate::block::Buffer;
@@ -68,7 +68,7 @@ pub(in crate::engine) struct IscsiOpen {
     pub(in crate::engine) config: iscsi::session::SessionConfig,
     pub(in crate::engine) transport: Transport,
     /// Receives the targets found by a discovery session.
-    pub(in crate::engine) found: Option<Sender<Vec<Found>>>,
+    pub(in crate::engine) found: Option<Sender<Vec<DiscoveredTarget>>>,
 }
 
 /// Transport of a session.

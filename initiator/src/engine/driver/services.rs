@@ -6,7 +6,7 @@ use crate::engine::env::Env;
 impl<E: Env> Driver<E> {
     /// Runs all clients; returns whether there was anything to do.
     pub(in crate::engine) fn run_services(&mut self) -> bool {
-        self.services.turn()
+        self.services.run_all()
     }
 }
 
@@ -17,15 +17,15 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::thread;
 
-    use crate::block::{Service, Turn};
+    use crate::block::{Service, ServiceStatus};
     use crate::engine::Client;
-    use crate::poll_fds::{Waited, WaitedFds};
+    use crate::poll_fds::{PollInterest, PollInterests};
 
     /// Echoes bytes with the name of the thread; a zero closes the connection.
     struct Echo(UnixStream);
 
     impl Service for Echo {
-        fn turn(&mut self) -> Turn {
+        fn run_once(&mut self) -> ServiceStatus {
             let mut byte = [0];
             match self.0.read(&mut byte) {
                 Ok(1) if byte != [0] => {
@@ -33,10 +33,10 @@ mod tests {
                     self.0
                         .write_all(&[&byte, name.as_bytes()].concat())
                         .unwrap();
-                    Turn::Worked
+                    ServiceStatus::Worked
                 }
-                Ok(_) => Turn::Over,
-                Err(_) => Turn::Waiting,
+                Ok(_) => ServiceStatus::Over,
+                Err(_) => ServiceStatus::Waiting,
             }
         }
 
@@ -44,8 +44,8 @@ mod tests {
             true
         }
 
-        fn put_waited<'a>(&'a self, out: &mut WaitedFds<'a>) {
-            out.push(Waited::reading(self.0.as_fd()));
+        fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
+            out.push(PollInterest::reading(self.0.as_fd()));
         }
 
         fn end_sleep(&mut self) {}

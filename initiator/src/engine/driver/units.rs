@@ -9,14 +9,14 @@ use std::time::Instant;
 use riser_scsi::lun::{LunId, WireLun};
 use riser_scsi::sense::Sense;
 
-use super::inputs::{Input, answer_to_probe, probe};
+use super::inputs::{Input, probe, probe_response};
 use super::{Driver, EngineSession};
 use crate::block::Buffer;
 use crate::engine::env::Env;
-use crate::engine::io::{Done, Io, IoEnd, SessionKey};
+use crate::engine::io::{Done, Io, IoCompletion, SessionKey};
 use crate::engine::status::{LinkState, Pending};
 use crate::request::{
-    Answer, RequestError, RequestResult, Retry, is_unit_missing, may_change_unit,
+    CommandResponse, RequestError, RequestResult, Retry, is_unit_missing, may_change_unit,
 };
 use crate::scsi::Capacity;
 use crate::session::{Down, SessionEvent};
@@ -90,7 +90,7 @@ impl EngineSession {
 
     /// Tracks a unit's write cache; returns the result to report for the command.
     pub(super) fn account(&mut self, io: &Io, result: RequestResult) -> RequestResult {
-        if !result.as_ref().is_ok_and(Answer::is_success) {
+        if !result.as_ref().is_ok_and(CommandResponse::is_success) {
             return result;
         }
         let mut is_kept = true;
@@ -196,7 +196,7 @@ impl EngineSession {
 
     /// Counts a loss reported by a unit attention. Waiting for the check of the unit would be too
     /// late, because an outstanding flush may complete before.
-    fn judge_attention(&mut self) {
+    fn check_attention(&mut self) {
         if !self.evidence.take_power_on() {
             return;
         }
@@ -293,7 +293,7 @@ impl<E: Env> Driver<E> {
         // The unit may have changed during its discovery: unit attentions are not reported for
         // unwatched units, and INQUIRY does not report them.
         if session.link.paths().is_none() {
-            session.link.machine().hold();
+            session.link.machine().hold_requests();
             self.inputs.push_back(Input::Check(key));
         }
     }
@@ -337,7 +337,7 @@ impl<E: Env> Driver<E> {
                     session
                         .evidence
                         .on_attention(sense.additional, *is_own_reset);
-                    session.judge_attention();
+                    session.check_attention();
                     if may_change_unit(sense.additional) {
                         self.inputs.push_back(Input::Check(key));
                     }
@@ -362,7 +362,7 @@ impl<E: Env> Driver<E> {
     /// down, and commands wait until the target presents the unit again.
     pub(super) fn resubmit_after_check(&mut self, index: usize, io: Io, now: Instant) {
         let key = self.key(index);
-        self.sessions[index].link.machine().hold();
+        self.sessions[index].link.machine().hold_requests();
         self.inputs.push_back(Input::Check(key));
         let io = Io {
             is_resubmitted: true,
@@ -391,7 +391,7 @@ impl<E: Env> Driver<E> {
             }
         }
         for unit in begun {
-            self.ask_unit(index, unit, now);
+            self.query_unit(index, unit, now);
         }
         self.release_checked(index, now);
     }
@@ -401,7 +401,7 @@ impl<E: Env> Driver<E> {
         units.iter_mut().find(|u| u.serial == serial)
     }
 
-    fn ask_unit(&mut self, index: usize, serial: u64, now: Instant) {
+    fn query_unit(&mut self, index: usize, serial: u64, now: Instant) {
         let session = self.key(index);
         let Some(unit) = self.unit(index, serial) else {
             return;
@@ -418,11 +418,11 @@ impl<E: Env> Driver<E> {
     }
 
     /// Handles the response of a watched unit to a query, or its failure.
-    pub(super) fn handle_unit_answer(
+    pub(super) fn handle_unit_response(
         &mut self,
         key: SessionKey,
         serial: u64,
-        end: IoEnd,
+        end: IoCompletion,
         now: Instant,
     ) {
         let Some(index) = self.find(key) else {
@@ -434,23 +434,23 @@ impl<E: Env> Driver<E> {
         };
         let mut is_answered = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
         let was_sent = !matches!(end.result, Err(RequestError::NotSent));
-        let (buffer, data) = answer_to_probe(end);
+        let (buffer, data) = probe_response(end);
         unit.buffer = buffer;
         if !was_sent {
-            self.ask_unit(index, serial, now);
+            self.query_unit(index, serial, now);
             return;
         }
         // An event occurred after the first query, so the responses may be from two different
         // units.
         if is_answered && std::mem::take(&mut unit.is_stale) {
-            if unit.check.begin_again() {
-                self.ask_unit(index, serial, now);
+            if unit.check.restart() {
+                self.query_unit(index, serial, now);
                 return;
             }
             is_answered = false;
         }
-        if is_answered && unit.check.take(&data) {
-            self.ask_unit(index, serial, now);
+        if is_answered && unit.check.process_response(&data) {
+            self.query_unit(index, serial, now);
             return;
         }
         unit.is_checking = false;
@@ -500,7 +500,9 @@ impl<E: Env> Driver<E> {
             tracing::error!(target = %portal, lun = unit.lun.number(), "{what}");
             session.status.set_other_unit(portal.to_string(), why, what);
         }
-        self.with_link(index, now, |link, _| link.machine().leave(why, last, now));
+        self.with_link(index, now, |link, _| {
+            link.machine().abandon_connection(why, last, now)
+        });
     }
 
     /// Resumes a session once all units are known to be unchanged, without an event since that may
@@ -539,7 +541,7 @@ mod tests {
     use crate::engine::driver::{
         IscsiOpen, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
     };
-    use crate::engine::io::{IoData, IoEnd, ScsiIo, Target, WorkQueue, Workload};
+    use crate::engine::io::{IoCompletion, IoData, ScsiIo, Target, WorkQueue, Workload};
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
     use crate::engine::pool::BufferPool;
@@ -611,7 +613,7 @@ mod tests {
         let mut io = Io::new(io, Done::Ping, now);
         let session = &mut driver.sessions[key.index];
         session.mark_flush(&mut io);
-        let good = crate::request::Answer {
+        let good = crate::request::CommandResponse {
             status: GOOD,
             sense: None,
             transferred: 0,
@@ -626,7 +628,7 @@ mod tests {
     impl Workload for Woken {
         fn start(&mut self, _queue: &mut WorkQueue) {}
 
-        fn complete(&mut self, _token: u64, end: IoEnd, _queue: &mut WorkQueue) {
+        fn complete(&mut self, _token: u64, end: IoCompletion, _queue: &mut WorkQueue) {
             assert!(end.result.is_err(), "the session is closed");
         }
 
@@ -834,7 +836,7 @@ mod tests {
             .unwrap();
     }
 
-    const GOOD_ANSWER: Answer = Answer {
+    const GOOD_ANSWER: CommandResponse = CommandResponse {
         status: GOOD,
         sense: None,
         transferred: 0,
@@ -842,12 +844,12 @@ mod tests {
     };
 
     /// Returns the completion of a query with this data, or with CHECK CONDITION and this ASC.
-    fn end(pool: &BufferPool, data: Result<&[u8], u8>) -> IoEnd {
+    fn end(pool: &BufferPool, data: Result<&[u8], u8>) -> IoCompletion {
         let buffer = pool.try_take(4096).unwrap();
         let answer = match data {
             Ok(data) => {
                 buffer.slice().write(0, data);
-                Answer {
+                CommandResponse {
                     transferred: data.len() as u32,
                     ..GOOD_ANSWER
                 }
@@ -855,14 +857,14 @@ mod tests {
             Err(code) => {
                 let mut sense = [0_u8; 18];
                 (sense[0], sense[2], sense[7], sense[12]) = (0x70, 5, 10, code);
-                Answer {
+                CommandResponse {
                     status: CHECK_CONDITION,
                     sense: Some(Box::new(sense)),
                     ..GOOD_ANSWER
                 }
             }
         };
-        IoEnd {
+        IoCompletion {
             result: Ok(answer),
             data: IoData::One(buffer),
         }
@@ -1390,7 +1392,7 @@ mod tests {
             let mut pair = PathPair::new(now);
             let key = pair.key;
             pair.lose(B, Down::Connect(ConnectError::Tcp(111)), None, now);
-            let silent = IoEnd {
+            let silent = IoCompletion {
                 result: Err(error),
                 data: IoData::One(pair.pool.try_take(4096).unwrap()),
             };
@@ -1484,7 +1486,7 @@ mod tests {
             let (serial, cdb) = (unit.serial, unit.check.command().cdb);
             let data = answer(cdb.as_bytes());
             let end = end(pool, data.as_deref().map_err(|code| *code));
-            driver.handle_unit_answer(key, serial, end, now);
+            driver.handle_unit_response(key, serial, end, now);
         }
     }
 
@@ -1522,12 +1524,12 @@ mod tests {
         driver.run_paths(first);
         // One unit does not respond. The last response of the other unit precedes the loss of the
         // connection.
-        let silent = IoEnd {
+        let silent = IoCompletion {
             result: Err(RequestError::TimedOut),
             data: IoData::One(pool.try_take(4096).unwrap()),
         };
         let serial = driver.sessions[key.index].units[0].serial;
-        driver.handle_unit_answer(key, serial, silent, first);
+        driver.handle_unit_response(key, serial, silent, first);
         let answer = |cdb: &[u8]| Ok(nameless(cdb));
         identify_unit(&mut driver, &pool, (key, 1), answer, first);
         driver.handle_event(key.index, down(Down::UnitSilent), first);

@@ -31,7 +31,7 @@ impl IserConn {
         let total: usize = pieces.iter().map(MemSlice::len).sum();
         // No key is needed if all data is immediate.
         let has_key = total > immediate || (total > 0 && matches!(len, DataLen::In(_)));
-        let Some(mut new) = self.rdma.begin(request, has_key.into()) else {
+        let Some(mut new) = self.rdma.allocate_command(request, has_key.into()) else {
             return false;
         };
         if has_key && self.rdma.map(device, &mut new, pieces).is_err() {

@@ -383,7 +383,7 @@ impl<const R: usize> RdmaConn<R> {
             return false;
         };
         let id = WorkRequest::Recv(slot).id();
-        device.post_recv(rings.qp, id, rings.own(at, len));
+        device.post_recv(rings.qp, id, rings.own_segment(at, len));
         true
     }
 
@@ -409,7 +409,7 @@ impl<const R: usize> RdmaConn<R> {
         let wr = SendWr {
             wr_id: WorkRequest::Message(number).id(),
             op: SendOp::Send,
-            sges: &[rings.own(at, message.len())],
+            sges: &[rings.own_segment(at, message.len())],
             inline: None,
             remote_srqn: None,
             flags: SendFlags::SIGNALED,
@@ -421,7 +421,7 @@ impl<const R: usize> RdmaConn<R> {
 
     /// Allocates a slot, send-queue entries and regions for a command with this number of regions.
     /// Returns `None` if other commands use them.
-    pub(in crate::engine) fn begin(
+    pub(in crate::engine) fn allocate_command(
         &mut self,
         request: RequestId,
         regions: usize,
@@ -430,7 +430,7 @@ impl<const R: usize> RdmaConn<R> {
         if available < regions {
             return None;
         }
-        self.tasks.begin(request, regions)
+        self.tasks.allocate_task(request, regions)
     }
 
     /// Maps segments of a command's data to its next region.
@@ -454,7 +454,7 @@ impl<const R: usize> RdmaConn<R> {
         new: NewTask<R>,
     ) {
         let regions = self.tasks.abandon(new);
-        self.put_back(device, regions);
+        self.return_regions(device, regions);
     }
 
     /// Posts a command as a single chain: the registrations of its data, and the SEND of its header
@@ -477,7 +477,7 @@ impl<const R: usize> RdmaConn<R> {
             _ => Access::REMOTE_READ,
         };
         let mut sges: ArrayVec<Sge, MAX_SEND_SGE> = ArrayVec::new();
-        sges.push(rings.own(header.0, header.1));
+        sges.push(rings.own_segment(header.0, header.1));
         sges.extend(immediate.iter().copied());
         let mut chain: ArrayVec<SendWr<'_>, { MAX_REGIONS + 1 }> = ArrayVec::new();
         for region in &mut task.regions {
@@ -582,11 +582,11 @@ impl<const R: usize> RdmaConn<R> {
     /// Frees the slot of a retired command; returns the request whose memory is now free.
     fn finish<P: Provider>(&mut self, device: &mut Device<P>, slot: u16) -> Option<RequestId> {
         let task = self.tasks.finish(slot)?;
-        self.put_back(device, task.regions);
+        self.return_regions(device, task.regions);
         Some(task.request)
     }
 
-    fn put_back<P: Provider>(&mut self, device: &mut Device<P>, back: ArrayVec<PooledMr, R>) {
+    fn return_regions<P: Provider>(&mut self, device: &mut Device<P>, back: ArrayVec<PooledMr, R>) {
         if let Some(rings) = &mut self.rings {
             for region in back {
                 let _ = rings.regions.release(&mut device.provider, region);
@@ -597,7 +597,7 @@ impl<const R: usize> RdmaConn<R> {
 
 impl Rings {
     /// Returns a segment of the connection's own memory.
-    fn own(&self, at: usize, len: usize) -> Sge {
+    fn own_segment(&self, at: usize, len: usize) -> Sge {
         Sge {
             addr: self.mr.addr + at as u64,
             length: len as u32,
@@ -699,7 +699,9 @@ mod tests {
         request: u32,
         buffer: &Memory,
     ) -> u16 {
-        let mut new = conn.begin(RequestId(request), 1).expect("there is room");
+        let mut new = conn
+            .allocate_command(RequestId(request), 1)
+            .expect("there is room");
         conn.map(device, &mut new, &[buffer.whole()]).unwrap();
         let slot = new.slot;
         conn.post_command(device, new, (0, 48), &[], DataLen::In(4096));
@@ -767,10 +769,15 @@ mod tests {
             command_entries: 3,
             ..LIMITS
         });
-        let mut new = conn.begin(RequestId(1), 1).expect("there is room");
+        let mut new = conn
+            .allocate_command(RequestId(1), 1)
+            .expect("there is room");
         conn.map(&mut device, &mut new, &[buffer.whole()]).unwrap();
-        assert!(conn.begin(RequestId(2), 0).is_none(), "no entries are left");
+        assert!(
+            conn.allocate_command(RequestId(2), 0).is_none(),
+            "no entries are left"
+        );
         conn.abandon(&mut device, new);
-        assert!(conn.begin(RequestId(2), 1).is_some());
+        assert!(conn.allocate_command(RequestId(2), 1).is_some());
     }
 }

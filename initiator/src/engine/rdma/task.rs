@@ -65,7 +65,11 @@ impl<const R: usize> Tasks<R> {
 
     /// Allocates a slot and send-queue entries for a command with this number of regions. Returns
     /// `None` if not available.
-    pub(super) fn begin(&mut self, request: RequestId, regions: usize) -> Option<NewTask<R>> {
+    pub(super) fn allocate_task(
+        &mut self,
+        request: RequestId,
+        regions: usize,
+    ) -> Option<NewTask<R>> {
         let entries = 2 * regions as u32 + 1;
         if self.entries < entries {
             return None;

@@ -75,12 +75,12 @@ impl SrpConfig {
         usize::from(slot) * RECV_LEN
     }
 
-    fn answer_at(&self, slot: u16) -> usize {
+    fn response_at(&self, slot: u16) -> usize {
         Self::recv_at(self.receives()) + usize::from(slot) * SHORT_IU_LEN
     }
 
     fn tsk_mgmt_at(&self, slot: u16) -> usize {
-        self.answer_at(self.receives()) + usize::from(slot) * TSK_MGMT_LEN
+        self.response_at(self.receives()) + usize::from(slot) * TSK_MGMT_LEN
     }
 
     fn logout_at(&self) -> usize {
@@ -196,7 +196,7 @@ impl SrpConn {
     ) -> bool {
         let receives = self.config.receives();
         let (number, at) = match message {
-            ShortIu::Answer(slot) => (slot, self.config.answer_at(slot)),
+            ShortIu::Answer(slot) => (slot, self.config.response_at(slot)),
             ShortIu::TskMgmt(slot) => (receives + slot, self.config.tsk_mgmt_at(slot)),
             ShortIu::Logout => (receives + TSK_MGMT_SLOTS, self.config.logout_at()),
         };
@@ -214,7 +214,7 @@ impl SrpConn {
 
     /// Sends the response to the message in receive `slot`; the receive is posted again after
     /// sending. Returns false if the connection is broken.
-    pub(super) fn post_answer<P: Provider>(
+    pub(super) fn post_response<P: Provider>(
         &mut self,
         device: &mut Device<P>,
         slot: u16,

@@ -34,7 +34,7 @@ impl SrpConn {
         if regions > MAX_REGIONS {
             return Start::Impossible("buffer has too many pieces");
         }
-        let Some(mut new) = self.rdma.begin(args.request, regions) else {
+        let Some(mut new) = self.rdma.allocate_command(args.request, regions) else {
             return Start::Starved;
         };
         scratch.descriptors.clear();

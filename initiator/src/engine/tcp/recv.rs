@@ -152,7 +152,7 @@ impl Incoming {
         if !self.has_begun && self.start < self.end {
             self.check_peer()?;
         }
-        if self.arriving.is_none() && self.framer.held() == 0 {
+        if self.arriving.is_none() && self.framer.buffered_len() == 0 {
             self.begin_data(place, buffers)?;
         }
         if self.arriving.is_some() {
@@ -187,7 +187,7 @@ impl Incoming {
 
     /// Returns whether the next PDU is a Data-In, according to its first byte.
     fn is_data_in(&self) -> bool {
-        self.framer.held() == 0
+        self.framer.buffered_len() == 0
             && self.start < self.end
             && self.buffer[self.start] & 0x3f == DATA_IN
             && self.buffer[self.start..self.end]
@@ -323,7 +323,7 @@ mod tests {
         let mut bhs = [0; BHS_LEN];
         bhs[0] = DATA_IN;
         bhs[40..44].copy_from_slice(&offset.to_be_bytes());
-        frame::put(bhs, &[], data, digests, out);
+        frame::put_pdu(bhs, &[], data, digests, out);
     }
 
     fn pattern(len: usize) -> Vec<u8> {
@@ -342,7 +342,7 @@ mod tests {
         let mut stream = Vec::new();
         let mut ping = [0; BHS_LEN];
         ping[0] = 0x20;
-        frame::put(ping, &[], b"hello", digests, &mut stream);
+        frame::put_pdu(ping, &[], b"hello", digests, &mut stream);
         for range in [0..5, 5..40_000, 40_000..LEN] {
             data_in(range.start as u32, &data[range], digests, &mut stream);
         }
@@ -350,7 +350,7 @@ mod tests {
             let at = stream.len() - 100 - at;
             stream[at] ^= 1;
         }
-        frame::put(ping, &[], b"", digests, &mut stream);
+        frame::put_pdu(ping, &[], b"", digests, &mut stream);
         let mut incoming = Incoming::new();
         incoming.set(1 << 20, digests);
         let mut seen = Vec::new();

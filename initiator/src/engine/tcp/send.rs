@@ -208,7 +208,7 @@ impl Outgoing {
                     // All bytes before this batch were sent.
                     self.starts[kind] = self.position + self.len as u64;
                     let start = self.heads.len();
-                    frame::put(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
+                    frame::put_pdu(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
                     self.push_head(start);
                 }
                 Some(Item::Command(request)) => self.put_command(request, source),

@@ -330,7 +330,7 @@ impl Hostile {
 }
 
 /// Returns the memory of a completed command, after its user has written to it.
-fn own(end: IoEnd) -> Option<Buffer> {
+fn own(end: IoCompletion) -> Option<Buffer> {
     let IoData::One(buffer) = end.data else {
         panic!("the memory that was given comes back");
     };

@@ -9,7 +9,7 @@ use riser_scsi::iscsi::frame::{self, Digests};
 use riser_scsi::lun::LunId;
 
 use super::*;
-use crate::engine::{IoData, IoEnd, ScsiIo};
+use crate::engine::{IoCompletion, IoData, ScsiIo};
 use crate::scsi::BlockRange;
 use crate::url::IscsiUrl;
 
@@ -97,7 +97,7 @@ impl Peer {
         bhs[32..36].copy_from_slice(&(self.exp_cmd_sn + 63).to_be_bytes());
         self.stat_sn += 1;
         let mut out = Vec::new();
-        frame::put(bhs, &[], data, Digests::default(), &mut out);
+        frame::put_pdu(bhs, &[], data, Digests::default(), &mut out);
         out
     }
 
@@ -164,7 +164,7 @@ struct Written {
     session: Session,
     client: Client,
     peer: Peer,
-    end: Box<dyn FnMut() -> Option<IoEnd>>,
+    end: Box<dyn FnMut() -> Option<IoCompletion>>,
 }
 
 /// Returns a session and the target's side of its connection.
@@ -184,7 +184,7 @@ fn logged_in() -> (Client, Session, Peer) {
 impl Written {
     fn new() -> Self {
         let (client, session, mut peer) = logged_in();
-        let buffer = block_on(client.buffers().take(LEN as usize));
+        let buffer = block_on(client.buffers().take_buffer(LEN as usize));
         let range = BlockRange {
             lba: 0,
             blocks: LEN / 512,
@@ -330,7 +330,7 @@ fn acknowledging_host_does_not_prove_liveness() {
 #[test]
 fn slow_data_in_keeps_connection() {
     let (client, session, mut peer) = logged_in();
-    let buffer = block_on(client.buffers().take(LEN as usize));
+    let buffer = block_on(client.buffers().take_buffer(LEN as usize));
     let range = BlockRange {
         lba: 0,
         blocks: LEN / 512,

@@ -39,7 +39,7 @@ fn pass(time: Duration) {
 }
 
 /// Submits a command with a timeout of a minute.
-fn submit(session: &Session) -> Pin<Box<impl Future<Output = IoEnd> + use<>>> {
+fn submit(session: &Session) -> Pin<Box<impl Future<Output = IoCompletion> + use<>>> {
     let lun = LunId::new(0).unwrap();
     let command = Command::test_unit_ready();
     let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(60));

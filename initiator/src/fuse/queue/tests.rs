@@ -196,7 +196,7 @@ impl Bed {
 
     /// Polls until idle.
     fn run(&mut self) {
-        while self.queue.turn() == Turn::Worked {}
+        while self.queue.run_once() == ServiceStatus::Worked {}
     }
 
     fn answers(&self) -> Vec<Answer> {
@@ -373,8 +373,8 @@ fn excess_requests_remain_in_kernel() {
     assert_eq!(bed.in_flight(), MAX_IN_FLIGHT as usize);
     // It should sleep, without polling the descriptor, which has more data.
     assert!(bed.queue.prepare_sleep());
-    let mut waited = crate::poll_fds::WaitedFds::new();
-    bed.queue.put_waited(&mut waited);
+    let mut waited = crate::poll_fds::PollInterests::new();
+    bed.queue.add_interests(&mut waited);
     assert_eq!(waited.len(), 1);
     bed.device.open();
     // The responses caused a wakeup.
@@ -395,7 +395,7 @@ fn turn_handles_bounded_requests() {
         bed.send(Opcode::Getattr, unique as u64, &[0; 16]);
     }
     let mut answered = 0;
-    while bed.queue.turn() == Turn::Worked {
+    while bed.queue.run_once() == ServiceStatus::Worked {
         let answers = bed.answers().len();
         assert!(answers <= REQUESTS, "{answers}");
         answered += answers;
@@ -416,7 +416,7 @@ fn turn_sends_bounded_bytes() {
     // The socket buffer can't hold everything sent in this poll. Make sure that responses aren't
     // sent twice.
     let mut turns = 0;
-    while bed.queue.turn() == Turn::Worked {
+    while bed.queue.run_once() == ServiceStatus::Worked {
         turns += 1;
     }
     let least = many as usize * len / TURN_BYTES;
@@ -464,12 +464,12 @@ fn requests_complete_before_mount_ends() {
     // Not a request: we can't parse the stream after this.
     rustix::io::write(&bed.peer, &[0; 50]).unwrap();
     bed.run();
-    assert_eq!(bed.queue.turn(), Turn::Waiting);
+    assert_eq!(bed.queue.run_once(), ServiceStatus::Waiting);
     assert!(!bed.outcome.is_over());
     assert!(bed.queue.prepare_sleep());
     bed.device.open();
     bed.queue.end_sleep();
-    assert_eq!(bed.queue.turn(), Turn::Over);
+    assert_eq!(bed.queue.run_once(), ServiceStatus::Over);
     assert!(bed.device.bytes(0..4096) == bytes);
     let Bed { queue, outcome, .. } = bed;
     drop(queue);
@@ -482,11 +482,11 @@ fn requests_complete_before_mount_ends() {
 fn reply_triggers_immediate_poll() {
     let mut bed = Bed::short_transfers();
     bed.run();
-    bed.queue.looks.put_off();
+    bed.queue.looks.defer_check();
     bed.send(Opcode::Getattr, 1, &[0; 16]);
-    assert_eq!(bed.queue.turn(), Turn::Waiting);
+    assert_eq!(bed.queue.run_once(), ServiceStatus::Waiting);
     Reply::new(&bed.queue.channel, 2, 0).succeed(&[]);
-    assert_eq!(bed.queue.turn(), Turn::Worked);
+    assert_eq!(bed.queue.run_once(), ServiceStatus::Worked);
     let uniques: Vec<u64> = bed.answers().iter().map(|answer| answer.0).collect();
     assert_eq!(uniques, [2, 1]);
 }

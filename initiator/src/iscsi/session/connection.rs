@@ -127,13 +127,13 @@ impl IscsiSession {
     }
 
     fn fail_login(&mut self, error: ConnectError) {
-        self.forget_move();
+        self.clear_redirection();
         self.tear_down(error.into(), false);
     }
 
     /// Resets redirections, so that the next attempt starts at the target's original address. If
     /// the target has moved permanently, attempts alternate between the new and the old address.
-    pub(super) fn forget_move(&mut self) {
+    pub(super) fn clear_redirection(&mut self) {
         let was_home = self.moved.is_some() && self.moved == self.home;
         let was_live = self.conn == ConnState::LoggedIn;
         self.moved = self.home.clone().filter(|_| was_live || !was_home);
@@ -167,7 +167,7 @@ impl IscsiSession {
         if self.is_discovery() {
             let mut wish = Vec::new();
             let sought = self.config.sought.as_ref();
-            text::put(
+            text::put_pair(
                 &mut wish,
                 "SendTargets",
                 sought.map_or("All", IscsiName::as_str),
@@ -240,7 +240,7 @@ impl IscsiSession {
         }
         // If there is more text, a target either sets the C bit, or doesn't set the F bit.
         let more = response.continues || !response.is_final;
-        match self.targets.take(data, more)? {
+        match self.targets.add_part(data, more)? {
             None => self.send_text(response.ttt, Vec::new()),
             Some(text) => {
                 let (found, refused) = riser_scsi::iscsi::name::parse_targets(&text)?;
@@ -265,7 +265,7 @@ impl IscsiSession {
             return;
         }
         become_state(&mut self.conn, ConnState::Free);
-        self.forget_move();
+        self.clear_redirection();
         if self.state() == SessionState::LoggingIn {
             self.core.life.tear_down(error.into(), false);
         }
@@ -277,7 +277,7 @@ impl IscsiSession {
         match self.conn {
             ConnState::InLogout(_) => self.disconnect(),
             ConnState::XptWait(_) | ConnState::InLogin(_) | ConnState::LoggedIn => {
-                self.forget_move();
+                self.clear_redirection();
                 self.tear_down(Down::ConnectionLost, false);
             }
             ConnState::Free | ConnState::CleanupWait => {}
@@ -294,7 +294,7 @@ impl IscsiSession {
 
     /// Called when the connection was closed: nothing can be received anymore, and no request's
     /// memory is in use.
-    pub fn handle_gone(&mut self, now: Instant) {
+    pub fn handle_disconnected(&mut self, now: Instant) {
         become_state(&mut self.conn, ConnState::Free);
         self.params = None;
         self.pinged = None;

@@ -55,8 +55,8 @@ impl Machine for IscsiSession {
         self.core.is_guarded = is_guarded;
     }
 
-    fn hold(&mut self) {
-        self.core.hold();
+    fn hold_requests(&mut self) {
+        self.core.hold_requests();
     }
 
     fn release(&mut self, _ends_old: bool, now: Instant) {
@@ -72,7 +72,7 @@ impl Machine for IscsiSession {
         self.unfenced.is_none() && self.core.is_settled()
     }
 
-    fn leave(&mut self, why: Down, last: bool, now: Instant) {
+    fn abandon_connection(&mut self, why: Down, last: bool, now: Instant) {
         if self.conn == ConnState::LoggedIn {
             self.log_out(why, last, now);
         }

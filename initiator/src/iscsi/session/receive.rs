@@ -13,9 +13,9 @@ use riser_scsi::step::Residual;
 
 use super::types::ConnState;
 use super::{DataOrder, IscsiSession, LOGOUT_TAG, Output, PING_TAG, Placement};
-use crate::request::table::AttemptEnd;
-use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
-use crate::session::{Down, FunctionEnd, IscsiFault, TaskManager};
+use crate::request::table::AttemptOutcome;
+use crate::request::{CommandResponse, DataLen, GOOD, RequestError, RequestId};
+use crate::session::{Down, FunctionOutcome, IscsiFault, TaskManager};
 
 /// Maximum length of ping data to return, in bytes.
 const MAX_ECHO: usize = 8192;
@@ -84,11 +84,11 @@ impl IscsiSession {
             FromTarget::TmfResponse(response) => {
                 if self.is_tmf_pending(response.itt) {
                     let end = match response.status {
-                        TmfStatus::Complete => FunctionEnd::Complete,
-                        TmfStatus::TaskDoesNotExist => FunctionEnd::NoTask,
-                        _ => FunctionEnd::Failed,
+                        TmfStatus::Complete => FunctionOutcome::Complete,
+                        TmfStatus::TaskDoesNotExist => FunctionOutcome::NoTask,
+                        _ => FunctionOutcome::Failed,
                     };
-                    self.on_function_end(0, end, now);
+                    self.on_function_completed(0, end, now);
                 }
             }
             FromTarget::TextResponse(response) => self.on_text(&response, frame.data, now)?,
@@ -217,7 +217,7 @@ impl IscsiSession {
         let request = task.request;
         if response.response != 0 {
             let error = RequestError::TargetFailure(response.response);
-            self.end_attempt(request, response.itt, AttemptEnd::Failed(error), now);
+            self.end_attempt(request, response.itt, AttemptOutcome::Failed(error), now);
             return Ok(());
         }
         let sense = ScsiResponse::sense_of(data)?;
@@ -256,14 +256,14 @@ impl IscsiSession {
             DataLen::Out(_) if !self.is_rdma() => transferred.min(task.solicited),
             _ => transferred,
         };
-        let answer = Answer {
+        let answer = CommandResponse {
             status: ended.status,
             sense: (!sense.is_empty() && ended.status != GOOD).then(|| Box::from(sense)),
             transferred,
             overflow,
         };
         self.on_attention(task.request, &answer);
-        self.end_attempt(task.request, itt, AttemptEnd::Answered(answer), now);
+        self.end_attempt(task.request, itt, AttemptOutcome::Answered(answer), now);
         self.pump_functions(0, now);
         Ok(())
     }
@@ -378,12 +378,12 @@ impl IscsiSession {
                 if let Some(task) = self.task(itt) {
                     let request = task.request;
                     let error = RequestError::Rejected(reason);
-                    self.end_attempt(request, itt, AttemptEnd::Refused(error), now);
+                    self.end_attempt(request, itt, AttemptOutcome::Refused(error), now);
                 }
                 Ok(())
             }
             Ok(Opcode::TmfRequest) if self.is_tmf_pending(itt) => {
-                self.on_function_end(0, FunctionEnd::Failed, now);
+                self.on_function_completed(0, FunctionOutcome::Failed, now);
                 Ok(())
             }
             _ => Err(IscsiFault::Rejected(reason)),

@@ -9,14 +9,14 @@ use riser_scsi::lun::WireLun;
 
 use super::types::{ConnState, Ping};
 use super::{ControlPdu, IscsiSession, MAX_SILENCE, Output, PING_TAG, TMF_TAG};
-use crate::request::table::AttemptEnd;
+use crate::request::table::AttemptOutcome;
 use crate::session::{ConnectError, Core, Down, TaskFunction, TaskManager};
 
 impl IscsiSession {
     pub(super) fn expire_connection(&mut self, now: Instant) {
         match self.conn {
             ConnState::XptWait(until) | ConnState::InLogin(until) if until <= now => {
-                self.forget_move();
+                self.clear_redirection();
                 self.core.life.on_login_timeout();
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
@@ -134,7 +134,7 @@ impl TaskManager for IscsiSession {
     }
 
     fn on_aborted(&mut self, index: u32, _channel: u8, itt: Itt, now: Instant) {
-        self.end_attempt(index, itt, AttemptEnd::Aborted, now);
+        self.end_attempt(index, itt, AttemptOutcome::Aborted, now);
     }
 
     fn disconnect_all(&mut self) {

@@ -8,7 +8,7 @@ use riser_scsi::srp::TaskAttr;
 
 use super::types::{ConnState, Task};
 use super::{CommandPdu, ControlKind, DataOrder, IscsiSession, MAX_SILENCE, Output};
-use crate::request::table::AttemptEnd;
+use crate::request::table::AttemptOutcome;
 use crate::request::{DataLen, RequestId};
 
 impl IscsiSession {
@@ -193,13 +193,13 @@ impl IscsiSession {
             let place = self.core.requests.retiring_place(request.0);
             self.free
                 .extend(place.map(|(_, itt)| (itt.0 & 0xffff) as u16));
-            self.core.settle(request.0, end, now);
+            self.core.finish_attempt(request.0, end, now);
             self.pump(now);
         }
     }
 
     /// Ends an attempt: removes its task and retires its memory. Its slot is freed after that.
-    pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd, now: Instant) {
+    pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptOutcome, now: Instant) {
         let task = self.slots[(itt.0 & 0xffff) as usize].task.take();
         if task.is_some_and(|task| matches!(task.len, DataLen::Out(_))) {
             self.outstanding_writes -= 1;

@@ -13,7 +13,8 @@ use riser_testkit::{fuzz, one_of};
 use super::fixture::config;
 use super::*;
 use crate::request::{
-    Answer, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+    Cdb, CommandResponse, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec,
+    Retry,
 };
 use crate::session::{
     ConnectError, Down, IscsiFault, Machine, SessionEvent, SrpLoginError, SubmitError,
@@ -189,7 +190,7 @@ impl Rig {
 
     fn gone(&mut self) {
         assert_eq!(self.next(), Output::Disconnect);
-        self.session.handle_gone(self.now);
+        self.session.handle_disconnected(self.now);
     }
 
     /// Some of the data in transit has arrived.
@@ -505,7 +506,7 @@ fn connection_transition_coverage_is_complete() {
         let mut closed = Rig::live();
         closed.session.close(closed.now);
         closed.session.handle_broken(closed.now);
-        closed.session.handle_gone(closed.now);
+        closed.session.handle_disconnected(closed.now);
         let mut broken = Rig::live();
         broken.session.handle_broken(broken.now);
         let mut silent = Rig::connecting(config());
@@ -626,7 +627,7 @@ fn data_in_is_ordered_and_carries_status() {
     );
     rig.session.handle_data_in(&last, 500, true, rig.now);
     rig.retired(id);
-    let want = Answer {
+    let want = CommandResponse {
         status: 0,
         sense: None,
         transferred: 1012,
@@ -987,7 +988,8 @@ fn missing_unit_increases_backoff() {
     let mut rig = Rig::live();
     rig.session.set_guarded(true);
     for wait in [100, 200, 400, 400] {
-        rig.session.leave(Down::NoIdentity, false, rig.now);
+        rig.session
+            .abandon_connection(Down::NoIdentity, false, rig.now);
         assert_eq!(rig.sent().bhs[0], 0x46, "a logout");
         rig.session.handle_broken(rig.now);
         rig.gone();
@@ -1353,7 +1355,7 @@ fn cve_2023_2162_closed_session_is_not_used() {
                     Output::Complete(id, _) => completed.push(id),
                     Output::Event(SessionEvent::Closed(_)) => is_closed = true,
                     Output::Retire(id) => rig.session.handle_retired(id, rig.now),
-                    Output::Disconnect => rig.session.handle_gone(rig.now),
+                    Output::Disconnect => rig.session.handle_disconnected(rig.now),
                     other => assert!(!is_closed, "{other:?} after the end"),
                 }
             }
@@ -1706,7 +1708,7 @@ impl Model {
                     self.retiring.clear();
                     self.tmfs.clear();
                     self.pings.clear();
-                    self.rig.session.handle_gone(self.rig.now);
+                    self.rig.session.handle_disconnected(self.rig.now);
                 }
                 Output::Complete(id, _) => {
                     assert!(self.open.remove(&id), "completed once");
@@ -1862,7 +1864,7 @@ fn takeover_of_dead_process_settles() {
     rig.log_in_at(1, 0);
     rig.session.set_guarded(true);
     rig.session.recover(rig.now);
-    rig.session.hold();
+    rig.session.hold_requests();
     let write = rig.submit(out(512, 0));
     rig.session.release(false, rig.now);
     for _ in 0..14 {

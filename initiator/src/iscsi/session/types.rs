@@ -6,7 +6,7 @@ use riser_scsi::iscsi::chap::{Algorithm, Credentials};
 use riser_scsi::iscsi::frame::Digests;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::ConnectionParams;
-use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
+use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::Opcode;
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Isid, Itt, Ttt};
 use riser_scsi::lun::WireLun;
@@ -157,12 +157,12 @@ pub enum Output {
     /// Ensure that neither the target nor the connection accesses the request's memory, then call
     /// [`IscsiSession::handle_retired`].
     Retire(RequestId),
-    /// Close the connection, then call [`IscsiSession::handle_gone`].
+    /// Close the connection, then call [`IscsiSession::handle_disconnected`].
     Disconnect,
     /// The request is complete, and only its issuer can access its memory.
     Complete(RequestId, RequestResult),
     /// The discovery found these targets.
-    Found(Vec<Found>),
+    Found(Vec<DiscoveredTarget>),
     /// An event for the session's user.
     Event(SessionEvent),
 }

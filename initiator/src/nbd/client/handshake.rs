@@ -74,7 +74,7 @@ pub enum HandshakeError {
     #[error("the server sent more than {MAX_REPLIES} replies to option {0}")]
     TooManyReplies(u32),
     /// The server doesn't have this export.
-    #[error("the server has no export `{export}`{}", said(.message))]
+    #[error("the server has no export `{export}`{}", show_message(.message))]
     UnknownExport {
         /// Requested name.
         export: String,
@@ -82,10 +82,10 @@ pub enum HandshakeError {
         message: String,
     },
     /// The server requires encryption.
-    #[error("the server requires TLS, which is not supported{}", said(.0))]
+    #[error("the server requires TLS, which is not supported{}", show_message(.0))]
     Tls(String),
     /// The server rejected an option.
-    #[error("the server rejected option {option} with error {error}{}", said(.message))]
+    #[error("the server rejected option {option} with error {error}{}", show_message(.message))]
     Refused {
         /// Option which we sent.
         option: u32,
@@ -109,7 +109,7 @@ pub enum HandshakeError {
     },
 }
 
-fn said(message: &str) -> String {
+fn show_message(message: &str) -> String {
     match message {
         "" => String::new(),
         message => format!(": {message}"),
@@ -142,7 +142,7 @@ pub fn negotiate(
     if negotiated.structured {
         negotiated.allocation_context = options.allocation_context()?;
     }
-    if !options.go(&mut negotiated)? {
+    if !options.negotiate_go(&mut negotiated)? {
         options.export_name(&mut negotiated, no_zeroes)?;
     }
     if negotiated.flags & flag::HAS_FLAGS == 0 {
@@ -301,7 +301,7 @@ impl<S: Read + Write> Options<'_, S> {
     }
 
     /// Starts the transmission phase. Returns false if the server doesn't support this option.
-    fn go(&mut self, negotiated: &mut Negotiated) -> Result<bool, HandshakeError> {
+    fn negotiate_go(&mut self, negotiated: &mut Negotiated) -> Result<bool, HandshakeError> {
         let mut data = self.name();
         data.extend(1u16.to_be_bytes());
         data.extend(info::BLOCK_SIZE.to_be_bytes());

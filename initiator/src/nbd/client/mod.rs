@@ -21,4 +21,4 @@ mod requests;
 mod tests;
 
 pub use handshake::{HandshakeError, Negotiated, negotiate};
-pub use requests::{End, Event, MAX_IN_FLIGHT, Progress, ReplyFault, Request, Requests};
+pub use requests::{Event, MAX_IN_FLIGHT, Progress, ReplyFault, Request, RequestOutcome, Requests};

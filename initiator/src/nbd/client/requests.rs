@@ -167,7 +167,7 @@ pub enum ReplyFault {
 
 /// Request completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct End {
+pub struct RequestOutcome {
     /// Error reported by the server, if any.
     pub result: Result<(), BlockError>,
     /// Extents for a status request, starting with the first byte, in whole blocks.
@@ -178,7 +178,7 @@ pub struct End {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Event<T> {
     /// The request is complete.
-    Done(T, End),
+    Done(T, RequestOutcome),
     /// Part of a read which must be filled with zeroes by the caller. Offsets are relative to the
     /// request; use [`Requests::token`] to get the request.
     Hole(usize, std::ops::Range<usize>),
@@ -369,7 +369,7 @@ impl<T> Requests<T> {
             State::Reply => self.on_reply(input),
             State::Payload { .. } => Ok(Progress::took(0)),
             State::Extents { key, left, is_last } => self.on_extents(input, key, left, is_last),
-            State::End { key } => self.on_end(key),
+            State::End { key } => self.on_request_completed(key),
             State::Closed => return Err(ReplyFault::Closed),
         };
         if step.is_err() {
@@ -596,7 +596,7 @@ impl<T> Requests<T> {
         Ok(Progress::took(count * 8))
     }
 
-    fn on_end(&mut self, key: usize) -> Result<Progress<T>, ReplyFault> {
+    fn on_request_completed(&mut self, key: usize) -> Result<Progress<T>, ReplyFault> {
         let pending = &self.pending[key];
         let mut extents = Vec::new();
         match pending.request {
@@ -614,7 +614,7 @@ impl<T> Requests<T> {
         }
         let pending = self.pending.remove(key);
         become_state(&mut self.state, State::Reply);
-        let end = End {
+        let end = RequestOutcome {
             result: pending.error.map_or(Ok(()), Err),
             extents,
         };

@@ -233,7 +233,7 @@ fn cookie(header: &[u8]) -> Cookie {
 }
 
 /// Completed requests in order, and read data with offsets.
-type Fed = (Vec<(char, End)>, Vec<(char, usize, Vec<u8>)>);
+type Fed = (Vec<(char, RequestOutcome)>, Vec<(char, usize, Vec<u8>)>);
 
 /// Feeds all bytes.
 fn feed(requests: &mut Requests<char>, mut bytes: &[u8]) -> Result<Fed, ReplyFault> {
@@ -282,7 +282,7 @@ fn read(len: u32) -> Request {
     Request::Read { offset: 4096, len }
 }
 
-const FINE: End = End {
+const FINE: RequestOutcome = RequestOutcome {
     result: Ok(()),
     extents: Vec::new(),
 };
@@ -299,7 +299,7 @@ fn replies_find_their_requests_in_any_order() {
     bytes.extend(proto::simple_reply(a, None));
     bytes.extend([3, 4, 5, 6]);
     let (ends, data) = feed(&mut r, &bytes).unwrap();
-    let failed = End {
+    let failed = RequestOutcome {
         result: Err(BlockError::NoSpace),
         ..FINE
     };
@@ -345,7 +345,7 @@ fn read_reply_may_mix_chunks_and_holes() {
         extent(1024, ExtentKind::Data),
         extent(3072, ExtentKind::Hole),
     ];
-    let status = End { extents, ..FINE };
+    let status = RequestOutcome { extents, ..FINE };
     assert_eq!(ends, [('b', status), ('a', FINE)]);
     let want = [
         ('a', 512, vec![0; 256]),

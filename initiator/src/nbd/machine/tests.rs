@@ -67,7 +67,7 @@ fn request(flags: u16, kind: u16, offset: u64, len: u32) -> Vec<u8> {
 fn feed(m: &mut Machine, mut input: &[u8]) -> Vec<Event> {
     let mut events = Vec::new();
     loop {
-        let payload = (m.payload_left() as usize).min(input.len());
+        let payload = (m.remaining_payload() as usize).min(input.len());
         m.handle_payload(payload as u32);
         input = &input[payload..];
         if m.is_closed() {
@@ -78,7 +78,7 @@ fn feed(m: &mut Machine, mut input: &[u8]) -> Vec<Event> {
         };
         input = &input[progress.consumed..];
         events.extend(progress.event);
-        if progress.consumed == 0 && m.payload_left() == 0 {
+        if progress.consumed == 0 && m.remaining_payload() == 0 {
             return events;
         }
         if input.is_empty() {
@@ -469,13 +469,13 @@ proptest! {
             at = cut;
             // Unconsumed input is passed again, just like in a driver.
             loop {
-                let payload = (m.payload_left() as usize).min(pending.len());
+                let payload = (m.remaining_payload() as usize).min(pending.len());
                 m.handle_payload(payload as u32);
                 pending.drain(..payload);
                 let Ok(progress) = m.handle(&pending) else { break };
                 pending.drain(..progress.consumed);
                 got.extend(progress.event);
-                if progress.consumed == 0 && m.payload_left() == 0 || pending.is_empty() {
+                if progress.consumed == 0 && m.remaining_payload() == 0 || pending.is_empty() {
                     break;
                 }
             }

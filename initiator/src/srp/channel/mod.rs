@@ -23,7 +23,7 @@ use riser_scsi::srp::{
 use riser_state::become_state;
 
 pub use self::types::{
-    Agreed, ChannelConfig, ChannelState, CommandData, CommandIu, Immediate, Received,
+    ChannelConfig, ChannelParameters, ChannelState, CommandData, CommandIu, Immediate, Received,
 };
 use super::descriptor::DescriptorLimits;
 use crate::request::{DataLen, MAX_CDB};
@@ -54,7 +54,7 @@ struct Slot {
 pub struct InitiatorChannel {
     config: ChannelConfig,
     state: ChannelState,
-    agreed: Option<Agreed>,
+    agreed: Option<ChannelParameters>,
     login_tag: Tag,
     /// Request limit granted in the login.
     granted: i64,
@@ -102,7 +102,7 @@ impl InitiatorChannel {
 
     /// Returns the parameters negotiated in the login, or `None` before.
     #[must_use]
-    pub fn agreed(&self) -> Option<&Agreed> {
+    pub fn agreed(&self) -> Option<&ChannelParameters> {
         self.agreed.as_ref()
     }
 
@@ -160,7 +160,10 @@ impl InitiatorChannel {
     ///
     /// # Errors
     /// [`SrpFault`] if the response is unusable; the channel must be closed.
-    pub fn handle_established(&mut self, private_data: &[u8]) -> Result<Agreed, SrpFault> {
+    pub fn handle_established(
+        &mut self,
+        private_data: &[u8],
+    ) -> Result<ChannelParameters, SrpFault> {
         if self.state != ChannelState::LoggingIn {
             return Err(SrpFault::Unexpected {
                 opcode: Opcode::LoginRsp,
@@ -190,7 +193,7 @@ impl InitiatorChannel {
         Ok(agreed)
     }
 
-    fn plan_agreed(&self, rsp: &LoginRsp) -> Agreed {
+    fn plan_agreed(&self, rsp: &LoginRsp) -> ChannelParameters {
         // The target's maximum may exceed the requested one, which allows longer immediate data.
         let max_it_iu_len = rsp.max_it_iu_len;
         let table = max_it_iu_len.min(self.config.max_it_iu_len) as usize;
@@ -205,7 +208,7 @@ impl InitiatorChannel {
                 offset,
                 max_len: room.min(self.config.max_immediate),
             });
-        Agreed {
+        ChannelParameters {
             max_it_iu_len,
             descriptors: DescriptorLimits {
                 inline,
@@ -267,7 +270,7 @@ impl InitiatorChannel {
     /// Abandons a command that will not get a response, because the target aborted it. A response
     /// received anyway is [`Received::Stale`]. The target keeps the credit of the command, and
     /// returns it in the delta of a later message.
-    pub fn give_up(&mut self, tag: Tag) {
+    pub fn abandon_command(&mut self, tag: Tag) {
         if let Some(index) = self.release(tag) {
             let slot = &mut self.slots[index];
             slot.given_up = Some(slot.generation);
@@ -276,12 +279,12 @@ impl InitiatorChannel {
 
     fn release(&mut self, tag: Tag) -> Option<usize> {
         let index = self.slot_of(tag)?;
-        self.end(index)?;
+        self.remove_command(index)?;
         Some(index)
     }
 
     /// Removes the outstanding command of a slot; returns its owner's value.
-    fn end(&mut self, index: usize) -> Option<u32> {
+    fn remove_command(&mut self, index: usize) -> Option<u32> {
         let slot = &mut self.slots[index];
         let owner = slot.owner.take()?;
         slot.given_up = None;
@@ -483,7 +486,7 @@ impl InitiatorChannel {
         let len = slot.len;
         check_residual(rsp.data_in, if let DataLen::In(n) = len { n } else { 0 })?;
         check_residual(rsp.data_out, if let DataLen::Out(n) = len { n } else { 0 })?;
-        let owner = self.end(index).expect("seen above");
+        let owner = self.remove_command(index).expect("seen above");
         self.add_credit(rsp.req_lim_delta)?;
         Ok(Received::Response { owner, rsp })
     }

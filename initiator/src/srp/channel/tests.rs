@@ -219,7 +219,7 @@ fn late_tags_are_accepted_unknown_rejected() {
         Err(SrpFault::UnknownTag(tag))
     );
     let tag = channel.reserve(1, DataLen::None).unwrap();
-    channel.give_up(tag);
+    channel.abandon_command(tag);
     assert_eq!(channel.handle_iu(&rsp(tag, 1)), Ok(Received::Stale));
     assert_eq!(
         channel.handle_iu(&rsp(tag, 1)),

@@ -82,7 +82,7 @@ impl State for ChannelState {
 
 /// Parameters negotiated in the login.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Agreed {
+pub struct ChannelParameters {
     /// Maximum length of an information unit to send, in bytes.
     pub max_it_iu_len: u32,
     /// Maximum number of descriptors in a command and in a table.

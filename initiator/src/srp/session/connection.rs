@@ -122,7 +122,7 @@ impl SrpSession {
 
     /// Called when a channel was closed: nothing can be received on it anymore, and the keys of all
     /// memory advertised on it are invalid.
-    pub fn handle_channel_gone(&mut self, channel: ChannelIndex, now: Instant) {
+    pub fn handle_channel_closed(&mut self, channel: ChannelIndex, now: Instant) {
         let member = &mut self.members[usize::from(channel.0)];
         become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();

@@ -45,8 +45,8 @@ impl Machine for SrpSession {
         self.core.is_guarded = is_guarded;
     }
 
-    fn hold(&mut self) {
-        self.core.hold();
+    fn hold_requests(&mut self) {
+        self.core.hold_requests();
     }
 
     fn release(&mut self, ends_old: bool, now: Instant) {
@@ -65,7 +65,7 @@ impl Machine for SrpSession {
         self.core.is_settled()
     }
 
-    fn leave(&mut self, why: Down, last: bool, now: Instant) {
+    fn abandon_connection(&mut self, why: Down, last: bool, now: Instant) {
         if self.state() == SessionState::Live {
             self.tear_down(why, last);
             self.on_member_down(now);

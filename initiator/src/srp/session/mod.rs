@@ -12,7 +12,7 @@
 //! [`Output::Retire`]. The owner invalidates the memory's keys and calls
 //! [`SrpSession::handle_retired`]; only then is the request completed or retried. When a channel
 //! was closed, so that nothing can be received on it and its keys are invalid,
-//! [`SrpSession::handle_channel_gone`] reports this for all of its requests.
+//! [`SrpSession::handle_channel_closed`] reports this for all of its requests.
 //!
 //! Retiring the memory of an attempt has the same timeout as its response. A target can block the
 //! connection's send queue forever, including all invalidations, by responding to a command while
@@ -78,13 +78,13 @@ use riser_scsi::srp::{Residual, Rsp, RspCode, Tag, TargetPortId};
 
 pub use self::types::{ChannelIndex, Output, SessionConfig};
 use self::types::{ConnState, Member};
-use super::channel::{Agreed, Received};
+use super::channel::{ChannelParameters, Received};
 #[cfg(doc)]
 use crate::request::Effect;
-use crate::request::table::AttemptEnd;
-use crate::request::{Answer, DataLen, RequestError};
+use crate::request::table::AttemptOutcome;
+use crate::request::{CommandResponse, DataLen, RequestError};
 use crate::session::{
-    ConnectError, Core, CoreConfig, Down, FunctionEnd, SessionState, TaskManager,
+    ConnectError, Core, CoreConfig, Down, FunctionOutcome, SessionState, TaskManager,
 };
 
 /// A session. See the documentation of the module.
@@ -147,7 +147,7 @@ impl SrpSession {
 
     /// Returns the parameters negotiated in a channel's login, or `None` before.
     #[must_use]
-    pub fn agreed(&self, channel: ChannelIndex) -> Option<&Agreed> {
+    pub fn agreed(&self, channel: ChannelIndex) -> Option<&ChannelParameters> {
         self.members[usize::from(channel.0)].channel.agreed()
     }
 
@@ -188,24 +188,24 @@ impl SrpSession {
                 let len = self.core.requests.at(owner).spec.len;
                 let end = match rsp.response {
                     None | Some(RspCode::Complete) => {
-                        let answer = answer_of(&rsp, len);
+                        let answer = response_from(&rsp, len);
                         self.on_attention(owner, &answer);
                         // The commands to abort may be on any channel.
                         for channel in 0..self.config.channels {
                             self.pump_functions(channel, now);
                         }
-                        AttemptEnd::Answered(answer)
+                        AttemptOutcome::Answered(answer)
                     }
-                    Some(code) => AttemptEnd::Refused(RequestError::Refused(code)),
+                    Some(code) => AttemptOutcome::Refused(RequestError::Refused(code)),
                 };
                 self.end_attempt(owner, channel.0, end, now);
             }
             Received::TskMgmt(code) => {
                 let end = match code {
-                    RspCode::Complete => FunctionEnd::Complete,
-                    _ => FunctionEnd::Failed,
+                    RspCode::Complete => FunctionOutcome::Complete,
+                    _ => FunctionOutcome::Failed,
                 };
-                self.on_function_end(channel.0, end, now);
+                self.on_function_completed(channel.0, end, now);
             }
             Received::Answer(answer) => {
                 self.core.outputs.push_back(Output::Answer(channel, answer));
@@ -224,13 +224,13 @@ impl SrpSession {
 }
 
 /// Converts a response to a command with this data length.
-fn answer_of(rsp: &Rsp<'_>, len: DataLen) -> Answer {
+fn response_from(rsp: &Rsp<'_>, len: DataLen) -> CommandResponse {
     let (residual, len) = match len {
         DataLen::None => (Residual::None, 0),
         DataLen::In(len) => (rsp.data_in, len),
         DataLen::Out(len) => (rsp.data_out, len),
     };
-    Answer {
+    CommandResponse {
         status: rsp.status,
         sense: rsp.sense.map(Box::from),
         transferred: match residual {

@@ -8,7 +8,7 @@ use riser_scsi::srp::{Tag, TskMgmtFunction};
 use super::types::{ConnState, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, SessionState, SrpSession};
 use crate::request::Retry;
-use crate::request::table::AttemptEnd;
+use crate::request::table::AttemptOutcome;
 use crate::session::{Core, TaskFunction, TaskManager};
 
 impl SrpSession {
@@ -107,8 +107,10 @@ impl TaskManager for SrpSession {
     }
 
     fn on_aborted(&mut self, index: u32, channel: u8, tag: Tag, now: Instant) {
-        self.members[usize::from(channel)].channel.give_up(tag);
-        self.end_attempt(index, channel, AttemptEnd::Aborted, now);
+        self.members[usize::from(channel)]
+            .channel
+            .abandon_command(tag);
+        self.end_attempt(index, channel, AttemptOutcome::Aborted, now);
     }
 
     fn disconnect_all(&mut self) {

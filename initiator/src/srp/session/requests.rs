@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::types::ConnState;
 use super::{ChannelIndex, Output, SrpSession};
-use crate::request::table::{AttemptEnd, Request};
+use crate::request::table::{AttemptOutcome, Request};
 use crate::request::{DataLen, RequestError, RequestId, RequestSpec};
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
@@ -119,7 +119,7 @@ impl SrpSession {
         } else if deadline <= now {
             self.core.complete(request.0, Err(RequestError::TimedOut));
         } else {
-            self.core.requests.take_back(request.0);
+            self.core.requests.requeue_unsent(request.0);
             self.core.arm(deadline);
         }
         self.pump(now);
@@ -133,7 +133,7 @@ impl SrpSession {
                 member.channel.retire(tag);
                 member.is_full = false;
             }
-            self.core.settle(request.0, end, now);
+            self.core.finish_attempt(request.0, end, now);
             self.pump(now);
         }
     }
@@ -147,7 +147,13 @@ impl SrpSession {
     }
 
     /// Ends an attempt and retires its memory.
-    pub(super) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd, now: Instant) {
+    pub(super) fn end_attempt(
+        &mut self,
+        index: u32,
+        channel: u8,
+        end: AttemptOutcome,
+        now: Instant,
+    ) {
         let until = self.core.requests.end_attempt(index, channel, end, now);
         self.core.arm(until);
         self.core.outputs.push_back(Output::Retire {

@@ -210,7 +210,7 @@ impl Rig {
             matches!(output, Output::Disconnect(c, None) if c == channel),
             "{output:?}"
         );
-        self.session.handle_channel_gone(channel, self.now);
+        self.session.handle_channel_closed(channel, self.now);
     }
 
     fn reconnecting(&mut self, why: Down) {
@@ -467,7 +467,7 @@ fn closed_session_ends_once_after_failed_connect() {
     assert_eq!(session.poll_output(), Some(Output::Connect(CH0)));
     session.handle_connect_failed(CH0, ConnectError::Unreachable, now);
     assert_eq!(session.poll_output(), Some(Output::Disconnect(CH0, None)));
-    session.handle_channel_gone(CH0, now);
+    session.handle_channel_closed(CH0, now);
     let closed = SessionEvent::Closed(Down::Closed);
     assert_eq!(session.poll_output(), Some(Output::Event(closed)));
     assert_eq!(session.poll_output(), None);
@@ -565,7 +565,7 @@ fn exhausted_request_limit_causes_reconnect() {
     rig.gone(CH0);
     assert!(matches!(rig.next(), Output::Disconnect(CH1, None)));
     assert_eq!(rig.completed(waits), Err(RequestError::TimedOut));
-    rig.session.handle_channel_gone(CH1, rig.now);
+    rig.session.handle_channel_closed(CH1, rig.now);
     rig.reconnecting(Down::Unresponsive);
 }
 
@@ -807,7 +807,8 @@ fn missing_unit_increases_backoff() {
     let mut rig = Rig::live(1);
     rig.session.set_guarded(true);
     for wait in [100, 200, 400, 400] {
-        rig.session.leave(Down::NoIdentity, false, rig.now);
+        rig.session
+            .abandon_connection(Down::NoIdentity, false, rig.now);
         rig.gone(CH0);
         rig.reconnecting(Down::NoIdentity);
         let until = rig.now + wait * MS;
@@ -965,7 +966,7 @@ fn session_without_reconnect_returns_requests() {
     rig.started();
     rig.session.handle_channel_error(CH0, rig.now);
     assert!(matches!(rig.next(), Output::Disconnect(CH0, _)));
-    rig.session.handle_channel_gone(CH0, rig.now);
+    rig.session.handle_channel_closed(CH0, rig.now);
     assert_eq!(rig.completed(sent), Err(RequestError::Closed));
     let closed = SessionEvent::Closed(Down::ConnectionLost);
     assert_eq!(rig.next(), Output::Event(closed));
@@ -1168,7 +1169,7 @@ fn close_logs_out_and_completes_requests() {
         panic!("{output:?}");
     };
     assert_eq!(iu[0], 3, "SRP_I_LOGOUT");
-    rig.session.handle_channel_gone(CH0, rig.now);
+    rig.session.handle_channel_closed(CH0, rig.now);
     assert_eq!(rig.completed(a), Err(RequestError::Closed));
     assert_eq!(
         rig.next(),
@@ -1370,7 +1371,7 @@ fn close_completes_unsent_command() {
         matches!(output, Output::Disconnect(CH0, Some(_))),
         "{output:?}"
     );
-    rig.session.handle_channel_gone(CH0, rig.now);
+    rig.session.handle_channel_closed(CH0, rig.now);
     assert_eq!(rig.completed(sent), Err(RequestError::Closed));
     assert_eq!(rig.completed(waiting), Err(RequestError::Closed));
 }
@@ -1582,7 +1583,7 @@ fn run(actions: Vec<Action>) {
                     tmfs.retain(|(x, _)| *x != c);
                     retiring.retain(|r| exposed[r] != c);
                     exposed.retain(|_, x| *x != c);
-                    rig.session.handle_channel_gone(c, rig.now);
+                    rig.session.handle_channel_closed(c, rig.now);
                 }
                 Output::SendTskMgmt(c, iu) => tmfs.push((c, iu)),
                 Output::Answer(..) | Output::Event(_) | Output::Ping => {}

@@ -70,7 +70,7 @@ pub enum Output {
     /// target is alive.
     Ping,
     /// Close the channel, after sending the logout if there is one; then call
-    /// [`SrpSession::handle_channel_gone`].
+    /// [`SrpSession::handle_channel_closed`].
     Disconnect(ChannelIndex, Option<[u8; SHORT_IU_LEN]>),
     /// The request is complete, and only its issuer can access its memory.
     Complete(RequestId, RequestResult),

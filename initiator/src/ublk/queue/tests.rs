@@ -117,7 +117,7 @@ impl Bed {
     }
 
     fn run(&mut self) {
-        while self.server.turn() == Turn::Worked {}
+        while self.server.run_once() == ServiceStatus::Worked {}
     }
 
     fn commands(&self) -> Vec<(u32, u16, i32)> {
@@ -205,7 +205,7 @@ fn turn_transfers_bounded_bytes() {
             bed.request(tag, op, u64::from(tag % 8) << 20, len);
         }
         let mut committed = 0;
-        while bed.server.turn() == Turn::Worked {
+        while bed.server.run_once() == ServiceStatus::Worked {
             let commits = bed.commands().len();
             assert!(commits <= 2, "{commits} in one turn");
             committed += commits;
@@ -222,9 +222,9 @@ fn completion_on_other_thread_ends_sleep() {
     bed.commands();
     bed.request(9, READ, 0, 64 << 10);
     while bed.submitted.try_recv().is_err() {
-        if bed.server.turn() == Turn::Waiting && bed.server.prepare_sleep() {
-            let mut waited = crate::poll_fds::WaitedFds::new();
-            bed.server.put_waited(&mut waited);
+        if bed.server.run_once() == ServiceStatus::Waiting && bed.server.prepare_sleep() {
+            let mut waited = crate::poll_fds::PollInterests::new();
+            bed.server.add_interests(&mut waited);
             crate::poll_fds::wait(waited, None);
         }
         bed.server.end_sleep();
@@ -242,7 +242,7 @@ fn queue_ends_after_all_commands_abort() {
     assert_eq!(bed.commands(), [commit(0, 0)]);
     assert!(!bed.outcome.is_over());
     bed.ends.send((0, ABORT)).unwrap();
-    assert_eq!(bed.server.turn(), Turn::Over);
+    assert_eq!(bed.server.run_once(), ServiceStatus::Over);
     let Bed {
         server, outcome, ..
     } = bed;
@@ -255,12 +255,12 @@ fn busy_ring_retries_commands() {
     let mut bed = Bed::fetching();
     bed.request(0, FLUSH, 0, 0);
     bed.server.commands.is_busy = true;
-    assert_eq!(bed.server.turn(), Turn::Worked);
+    assert_eq!(bed.server.run_once(), ServiceStatus::Worked);
     assert!(bed.commands().is_empty());
     // The commands should be submitted even if there is nothing else to do in this turn.
     bed.server.commands.is_busy = true;
-    assert_eq!(bed.server.turn(), Turn::Worked);
-    assert_eq!(bed.server.turn(), Turn::Waiting);
+    assert_eq!(bed.server.run_once(), ServiceStatus::Worked);
+    assert_eq!(bed.server.run_once(), ServiceStatus::Waiting);
     assert_eq!(bed.commands(), [commit(0, 0)]);
 }
 
@@ -269,7 +269,7 @@ fn broken_ring_stops_queue_with_error() {
     let mut bed = Bed::fetching();
     bed.server.commands.breaks = true;
     bed.request(0, FLUSH, 0, 0);
-    assert_eq!(bed.server.turn(), Turn::Over);
+    assert_eq!(bed.server.run_once(), ServiceStatus::Over);
     let Bed {
         server, outcome, ..
     } = bed;

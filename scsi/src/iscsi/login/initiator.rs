@@ -107,16 +107,16 @@ impl InitiatorLogin {
         let [id, bytes @ ..] = random;
         let keys = Negotiation::new(config.offer);
         let mut first = Vec::new();
-        text::put(&mut first, "InitiatorName", config.name.as_str());
+        text::put_pair(&mut first, "InitiatorName", config.name.as_str());
         match &config.target {
             Some(target) => {
-                text::put(&mut first, "TargetName", target.as_str());
+                text::put_pair(&mut first, "TargetName", target.as_str());
                 // If this connection joins a session, the type is already known.
                 if config.tsih == Tsih(0) {
-                    text::put(&mut first, "SessionType", "Normal");
+                    text::put_pair(&mut first, "SessionType", "Normal");
                 }
             }
-            None => text::put(&mut first, "SessionType", "Discovery"),
+            None => text::put_pair(&mut first, "SessionType", "Discovery"),
         }
         // If we don't need to authenticate the target, we can also log in without authentication if
         // this is allowed. For example, a portal may not require it for discovery, but only for
@@ -126,7 +126,7 @@ impl InitiatorLogin {
             (Some(_), None) => ("CHAP,None", None),
             (None, _) => ("None", Some(Stage::Operational)),
         };
-        text::put(&mut first, "AuthMethod", method);
+        text::put_pair(&mut first, "AuthMethod", method);
         Self {
             config,
             stage: Stage::Security,
@@ -207,7 +207,7 @@ impl InitiatorLogin {
             return Err(LoginError::Protocol("unexpected stage"));
         }
         // There is more text, so send an empty request to receive it (RFC 7143 6.2).
-        let Some(text) = self.collector.take(data, response.flags.continues)? else {
+        let Some(text) = self.collector.add_part(data, response.flags.continues)? else {
             self.next = Some(Vec::new());
             return Ok(LoginStep::Send);
         };
@@ -226,7 +226,7 @@ impl InitiatorLogin {
             Some(next) if Some(next) != asked => {
                 Err(LoginError::Protocol("stage transition was not requested"))
             }
-            Some(next) => self.enter(next, response.tsih, answer),
+            Some(next) => self.start_stage(next, response.tsih, answer),
             None => {
                 self.next = Some(answer);
                 Ok(LoginStep::Send)
@@ -262,7 +262,7 @@ impl InitiatorLogin {
             match method {
                 "CHAP" if self.config.credentials.is_some() => {
                     let numbers = self.algorithms.iter().map(|a| (*a as u8).to_string());
-                    text::put(out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
+                    text::put_pair(out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
                 }
                 // Only accept this if we don't need to authenticate the target. Otherwise, a target
                 // could just send this to avoid it.
@@ -295,16 +295,16 @@ impl InitiatorLogin {
             // targets too, so this says nothing about the target.
             self.challenge.algorithm = algorithm;
             let proof = algorithm.respond(id, &own.secret, &bytes);
-            text::put(out, "CHAP_N", &own.name);
-            text::put(out, "CHAP_R", &chap::encode(&proof));
+            text::put_pair(out, "CHAP_N", &own.name);
+            text::put_pair(out, "CHAP_R", &chap::encode(&proof));
             if self.config.target_credentials.is_some() {
                 // A target that doesn't know the secret could send back our challenge to get a
                 // valid response (RFC 7143 9.2.1).
                 if chap::is_equal(&bytes, &self.challenge.bytes) {
                     return Err(LoginError::Protocol("reflected CHAP challenge"));
                 }
-                text::put(out, "CHAP_I", &self.challenge.id.to_string());
-                text::put(out, "CHAP_C", &chap::encode(&self.challenge.bytes));
+                text::put_pair(out, "CHAP_I", &self.challenge.id.to_string());
+                text::put_pair(out, "CHAP_C", &chap::encode(&self.challenge.bytes));
             }
             self.wants = Some(Stage::Operational);
         }
@@ -321,7 +321,7 @@ impl InitiatorLogin {
 
     /// Starts the next stage. `out` already contains the responses to keys that were offered by the
     /// target.
-    fn enter(
+    fn start_stage(
         &mut self,
         next: Stage,
         tsih: Tsih,
@@ -353,11 +353,11 @@ impl InitiatorLogin {
         // With RDMA, this is replaced by two other keys (RFC 7145 6.2), except for discovery
         // sessions, in which these can't be used.
         if discovery || !self.keys.is_rdma() {
-            self.keys.say(Key::MaxRecvDataSegmentLength, &mut out);
+            self.keys.send_key(Key::MaxRecvDataSegmentLength, &mut out);
         }
         for key in &self.config.keys {
             if !discovery || key.row().in_discovery {
-                self.keys.say(*key, &mut out);
+                self.keys.send_key(*key, &mut out);
             }
         }
         // This is the default limit for a target until it declares a larger value (RFC 7143 13.12).

@@ -23,8 +23,8 @@ mod target;
 
 pub use initiator::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
 pub use target::{
-    Answer, Auth, CompletedLogin, Gatekeeper, Identity, LoginFault, Outcome, Refusal, TargetLogin,
-    Terms,
+    Auth, CompletedLogin, Gatekeeper, Identity, LoginFault, LoginReply, Outcome, Refusal,
+    TargetLogin, Terms,
 };
 
 use super::frame::Digests;

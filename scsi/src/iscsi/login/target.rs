@@ -122,7 +122,7 @@ pub enum Outcome {
 
 /// The response to a request.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Answer {
+pub struct LoginReply {
     /// Header of the response.
     pub response: LoginResponse,
     /// Text in the data segment.
@@ -256,8 +256,8 @@ impl TargetLogin {
         request: &LoginRequest,
         data: &[u8],
         gate: &mut dyn Gatekeeper,
-    ) -> Answer {
-        let mut answer = Answer {
+    ) -> LoginReply {
+        let mut answer = LoginReply {
             response: LoginResponse {
                 flags: LoginFlags {
                     current: request.flags.current,
@@ -287,7 +287,7 @@ impl TargetLogin {
         answer.response.status = match refusal {
             Refusal::Status(status) => status,
             Refusal::Redirect { to, permanent } => {
-                text::put(&mut answer.text, "TargetAddress", &to.to_string());
+                text::put_pair(&mut answer.text, "TargetAddress", &to.to_string());
                 if permanent {
                     LoginStatus::MOVED_PERMANENTLY
                 } else {
@@ -303,12 +303,12 @@ impl TargetLogin {
         request: &LoginRequest,
         data: &[u8],
         gate: &mut dyn Gatekeeper,
-        answer: &mut Answer,
+        answer: &mut LoginReply,
     ) -> Result<(), Refusal> {
         self.check_header(request)?;
         // As long as the C bit is set, we have to send an empty response (RFC 7143 6.2) and wait
         // for the rest of the text before we can check it.
-        let collected = self.collector.take(data, request.flags.continues);
+        let collected = self.collector.add_part(data, request.flags.continues);
         let Some(text) = collected.map_err(|error| self.refuse(LoginFault::Text(error)))? else {
             return Ok(());
         };
@@ -328,7 +328,7 @@ impl TargetLogin {
         // Do this last, after this request has been processed. We can only leave the stage if it is
         // complete. Otherwise, we send a response without T and the initiator has to continue.
         match request.flags.transit {
-            Some(next) if self.may_leave() => self.leave(next, gate, answer),
+            Some(next) if self.may_leave() => self.leave_stage(next, gate, answer),
             _ => Ok(()),
         }
     }
@@ -343,7 +343,7 @@ impl TargetLogin {
         let this = (request.isid, request.tsih, request.itt, request.cid);
         let stage = request.flags.current;
         // The initiator can select the initial stage (RFC 7143 6.3.1). After that, the stage is
-        // only changed in `leave`.
+        // only changed in `leave_stage`.
         let first = *self.first.get_or_insert_with(|| {
             self.stage = stage;
             this
@@ -407,7 +407,7 @@ impl TargetLogin {
         // This must be sent in the first response, if the initiator has specified a target (RFC
         // 7143 13.9).
         if identity.target.is_some() {
-            self.keys.say(Key::TargetPortalGroupTag, out);
+            self.keys.send_key(Key::TargetPortalGroupTag, out);
         }
         self.auth = terms.auth;
         Ok(())
@@ -434,7 +434,7 @@ impl TargetLogin {
             if self.rounds > 1 && repeats(&identity, name, value) {
                 continue;
             }
-            let key = self.keys.answer(name, value, context, out);
+            let key = self.keys.handle_key(name, value, context, out);
             let key = key.map_err(|error| {
                 let stage = self.stage;
                 self.refuse(LoginFault::Key { stage, error })
@@ -462,13 +462,13 @@ impl TargetLogin {
     fn declare(&mut self, out: &mut Vec<u8>) {
         let discovery = self.identity.as_ref().is_some_and(|id| id.discovery);
         if discovery || !self.keys.is_rdma() {
-            return self.keys.say(Key::MaxRecvDataSegmentLength, out);
+            return self.keys.send_key(Key::MaxRecvDataSegmentLength, out);
         }
         // Linux fails the login if it receives an unknown key, so only send these keys if they have
         // been used by the initiator.
         for key in [Key::MaxOutstandingUnexpectedPdus, Key::MaxAhsLength] {
             if self.keys.has_seen(key) {
-                self.keys.say(key, out);
+                self.keys.send_key(key, out);
             }
         }
     }
@@ -490,7 +490,7 @@ impl TargetLogin {
             if self.chap != Chap::Idle || !methods.split(',').any(|method| method == wanted) {
                 return Err(failure());
             }
-            text::put(out, "AuthMethod", wanted);
+            text::put_pair(out, "AuthMethod", wanted);
             if wanted == "CHAP" {
                 self.chap = Chap::Chosen;
             }
@@ -506,9 +506,9 @@ impl TargetLogin {
                 let mut offered = offered.split(',').filter_map(Algorithm::of);
                 let first = offered.find(|algorithm| algorithms.contains(algorithm));
                 let challenge = new_challenge(first.ok_or_else(failure)?, gate);
-                text::put(out, "CHAP_A", &(challenge.algorithm as u8).to_string());
-                text::put(out, "CHAP_I", &challenge.id.to_string());
-                text::put(out, "CHAP_C", &chap::encode(&challenge.bytes));
+                text::put_pair(out, "CHAP_A", &(challenge.algorithm as u8).to_string());
+                text::put_pair(out, "CHAP_I", &challenge.id.to_string());
+                text::put_pair(out, "CHAP_C", &chap::encode(&challenge.bytes));
                 self.chap = Chap::Challenged(challenge);
                 Ok(())
             }
@@ -562,8 +562,8 @@ impl TargetLogin {
             return Err(failure());
         }
         let proof = sent.algorithm.respond(id, &own.secret, &challenge);
-        text::put(out, "CHAP_N", &own.name);
-        text::put(out, "CHAP_R", &chap::encode(&proof));
+        text::put_pair(out, "CHAP_N", &own.name);
+        text::put_pair(out, "CHAP_R", &chap::encode(&proof));
         Ok(known.clone())
     }
 
@@ -575,11 +575,11 @@ impl TargetLogin {
         }
     }
 
-    fn leave(
+    fn leave_stage(
         &mut self,
         next: Stage,
         gate: &mut dyn Gatekeeper,
-        answer: &mut Answer,
+        answer: &mut LoginReply,
     ) -> Result<(), Refusal> {
         answer.response.flags.transit = Some(next);
         self.stage = next;

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use crate::iscsi::chap::{self, ALGORITHMS, Algorithm, Credentials};
 use crate::iscsi::keys::{Key, KeyContext, KeyError, MAX_ANSWER, Negotiation, Offer, Sender};
 use crate::iscsi::login::{
-    Answer, Auth, CompletedLogin, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin,
-    LoginError, LoginStep, Outcome, Refusal, TargetLogin, Terms,
+    Auth, CompletedLogin, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin, LoginError,
+    LoginReply, LoginStep, Outcome, Refusal, TargetLogin, Terms,
 };
 use crate::iscsi::name::{IscsiName, TargetAddress};
 use crate::iscsi::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
@@ -104,11 +104,11 @@ fn step(
     current: Stage,
     transit: Option<Stage>,
     text: &str,
-) -> Answer {
+) -> LoginReply {
     login.handle(&request(current, transit), text.as_bytes(), gate)
 }
 
-fn value<'a>(answer: &'a Answer, key: &str) -> Option<&'a str> {
+fn value<'a>(answer: &'a LoginReply, key: &str) -> Option<&'a str> {
     text::pairs(&answer.text)
         .map(Result::unwrap)
         .find(|(name, _)| *name == key)
@@ -268,7 +268,7 @@ fn cve_2026_63887_unknown_keys_limit_response() {
     };
     let mut text = Vec::new();
     let mut names = (0..2000).map(|i| format!("k{i}"));
-    let error = names.find_map(|name| keys.answer(&name, "", context, &mut text).err());
+    let error = names.find_map(|name| keys.handle_key(&name, "", context, &mut text).err());
     assert_eq!(error, Some(KeyError::TooMany));
     assert!(text.len() < MAX_ANSWER + 64, "{} bytes", text.len());
 }

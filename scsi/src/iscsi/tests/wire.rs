@@ -101,11 +101,15 @@ fn cve_2026_53176_2026_90413_2026_90414_and_2021_28361_lengths_are_checked() {
         limit: 8192,
     };
     assert_eq!(framer.next(&long), Err(error));
-    assert_eq!(framer.held(), 0);
+    assert_eq!(framer.buffered_len(), 0);
 
     let mut framer = Framer::new(1 << 24);
     assert_eq!(framer.next(&long), Ok((BHS_LEN, None)));
-    assert_eq!(framer.held(), BHS_LEN, "only received bytes are buffered");
+    assert_eq!(
+        framer.buffered_len(),
+        BHS_LEN,
+        "only received bytes are buffered"
+    );
 
     for short in 0..BHS_LEN {
         let mut framer = Framer::new(8192);
@@ -130,7 +134,7 @@ fn digests_are_crc32c_and_are_checked() {
         data: true,
     };
     let mut pdu = Vec::new();
-    frame::put(WRITE, &[], b"hello", digests, &mut pdu);
+    frame::put_pdu(WRITE, &[], b"hello", digests, &mut pdu);
     assert_eq!(pdu.len(), 48 + 4 + 8 + 4);
     let read = |pdu: &[u8]| {
         let mut framer = Framer::new(8192);
@@ -187,16 +191,16 @@ fn cve_2013_2850_invalid_keys_are_refused() {
 fn collected_text_is_limited() {
     let mut collector = text::Collector::default();
     let part = [b'x'; 8192];
-    assert_eq!(collector.take(&part, true), Ok(None));
-    assert_eq!(collector.take(&part, true), Ok(None));
+    assert_eq!(collector.add_part(&part, true), Ok(None));
+    assert_eq!(collector.add_part(&part, true), Ok(None));
     let too_long = Err(TextError::TooLong(text::MAX_TEXT));
-    assert_eq!(collector.take(b"y", false), too_long);
+    assert_eq!(collector.add_part(b"y", false), too_long);
     assert!(collector.is_empty());
     let mut long = text::Collector::with_limit(3 * part.len());
     for _ in 0..3 {
-        assert_eq!(long.take(&part, true), Ok(None));
+        assert_eq!(long.add_part(&part, true), Ok(None));
     }
-    assert!(long.take(b"y", false).is_err());
+    assert!(long.add_part(b"y", false).is_err());
 }
 
 /// CVE-2026-18724 to CVE-2026-18728: names with control characters, or which could be used as a
@@ -332,7 +336,7 @@ proptest! {
         for (tag, data) in &pdus {
             let mut bhs = WRITE;
             bhs[16..20].copy_from_slice(&tag.to_be_bytes());
-            frame::put(bhs, &[], data, digests, &mut stream);
+            frame::put_pdu(bhs, &[], data, digests, &mut stream);
         }
         let mut framer = Framer::new(512);
         framer.set(512, digests);
@@ -352,7 +356,7 @@ proptest! {
             prop_assert!(piece.is_empty());
             (at, turn) = (end, turn + 1);
         }
-        prop_assert_eq!(framer.held(), 0);
+        prop_assert_eq!(framer.buffered_len(), 0);
         prop_assert_eq!(out, pdus);
     }
 

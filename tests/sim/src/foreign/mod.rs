@@ -526,7 +526,7 @@ async fn watch_paths(lun: Lun, plan: Plan, judge: Rc<Judge>) {
     let prompt = prompt(plan.initiators[0]);
     while events::now() < plan.healed() {
         let begin = events::now();
-        let buffer = lun.buffers().take(BLOCK).await;
+        let buffer = lun.buffers().take_buffer(BLOCK).await;
         let result = lun.read(plan.blocks * BLOCK as u64, buffer).await;
         let time = events::now() - begin;
         if result.is_err() || time > prompt {

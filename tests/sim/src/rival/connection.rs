@@ -107,7 +107,7 @@ impl Connection {
     /// Sends a PDU, but not before this time and not before earlier PDUs.
     pub(crate) fn send(&mut self, at: Instant, bhs: [u8; BHS_LEN], data: &[u8]) {
         let mut bytes = Vec::new();
-        frame::put(bhs, &[], data, self.digests, &mut bytes);
+        frame::put_pdu(bhs, &[], data, self.digests, &mut bytes);
         self.leaving.push_back((at, bytes));
     }
 

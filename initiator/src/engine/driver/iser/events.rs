@@ -40,7 +40,7 @@ impl IserMover {
             }
             Some(ConnEvent::Failed(error)) => machine.handle_connect_failed(error, now),
             Some(ConnEvent::Lost) => machine.handle_broken(now),
-            Some(ConnEvent::Closed) => machine.handle_gone(now),
+            Some(ConnEvent::Closed) => machine.handle_disconnected(now),
         }
     }
 
@@ -53,7 +53,7 @@ impl IserMover {
         let now = cx.now;
         self.receiving = None;
         self.slot.release(cx.device(), true, now);
-        machine.handle_gone(now);
+        machine.handle_disconnected(now);
     }
 
     pub(in crate::engine::driver) fn handle_completion<E: Env>(

@@ -70,7 +70,7 @@ impl PathsLink {
 
     /// Puts a path into use with the result of its check. Returns the generation of the cache if
     /// this may be lost.
-    fn settle(&mut self, path: PathIndex) -> Option<Option<[u8; 16]>> {
+    fn activate_path(&mut self, path: PathIndex) -> Option<Option<[u8; 16]>> {
         let is_covered = self.is_covered(path);
         // A path that was never in use is compared with the result of another path.
         let known = self.members.iter().find_map(|m| m.cache);
@@ -128,23 +128,23 @@ impl PathsLink {
     }
 
     /// Called when a path in use is lost: discards the reports of unused paths that it refuted.
-    fn forget_covered(&mut self) {
+    fn clear_covered(&mut self) {
         for at in 0..self.members.len() {
             let Member {
                 is_in_use, cache, ..
             } = self.members[at];
             if !is_in_use && cache.is_some() && self.is_covered(PathIndex(at as u8)) {
-                self.members[at].evidence.forget();
+                self.members[at].evidence.clear();
             }
         }
     }
 
     /// Called when an outage starts, after the unit's last message at `heard`: discards evidence
     /// collected before by paths that were never in use.
-    fn forget_unused(&mut self, heard: Instant) {
+    fn clear_unused(&mut self, heard: Instant) {
         let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
         let old = unused.filter(|m| m.attended.is_none_or(|at| at <= heard));
-        old.for_each(|m| m.evidence.forget());
+        old.for_each(|m| m.evidence.clear());
     }
 
     /// Called when the session of a path has closed, with the time of its last message. Returns
@@ -159,7 +159,7 @@ impl PathsLink {
         if self.member(path).is_in_use {
             let member = self.member(path);
             member.heard = heard.or(member.heard);
-            self.forget_covered();
+            self.clear_covered();
         }
         let member = self.member(path);
         member.session = None;
@@ -175,7 +175,7 @@ impl PathsLink {
             .last_heard()
             .filter(|_| was_in_use && !self.is_in_use())
         {
-            self.forget_unused(heard);
+            self.clear_unused(heard);
         }
         was_in_use
     }
@@ -240,7 +240,7 @@ impl<E: Env> Driver<E> {
         let mut ready: Vec<_> = paths.collect();
         ready.retain(|path| link.member(*path).is_waiting && !link.awaits_others(*path));
         for path in ready {
-            self.ask(index, path, now);
+            self.send_next_query(index, path, now);
         }
         self.drain(index, now);
     }
@@ -248,7 +248,7 @@ impl<E: Env> Driver<E> {
     /// Counts a loss reported by unit attentions on a path in use. Waiting for the check of the
     /// unit would be too late, because an outstanding flush may complete before, and the path may
     /// be lost.
-    pub(super) fn judge_attentions(&mut self, key: SessionKey, path: PathIndex, now: Instant) {
+    pub(super) fn check_attentions(&mut self, key: SessionKey, path: PathIndex, now: Instant) {
         let Some((index, link)) = self.paths(key) else {
             return;
         };
@@ -263,7 +263,7 @@ impl<E: Env> Driver<E> {
     }
 
     /// Called when a path is in use again: counts a loss of the cache found by its check.
-    pub(super) fn settle_path(&mut self, index: usize, path: PathIndex, now: Instant) {
+    pub(super) fn finish_path_check(&mut self, index: usize, path: PathIndex, now: Instant) {
         let key = self.key(index);
         self.note_heard(key);
         let Some(link) = self.sessions[index].link.paths_mut() else {
@@ -273,7 +273,7 @@ impl<E: Env> Driver<E> {
         let found = link.member(path).check.found();
         let (is, is_on, capacity) = (found.cache, found.write_cache, found.capacity);
         let is_outdated = link.is_outdated(path);
-        let lost = link.settle(path);
+        let lost = link.activate_path(path);
         if !is_outdated {
             link.generation = is;
         }
@@ -308,7 +308,7 @@ impl<E: Env> Driver<E> {
         link.lost = Some(now);
         // All losses reported by other paths so far are covered by the next flush.
         let unused = link.members.iter_mut().filter(|m| !m.is_in_use);
-        unused.for_each(|m| m.evidence.forget());
+        unused.for_each(|m| m.evidence.clear());
         warn_of_lost_cache(link.lun);
         self.sessions[index].on_cache_lost();
     }

@@ -13,14 +13,14 @@ use riser_scsi::lun::LunId;
 
 use super::Driver;
 use super::context::{Context, Report};
-use super::inputs::{Input, answer_to_probe, probe};
+use super::inputs::{Input, probe, probe_response};
 use super::message::{Open, User};
 use super::plan::{PathPlan, PathsOpen, Plan, Protocol};
 use crate::block::Buffer;
 use crate::engine::env::Env;
-use crate::engine::io::{Done, Io, IoEnd, SessionKey, Target};
+use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target};
 use crate::engine::status::SessionStatus;
-use crate::paths::{Access, Found, Output, PathIndex, PathState, Paths, access};
+use crate::paths::{Access, Output, PathIndex, PathState, Paths, UnitReport, access};
 use crate::request::{RequestError, RequestId, may_change_unit};
 use crate::scsi::{Command, VPD_LEN};
 use crate::session::{Down, Machine};
@@ -73,29 +73,29 @@ impl Member {
         (self.is_grouping, self.is_stale) = (false, false);
     }
 
-    /// See [`Check::begin_again`].
-    fn begin_again(&mut self) -> bool {
+    /// See [`Check::restart`].
+    fn restart_check(&mut self) -> bool {
         (self.is_grouping, self.is_stale) = (false, false);
-        self.check.begin_again()
+        self.check.restart()
     }
 
     /// Processes the unit's response, which is empty if the unit rejected the query; returns
     /// whether there is another query.
-    fn take(&mut self, data: &[u8]) -> bool {
+    fn process_response(&mut self, data: &[u8]) -> bool {
         if self.is_grouping {
             return false;
         }
-        if self.check.take(data) {
+        if self.check.process_response(data) {
             return true;
         }
         self.is_grouping = self.check.is_there() && access::is_offered(self.check.inquiry());
         self.is_grouping
     }
 
-    fn found(&self, data: &[u8]) -> Found {
+    fn found(&self, data: &[u8]) -> UnitReport {
         let group = self.check.designators().and_then(access::own_group);
         let reported = group.and_then(|group| access::of_group(data, group));
-        Found {
+        UnitReport {
             unit: self.check.found().clone(),
             // If a unit offers asymmetric access but does not report its state, ignore the feature.
             access: self
@@ -223,10 +223,10 @@ impl<E: Env> Driver<E> {
             match input {
                 Input::Check(session) => self.check_units(session, now),
                 Input::UnitAnswered(session, unit, end) => {
-                    self.handle_unit_answer(session, unit, end, now);
+                    self.handle_unit_response(session, unit, end, now);
                 }
                 Input::PathAnswered(paths, path, end) => {
-                    self.handle_path_answer(paths, path, end, now);
+                    self.handle_path_response(paths, path, end, now);
                 }
                 Input::Live(paths, path, port) => {
                     self.note_heard(paths);
@@ -243,7 +243,7 @@ impl<E: Env> Driver<E> {
                 Input::Pinged(paths, path) => self.handle_pinged(paths, path, now),
                 Input::Closed(paths, path, why, heard) => {
                     self.note_heard(paths);
-                    self.judge_attentions(paths, path, now);
+                    self.check_attentions(paths, path, now);
                     self.on_paths(paths, now, |link, _| {
                         let was_in_use = link.note_closed(path, why, heard, now);
                         link.machine.handle_closed(path, why, now);
@@ -260,7 +260,7 @@ impl<E: Env> Driver<E> {
                             link.machine.handle_attention(path);
                         }
                     });
-                    self.judge_attentions(paths, path, now);
+                    self.check_attentions(paths, path, now);
                     if let Some(index) = self.find(paths) {
                         self.count_reported(index, now);
                     }
@@ -274,7 +274,7 @@ impl<E: Env> Driver<E> {
                     self.on_paths(paths, now, |link, ios| {
                         let at = request.0 as usize;
                         let done = link.dones[at].take().expect("a receiver for each command");
-                        link.machine.handle_ended(request, result, now);
+                        link.machine.handle_completed(request, result, now);
                         ios[at] = Some(Io { done, ..*io });
                     });
                 }
@@ -318,7 +318,7 @@ impl<E: Env> Driver<E> {
     }
 
     /// Executes an output of paths.
-    pub(super) fn carry_out_path(&mut self, index: usize, output: Output, now: Instant) {
+    pub(super) fn execute_path_output(&mut self, index: usize, output: Output, now: Instant) {
         let session = &mut self.sessions[index];
         let Some(link) = session.link.paths_mut() else {
             return;
@@ -340,7 +340,7 @@ impl<E: Env> Driver<E> {
                 if member.buffer.is_some() {
                     member.begin_check();
                     if !link.awaits_others(path) {
-                        self.ask(index, path, now);
+                        self.send_next_query(index, path, now);
                     }
                 }
             }
@@ -402,7 +402,7 @@ impl<E: Env> Driver<E> {
     }
 
     /// Sends the next query of a path's check.
-    fn ask(&mut self, index: usize, path: PathIndex, now: Instant) {
+    fn send_next_query(&mut self, index: usize, path: PathIndex, now: Instant) {
         let paths = self.key(index);
         let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
@@ -426,7 +426,13 @@ impl<E: Env> Driver<E> {
 
     /// Handles the response to a query of a path's check, or its failure: sends the next query,
     /// restarts the check if an event occurred, or passes the result to the machine.
-    fn handle_path_answer(&mut self, key: SessionKey, path: PathIndex, end: IoEnd, now: Instant) {
+    fn handle_path_response(
+        &mut self,
+        key: SessionKey,
+        path: PathIndex,
+        end: IoCompletion,
+        now: Instant,
+    ) {
         // A unit attention queued after this input already invalidates the check.
         let is_again = |input: &Input| match input {
             Input::Attention(own, on, attention, _) => {
@@ -445,23 +451,23 @@ impl<E: Env> Driver<E> {
             Err(_) => false,
         };
         let was_sent = !matches!(end.result, Err(RequestError::NotSent));
-        let (buffer, data) = answer_to_probe(end);
+        let (buffer, data) = probe_response(end);
         member.buffer = buffer;
         member.is_stale |= is_again;
         // The commands before a probe have separate deadlines.
         if !was_sent && member.is_in_use {
-            self.ask(index, path, now);
+            self.send_next_query(index, path, now);
             return;
         }
         if is_answered && member.is_stale {
-            if member.begin_again() {
-                self.ask(index, path, now);
+            if member.restart_check() {
+                self.send_next_query(index, path, now);
                 return;
             }
             is_answered = false;
         }
-        if is_answered && member.take(&data) {
-            self.ask(index, path, now);
+        if is_answered && member.process_response(&data) {
+            self.send_next_query(index, path, now);
             return;
         }
         let found = match is_answered {
@@ -472,7 +478,7 @@ impl<E: Env> Driver<E> {
         let view = link.machine.views().nth(path.0.into());
         let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
         if is_answered && is_good {
-            self.settle_path(index, path, now);
+            self.finish_path_check(index, path, now);
         }
         // If a session holds its requests until the unit is identified, close it. If only its
         // access state was queried, keep it.

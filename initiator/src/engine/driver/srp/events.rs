@@ -81,7 +81,7 @@ impl SrpLink {
             }) => machine.handle_rejected(channel, reason, &private_data, now),
             Some(ConnEvent::Failed(error)) => machine.handle_connect_failed(channel, error, now),
             Some(ConnEvent::Lost) => machine.handle_channel_error(channel, now),
-            Some(ConnEvent::Closed) => machine.handle_channel_gone(channel, now),
+            Some(ConnEvent::Closed) => machine.handle_channel_closed(channel, now),
         }
     }
 }

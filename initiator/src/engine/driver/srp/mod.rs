@@ -77,7 +77,7 @@ impl SrpLink {
     pub(super) fn poll<E: Env>(&mut self, cx: &mut Context<'_, E>) -> Option<Report> {
         loop {
             while let Some(output) = self.machine.poll_output() {
-                let report = self.carry_out(output, cx);
+                let report = self.execute_output(output, cx);
                 if report.is_some() {
                     return report;
                 }
@@ -91,7 +91,11 @@ impl SrpLink {
         }
     }
 
-    fn carry_out<E: Env>(&mut self, output: Output, cx: &mut Context<'_, E>) -> Option<Report> {
+    fn execute_output<E: Env>(
+        &mut self,
+        output: Output,
+        cx: &mut Context<'_, E>,
+    ) -> Option<Report> {
         match output {
             Output::Connect(channel) => self.resolve(channel, cx),
             Output::Start {
@@ -106,7 +110,7 @@ impl SrpLink {
                     self.machine.handle_channel_error(channel, cx.now);
                 }
             }
-            Output::Answer(channel, iu) => self.answer(channel, &iu, cx),
+            Output::Answer(channel, iu) => self.send_response(channel, &iu, cx),
             Output::Disconnect(channel, logout) => {
                 self.begin_close(channel, logout.as_ref().map(|iu| &iu[..]), cx);
             }
@@ -162,13 +166,13 @@ impl SrpLink {
         }
     }
 
-    fn answer<E: Env>(&mut self, channel: ChannelIndex, iu: &[u8], cx: &mut Context<'_, E>) {
+    fn send_response<E: Env>(&mut self, channel: ChannelIndex, iu: &[u8], cx: &mut Context<'_, E>) {
         let Some((from, slot)) = self.receiving.take() else {
             return;
         };
         debug_assert_eq!(from, channel);
         if let Some(conn) = self.conn(channel)
-            && !conn.post_answer(cx.device(), slot, iu)
+            && !conn.post_response(cx.device(), slot, iu)
         {
             self.machine.handle_channel_error(channel, cx.now);
         }
@@ -199,7 +203,7 @@ impl SrpLink {
             .conn()
             .is_some_and(|conn| logout.is_some_and(|iu| conn.post_logout(cx.device(), iu)));
         if slot.begin_close(cx.device(), has_logout, now) {
-            self.machine.handle_channel_gone(channel, now);
+            self.machine.handle_channel_closed(channel, now);
         }
     }
 
@@ -207,7 +211,7 @@ impl SrpLink {
     fn close_now<E: Env>(&mut self, channel: ChannelIndex, cx: &mut Context<'_, E>) {
         let now = cx.now;
         self.slot(channel).release(cx.device(), true, now);
-        self.machine.handle_channel_gone(channel, now);
+        self.machine.handle_channel_closed(channel, now);
     }
 
     pub(super) fn next_deadline(&self) -> Option<Instant> {

@@ -69,12 +69,16 @@ impl TcpMover {
     /// Checks whether the target's host is available and whether sent data arrives at the target.
     /// Call this before any timeout is handled. Acceptance by the socket proves neither, because it
     /// may buffer several MiB, and sending these may take minutes on a slow network.
-    pub(in crate::engine::driver) fn look(&mut self, machine: &mut IscsiSession, now: Instant) {
+    pub(in crate::engine::driver) fn check_liveness(
+        &mut self,
+        machine: &mut IscsiSession,
+        now: Instant,
+    ) {
         let Some(conn) = &mut self.conn else {
             return;
         };
         if conn.check(now) {
-            machine.leave(Down::Unresponsive, false, now);
+            machine.abandon_connection(Down::Unresponsive, false, now);
             return;
         }
         if let Some(arrived) = conn.poll_acknowledged() {
@@ -101,7 +105,12 @@ impl TcpMover {
 
     /// Processes the next received PDU; returns whether there was one. A partial PDU also proves
     /// that the target is alive.
-    fn take(&mut self, machine: &mut IscsiSession, ios: &[Option<Io>], now: Instant) -> bool {
+    fn process_pdu(
+        &mut self,
+        machine: &mut IscsiSession,
+        ios: &[Option<Io>],
+        now: Instant,
+    ) -> bool {
         let Some(conn) = &mut self.conn else {
             return false;
         };
@@ -158,7 +167,7 @@ impl<E: Env> Driver<E> {
             }
             worked = true;
             while self.on_tcp(index, now, |mover, machine, cx| {
-                mover.take(machine, cx.ios, now)
+                mover.process_pdu(machine, cx.ios, now)
             }) {}
         }
         if worked {

@@ -9,7 +9,7 @@ use riser_scsi::iscsi::login::ConnectionParams;
 use super::context::MoverError;
 use crate::engine::env::Env;
 use crate::engine::io::Target;
-use crate::engine::park::Waited;
+use crate::engine::park::PollInterest;
 use crate::engine::tcp::{Item, TcpConn};
 use crate::iscsi::session::{ControlPdu, DataOrder};
 use crate::request::RequestId;
@@ -24,9 +24,9 @@ pub(super) struct TcpMover {
 }
 
 impl TcpMover {
-    pub(super) fn waited(&self) -> Option<Waited<'_>> {
+    pub(super) fn waited(&self) -> Option<PollInterest<'_>> {
         let conn = self.conn.as_ref()?;
-        Some(Waited {
+        Some(PollInterest {
             fd: conn.fd(),
             to_read: true,
             to_write: conn.wants_write(),

@@ -289,7 +289,7 @@ impl Pool {
         };
         // Moving a buffer is expensive, so return it directly.
         let mut granted = match part {
-            Some(_) => self.take(len),
+            Some(_) => self.allocate(len),
             None => None,
         };
         let (Some(buffer), Some(part)) = (&mut granted, part) else {
@@ -340,7 +340,7 @@ impl Pool {
         if !self.has_reserve(claim, len) {
             return None;
         }
-        let mut buffer = self.reserve.take(&self.memory, len)?;
+        let mut buffer = self.reserve.allocate(&self.memory, len)?;
         let charge = Charge {
             claim,
             part: Part::Reserve,
@@ -372,7 +372,7 @@ impl Pool {
         if self.shares.tables(owner) + needed(len) > self.tables.len / 2 {
             return None;
         }
-        let mut buffer = self.tables.take(&self.memory, len)?;
+        let mut buffer = self.tables.allocate(&self.memory, len)?;
         buffer.charge = Some(Charge {
             claim: owner.into(),
             part: Part::Reserve,
@@ -469,8 +469,8 @@ impl Pool {
 
     /// Allocates a data buffer of `len` bytes. Returns `None` if there is not enough memory, or if
     /// it is too fragmented.
-    pub fn take(&mut self, len: u32) -> Option<Buffer> {
-        let buffer = self.data.take(&self.memory, len);
+    pub fn allocate(&mut self, len: u32) -> Option<Buffer> {
+        let buffer = self.data.allocate(&self.memory, len);
         self.lowest_free = self.lowest_free.min(self.data.free);
         buffer
     }
@@ -492,7 +492,7 @@ impl Pool {
             &mut self.data
         };
         for piece in &buffer.pieces {
-            blocks.put(piece.offset);
+            blocks.release(piece.offset);
         }
         buffer.pieces.clear();
         self.has_changed = true;
@@ -593,7 +593,7 @@ mod tests {
     fn data_crosses_pieces_and_is_released() {
         let mut pool = Pool::new(4 << 20).unwrap();
         let len = (2 << 20) + 4096 + 7;
-        let buffer = pool.take(len).unwrap();
+        let buffer = pool.allocate(len).unwrap();
         assert_eq!(buffer.len(), len);
         assert!(buffer.pieces.len() >= 3);
         let data: Vec<u8> = (0..3000u32).map(|i| (i % 251) as u8).collect();
@@ -624,17 +624,17 @@ mod tests {
     #[test]
     fn exhausted_pool_recovers_all_memory() {
         let mut pool = Pool::new(1 << 20).unwrap();
-        let a = pool.take(1 << 19).unwrap();
-        assert!(pool.take((1 << 19) + 1).is_none());
+        let a = pool.allocate(1 << 19).unwrap();
+        assert!(pool.allocate((1 << 19) + 1).is_none());
         assert_eq!(pool.free(), 1 << 19);
-        let b = pool.take(1 << 19).unwrap();
-        assert!(pool.take(1).is_none());
-        let nothing = pool.take(0).unwrap();
+        let b = pool.allocate(1 << 19).unwrap();
+        assert!(pool.allocate(1).is_none());
+        let nothing = pool.allocate(0).unwrap();
         assert!(nothing.is_empty());
         for x in [a, b, nothing] {
             pool.release(x);
         }
-        let whole = pool.take(1 << 20).unwrap();
+        let whole = pool.allocate(1 << 20).unwrap();
         assert_eq!(whole.ranges(0..1 << 20).count(), 1, "neighbours rejoin");
         pool.release(whole);
     }
@@ -672,7 +672,7 @@ mod tests {
         let (first, other) = (Owner(1), Owner(2));
         let mut pool = Pool::new(8 << 20).unwrap();
         let held = pool.grant(first, 3 * MIB + MIB / 2).unwrap();
-        let rest = pool.take(4 * MIB + MIB / 2).unwrap();
+        let rest = pool.allocate(4 * MIB + MIB / 2).unwrap();
         for owner in [first, other] {
             assert!(pool.grant(owner, MIB).is_none());
             pool.wait(owner);
@@ -761,7 +761,7 @@ mod tests {
         let (first, other, passing) = (Owner(1), Owner(2), Owner(3));
         // A small pool only consists of common memory.
         let mut pool = Pool::new(3 << 20).unwrap();
-        let held = pool.take(3 << 20).unwrap();
+        let held = pool.allocate(3 << 20).unwrap();
         for owner in [first, other] {
             assert!(pool.grant(owner, HALF).is_none());
             pool.wait_started(owner, HALF);
@@ -963,8 +963,8 @@ mod tests {
     #[test]
     fn reserve_serves_one_command_per_unit() {
         let mut pool = shared(64 << 20, 2, 8);
-        let all = pool.take(32 << 20).unwrap();
-        let rest = pool.take(32 << 20).unwrap();
+        let all = pool.allocate(32 << 20).unwrap();
+        let rest = pool.allocate(32 << 20).unwrap();
         let granted: Vec<_> = (0..8)
             .filter_map(|unit| {
                 let buffer = pool.grant_reserve(claim(0, unit), 4096)?;
@@ -1234,7 +1234,7 @@ mod tests {
                 if give_back && !held.is_empty() {
                     let buffer = held.swap_remove(n as usize % held.len());
                     pool.release(buffer);
-                } else if let Some(buffer) = pool.take(n) {
+                } else if let Some(buffer) = pool.allocate(n) {
                     held.push(buffer);
                 }
                 let mut all: Vec<_> = held.iter().flat_map(|b| b.ranges(0..u32::MAX)).collect();
@@ -1245,7 +1245,7 @@ mod tests {
                 pool.release(buffer);
             }
             prop_assert_eq!(pool.free(), pool.size());
-            let whole = pool.take(8 << 20).unwrap();
+            let whole = pool.allocate(8 << 20).unwrap();
             prop_assert_eq!(whole.pieces.len(), 8);
             pool.release(whole);
         }

@@ -272,7 +272,7 @@ impl RemoteMemory for Ranges {
 fn planner(criterion: &mut Criterion) {
     const LEN: u32 = 64 << 10;
     let mut pool = Pool::new(1 << 20).expect("a pool");
-    let buffer = pool.take(LEN).expect("room");
+    let buffer = pool.allocate(LEN).expect("room");
     let limits = PortionLimits { wrs: 128, sges: 4 };
     let mut group = criterion.benchmark_group("plan of 64 KiB");
     for range in [LEN, 4096, 512] {

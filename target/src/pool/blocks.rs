@@ -66,7 +66,7 @@ impl Blocks {
         self.free == self.len
     }
 
-    pub(super) fn take(&mut self, memory: &Memory, len: u32) -> Option<Buffer> {
+    pub(super) fn allocate(&mut self, memory: &Memory, len: u32) -> Option<Buffer> {
         let mut buffer = Buffer {
             memory: memory.clone(),
             pieces: SmallVec::new(),
@@ -85,7 +85,7 @@ impl Blocks {
             // part of their memory, they might wait for each other.
             let Some((page, order)) = taken else {
                 for piece in buffer.pieces.drain(..) {
-                    self.put(piece.offset);
+                    self.release(piece.offset);
                 }
                 return None;
             };
@@ -100,7 +100,7 @@ impl Blocks {
         Some(buffer)
     }
 
-    pub(super) fn put(&mut self, offset: usize) {
+    pub(super) fn release(&mut self, offset: usize) {
         self.put_block(((offset - self.base) / MIN_BLOCK) as u32);
     }
 

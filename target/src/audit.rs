@@ -7,7 +7,7 @@
 //! | event | when | fields |
 //! | --- | --- | --- |
 //! | `login` | a connection of a session has logged in | all fields of [`Who`] |
-//! | `end` | a logged-in connection was closed | all fields of [`Who`], `reason` ([`Parting`]) |
+//! | `end` | a logged-in connection was closed | all fields of [`Who`], `reason` ([`CloseReason`]) |
 //! | `denied` | a login was refused | all fields of [`Who`], `reason`, `detail` |
 //! | `discovery` | an initiator requested the list of targets | all fields of [`Who`], `found` |
 //! | `config_changed` | new configuration is active | `who`, `how`, `revision`, `changes`, `paths` |
@@ -60,7 +60,7 @@ pub struct Who {
 
 /// Reason for closing a connection. If several reasons apply, this is the first one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Parting {
+pub enum CloseReason {
     /// The initiator logged out.
     Logout,
     /// The initiator closed the connection.
@@ -79,7 +79,7 @@ pub enum Parting {
     Lost,
 }
 
-impl Parting {
+impl CloseReason {
     /// Returns the name in the log.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -143,7 +143,7 @@ impl Audit {
     }
 
     /// Logs that a logged-in connection was closed.
-    pub fn end(&mut self, now: Instant, who: &Who, why: Parting) {
+    pub fn end(&mut self, now: Instant, who: &Who, why: CloseReason) {
         if let Some(suppressed) = self.sessions.admit(now) {
             line!(INFO, "end", who, suppressed, { reason = why.name(), }, "session ended");
         }
@@ -201,7 +201,7 @@ impl Audit {
 
 /// Origin of a configuration request.
 #[derive(Clone, Copy, Debug)]
-pub struct Asked<'a> {
+pub struct ChangeOrigin<'a> {
     /// User and process, or a signal.
     pub who: &'a str,
     /// `start`, `apply`, `reload`, `rollback 1`.
@@ -209,8 +209,8 @@ pub struct Asked<'a> {
 }
 
 /// Logs that a new configuration is active.
-pub fn changed(asked: Asked<'_>, revision: &str, changes: &[Difference]) {
-    let Asked { who, how } = asked;
+pub fn changed(asked: ChangeOrigin<'_>, revision: &str, changes: &[Difference]) {
+    let ChangeOrigin { who, how } = asked;
     let event = if how.starts_with("rollback") {
         "config_rolled_back"
     } else {
@@ -230,8 +230,8 @@ pub fn changed(asked: Asked<'_>, revision: &str, changes: &[Difference]) {
 }
 
 /// Logs that a configuration was rejected, and that `revision` remains active.
-pub fn rejected(asked: Asked<'_>, revision: &str, reason: &dyn Display) {
-    let Asked { who, how } = asked;
+pub fn rejected(asked: ChangeOrigin<'_>, revision: &str, reason: &dyn Display) {
+    let ChangeOrigin { who, how } = asked;
     tracing::warn!(
         target: TARGET, event = "config_rejected", who, how, revision, reason = %reason,
         "configuration not applied"

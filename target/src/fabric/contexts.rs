@@ -44,12 +44,12 @@ impl<T> Spare<T> {
 
     /// Returns the most recently used context, which may still be in the cache, or allocates a new
     /// one.
-    pub(crate) fn take(&mut self, make: impl FnOnce() -> T) -> Box<T> {
+    pub(crate) fn take_context(&mut self, make: impl FnOnce() -> T) -> Box<T> {
         self.contexts.pop().unwrap_or_else(|| Box::new(make()))
     }
 
     /// Returns a context to the spare contexts.
-    pub(crate) fn put(&mut self, context: Box<T>) {
+    pub(crate) fn return_context(&mut self, context: Box<T>) {
         if self.contexts.len() < KEPT {
             self.contexts.push(context);
         }
@@ -202,21 +202,21 @@ mod tests {
     fn idle_contexts_are_shared_between_connections() {
         let mut spare = Spare::default();
         let (mut one, mut other) = (Contexts::new(2), Contexts::new(2));
-        let first = one.insert(spare.take(|| 7));
+        let first = one.insert(spare.take_context(|| 7));
         assert_eq!(
             (first, one.len(), one.generation(first)),
             (TaskIdx(0), 1, 1)
         );
-        spare.put(one.remove(first));
+        spare.return_context(one.remove(first));
         assert!(one.is_empty() && one.get(first).is_none() && one.iter().next().is_none());
-        let second = other.insert(spare.take(|| unreachable!("there is one to spare")));
+        let second = other.insert(spare.take_context(|| unreachable!("there is one to spare")));
         assert_eq!(other[usize::from(second.0)], 7);
         // The previous use of the same number has a different generation.
-        let again = one.insert(spare.take(|| 8));
+        let again = one.insert(spare.take_context(|| 8));
         assert_eq!((again, one.generation(again)), (first, 2));
         assert!(one.of_use(again, 1).is_none());
         assert_eq!(one.of_use(again, 2), Some(&mut 8));
-        one.insert(spare.take(|| 9));
+        one.insert(spare.take_context(|| 9));
         assert!(one.is_full() && !other.is_full());
         let found: Vec<_> = one.iter().map(|(idx, context)| (idx.0, *context)).collect();
         assert_eq!(found, [(0, 8), (1, 9)]);
@@ -226,7 +226,7 @@ mod tests {
     fn spare_contexts_are_bounded() {
         let mut spare = Spare::default();
         for n in 0..2 * KEPT {
-            spare.put(Box::new(n));
+            spare.return_context(Box::new(n));
         }
         assert_eq!(spare.contexts.len(), KEPT);
     }

@@ -48,7 +48,7 @@ pub(crate) enum Hold {
 }
 
 /// Time and memory of the worker, borrowed by a connection during a call.
-pub(crate) trait Lent {
+pub(crate) trait CallContext {
     /// Returns the start time of the worker's current round.
     fn now(&self) -> Instant;
 
@@ -223,7 +223,7 @@ impl Backlog {
 /// A connection that processes commands. Methods without a default are fabric-specific.
 pub(crate) trait CommandFlow {
     /// Worker resources, and any other state the fabric requires for a call.
-    type Cx<'a>: Lent;
+    type Cx<'a>: CallContext;
 
     /// Returns the commands that are waiting.
     fn backlog(&mut self) -> &mut Backlog;
@@ -232,7 +232,7 @@ pub(crate) trait CommandFlow {
     fn exec(&mut self, task: TaskIdx) -> &mut Execution;
 
     /// Sends a request to the worker.
-    fn ask(&mut self, action: TaskAction);
+    fn request_action(&mut self, action: TaskAction);
 
     /// Changes the state of a command that must wait.
     fn hold(&mut self, task: TaskIdx, hold: Hold);
@@ -248,7 +248,7 @@ pub(crate) trait CommandFlow {
     }
 
     /// Receives `len` bytes of Data-Out at offset `from` into the buffer. Returns the result if
-    /// this has already completed. Otherwise [`CommandFlow::go_on`] is called later.
+    /// this has already completed. Otherwise [`CommandFlow::resume_task`] is called later.
     fn receive_data(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -258,7 +258,7 @@ pub(crate) trait CommandFlow {
     ) -> Option<StepResult>;
 
     /// Sends `len` bytes of Data-In at offset `from`, to be followed by more data. Returns the
-    /// result if this has already completed. Otherwise [`CommandFlow::go_on`] is called later.
+    /// result if this has already completed. Otherwise [`CommandFlow::resume_task`] is called later.
     fn send_data(
         &mut self,
         cx: &mut Self::Cx<'_>,
@@ -357,7 +357,7 @@ pub(crate) trait CommandFlow {
                 self.run(cx, task, step);
             }
             None if self.fetch_descriptors(cx, task) => {}
-            None => self.go_on(cx, task, StepResult::Done),
+            None => self.resume_task(cx, task, StepResult::Done),
         }
     }
 
@@ -396,7 +396,7 @@ pub(crate) trait CommandFlow {
                     let unit = unit.index;
                     exec.timer.enter(Stage::Backend, cx.now());
                     self.hold(task, Hold::Backend);
-                    return self.ask(TaskAction::SubmitBlock { task, unit, op });
+                    return self.request_action(TaskAction::SubmitBlock { task, unit, op });
                 }
             };
             let next = result.and_then(|result| self.advance(cx, task, result));
@@ -408,7 +408,7 @@ pub(crate) trait CommandFlow {
     }
 
     /// Resumes a command when its step has completed.
-    fn go_on(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, result: StepResult) {
+    fn resume_task(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, result: StepResult) {
         if let Some(step) = self.advance(cx, task, result) {
             self.run(cx, task, step);
         }
@@ -431,7 +431,7 @@ pub(crate) trait CommandFlow {
         let (may_start, others) = exec.data_arrived(result, now);
         self.hold(task, Hold::Order);
         for other in others {
-            self.ask(TaskAction::StartTask(other));
+            self.request_action(TaskAction::StartTask(other));
         }
         may_start.then(|| self.first_step(cx, task))
     }
@@ -512,14 +512,14 @@ pub(crate) trait CommandFlow {
     /// Removes a task from the task set of its unit. Tasks that were waiting for it may start.
     fn leave_task_set(&mut self, task: TaskIdx) {
         for started in self.exec(task).leave() {
-            self.ask(TaskAction::StartTask(started));
+            self.request_action(TaskAction::StartTask(started));
         }
     }
 
     /// Notifies the functions waiting for a completed task.
     fn report_gone(&mut self, watchers: Vec<TaskRef>) {
         for watcher in watchers {
-            self.ask(TaskAction::TaskGone(watcher));
+            self.request_action(TaskAction::TaskGone(watcher));
         }
     }
 }

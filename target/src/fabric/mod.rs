@@ -43,7 +43,7 @@ pub use action::TaskAction;
 pub use command::{Descriptors, Entry, Execution, MAX_CDB, MAX_DATA_TIMEOUTS};
 pub(crate) use contexts::Contexts;
 pub use contexts::Spare;
-pub(crate) use flow::{Backlog, CommandFlow, End, Hold, Lent, MAX_STAGED};
+pub(crate) use flow::{Backlog, CallContext, CommandFlow, End, Hold, MAX_STAGED};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::{ConnectionMemory, INITIATOR_DEPTH, RESPONDER_RESOURCES};
 pub use pace::{OWED, Pace, SLOWEST, SLOWEST_AWAITED, Wait};

@@ -304,12 +304,12 @@ mod tests {
     /// Returns a fragmented buffer of a pool, together with the buffers that fragment it. Returns
     /// `None` if there is not enough memory.
     fn fragmented(pool: &mut Pool, holes: &[u32], len: u32) -> Option<(Buffer, Vec<Buffer>)> {
-        let mut held: Vec<_> = holes.iter().filter_map(|&n| pool.take(n)).collect();
+        let mut held: Vec<_> = holes.iter().filter_map(|&n| pool.allocate(n)).collect();
         for i in (0..held.len()).rev().step_by(2) {
             let buffer = held.swap_remove(i);
             pool.release(buffer);
         }
-        let Some(buffer) = pool.take(len) else {
+        let Some(buffer) = pool.allocate(len) else {
             held.into_iter().for_each(|b| pool.release(b));
             return None;
         };
@@ -320,11 +320,11 @@ mod tests {
     fn requests_are_split_at_ranges_and_limit() {
         let mut pool = Pool::new(1 << 20).unwrap();
         // Free every other page, so that the buffer consists of single pages.
-        let pages: Vec<_> = std::iter::from_fn(|| pool.take(4096)).collect();
+        let pages: Vec<_> = std::iter::from_fn(|| pool.allocate(4096)).collect();
         let (odd, even): (Vec<_>, Vec<_>) =
             pages.into_iter().enumerate().partition(|(i, _)| i % 2 == 1);
         even.into_iter().for_each(|(_, page)| pool.release(page));
-        let buffer = pool.take(5 * 4096).unwrap();
+        let buffer = pool.allocate(5 * 4096).unwrap();
         assert_eq!(buffer.ranges(0..5 * 4096).count(), 5);
         let remote = Ranges(vec![15, 0, 5 * 4096]);
         let mut transfer = Transfer::of_range(Direction::FromInitiator, 5..4 * 4096 + 6);

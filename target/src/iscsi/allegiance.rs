@@ -38,7 +38,7 @@ use super::channel::{Action, Channel, Cx, Ending, Phase};
 use super::datamover::{Datamover, Progress, Start};
 use super::reassigned::{ReassignRequest, ReassignedTask, ResumePoint};
 use super::task::{Incoming, Piece, Task, TaskState};
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::task_mgmt::FunctionAnswer;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, TaskRef};
 use crate::pool::Buffer;
@@ -77,7 +77,7 @@ impl<D: Datamover> Channel<D> {
             Phase::Closing => self.allegiance.detached,
             Phase::Login | Phase::Joining | Phase::LoggingOut(_) => false,
         };
-        self.ended.get_or_insert(Parting::Lost);
+        self.ended.get_or_insert(CloseReason::Lost);
         let Some(retention) = self.retention().filter(|_| retains) else {
             return self.drop_connection();
         };
@@ -91,7 +91,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Called when this connection was logged out for recovery, or is being reinstated.
     pub fn handle_detach(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(Parting::Terminated);
+        self.ended.get_or_insert(CloseReason::Terminated);
         let can = match self.phase {
             Phase::FullFeature | Phase::CleanupWait | Phase::Retaining => {
                 self.retention().is_some()
@@ -305,7 +305,7 @@ impl<D: Datamover> Channel<D> {
         // Another connection may have claimed it since we checked the tag.
         if !window.claim_tag(request.referenced, tag.task, to) {
             let context = self.take_back(idx);
-            cx.spare.0.put(context);
+            cx.spare.0.return_context(context);
             return Err(FunctionAnswer::StillAllegiant);
         }
         self.tasks[usize::from(idx.0)].expected = !tag.immediate;
@@ -433,7 +433,7 @@ impl<D: Datamover> Channel<D> {
         self.counted -= u16::from(counted);
         self.lingering -= u16::from(lingers);
         let context = self.take_back(idx);
-        cx.spare.0.put(context);
+        cx.spare.0.return_context(context);
         self.allegiance.moved.push((claim.task, claim.to));
         self.deliver(claim.to, Some(Box::new(moved)));
     }

@@ -32,10 +32,10 @@ use super::pending::{LoginResult, QueuedRequest, TextState};
 use super::reassigned::{Allegiance, ReassignRequest};
 use super::task::{SpareTasks, Task, TaskState};
 use super::window::{WINDOWS, Window};
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::{
-    Accounts, Backlog, CommandFlow, ConnRef, Contexts, Lent, LunMap, Pace, TaskAction, TaskIdx,
-    TaskRef, Wait,
+    Accounts, Backlog, CallContext, CommandFlow, ConnRef, Contexts, LunMap, Pace, TaskAction,
+    TaskIdx, TaskRef, Wait,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
@@ -147,7 +147,7 @@ pub struct Cx<'a> {
     pub gate: &'a mut dyn Gate,
 }
 
-impl Lent for Cx<'_> {
+impl CallContext for Cx<'_> {
     fn now(&self) -> Instant {
         self.now
     }
@@ -327,7 +327,7 @@ pub struct Channel<D> {
     /// The logout response was sent.
     pub(super) logged_out: bool,
     /// Reason for closing the connection, if known.
-    pub(super) ended: Option<Parting>,
+    pub(super) ended: Option<CloseReason>,
     /// Commands waiting for memory or for rate limits.
     pub(super) backlog: Backlog,
     pub(super) text: TextState,
@@ -624,7 +624,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_broken(&mut self, cx: &mut Cx<'_>, event: SessionEvent, error: impl Display) {
         cx.gate.count(event);
         warn_limited!(self.complaints, cx.now, %error, "the connection is broken");
-        self.ended.get_or_insert(Parting::Protocol);
+        self.ended.get_or_insert(CloseReason::Protocol);
         self.lose_connection(cx.now);
         self.settle(cx);
     }
@@ -674,7 +674,7 @@ impl<D: Datamover> Channel<D> {
         // the initiator.
         if self.phase == Phase::FullFeature && self.deadline().is_some_and(|at| at <= cx.now) {
             if self.is_discovery() {
-                self.ended.get_or_insert(Parting::Silent);
+                self.ended.get_or_insert(CloseReason::Silent);
                 self.drop_connection();
             } else if self.ping.is_some() {
                 cx.gate.count(SessionEvent::TimedOut);
@@ -683,7 +683,7 @@ impl<D: Datamover> Channel<D> {
                     cx.now,
                     "timed out waiting for a response from the initiator"
                 );
-                self.ended.get_or_insert(Parting::Silent);
+                self.ended.get_or_insert(CloseReason::Silent);
                 self.lose_connection(cx.now);
             } else {
                 self.send_ping(cx.now);
@@ -702,7 +702,7 @@ impl<D: Datamover> Channel<D> {
     /// Called when the initiator closes the connection. [`Channel::handle_disconnected`] is called
     /// next.
     pub fn note_closed(&mut self) {
-        self.ended.get_or_insert(Parting::Closed);
+        self.ended.get_or_insert(CloseReason::Closed);
     }
 
     /// Returns true for a discovery session.
@@ -712,8 +712,8 @@ impl<D: Datamover> Channel<D> {
 
     /// Returns the reason for closing the connection.
     #[must_use]
-    pub fn end(&self) -> Parting {
-        self.ended.unwrap_or(Parting::Lost)
+    pub fn end(&self) -> CloseReason {
+        self.ended.unwrap_or(CloseReason::Lost)
     }
 
     /// Updates the LUN map for the initiator. Commands in flight aren't affected.

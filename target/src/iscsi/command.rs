@@ -159,7 +159,7 @@ impl<D: Datamover> Channel<D> {
         if task.exec.aborted {
             return self.end_aborted(cx, idx);
         }
-        self.go_on(cx, idx, result);
+        self.resume_task(cx, idx, result);
     }
 
     /// The response is delayed. Functions should find that the command is no longer in the task
@@ -248,7 +248,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         &mut self.tasks[usize::from(idx.0)].exec
     }
 
-    fn ask(&mut self, action: TaskAction) {
+    fn request_action(&mut self, action: TaskAction) {
         self.actions.push_back(Action::Task(action));
     }
 

@@ -10,7 +10,7 @@ use riser_scsi::step::{BackendError, StepResult, TransferError};
 use super::channel::{Channel, Cx, Phase, SILENCE};
 use super::datamover::{Datamover, GetData, SolicitedData};
 use super::task::{Task, TaskState};
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::{CommandFlow as _, End, MAX_DATA_TIMEOUTS, OWED, TaskIdx, Wait};
 use crate::stats::SessionEvent;
 use crate::warn_limited;
@@ -50,10 +50,10 @@ impl<D: Datamover> Channel<D> {
         }
         if std::mem::take(&mut task.is_lacking) {
             let failed = BackendError::Transfer(TransferError::SnackRejected);
-            return self.go_on(cx, idx, StepResult::Failed(failed));
+            return self.resume_task(cx, idx, StepResult::Failed(failed));
         }
         task.pass_piece();
-        self.go_on(cx, idx, StepResult::Done);
+        self.resume_task(cx, idx, StepResult::Done);
     }
 
     /// Handles a SNACK. If we can't retransmit the data of a command before sending the status, the
@@ -162,13 +162,13 @@ impl<D: Datamover> Channel<D> {
                     buffer.write(offset - context.incoming.from, frame.data);
                 }
                 if complete {
-                    self.go_on(cx, task, StepResult::Done);
+                    self.resume_task(cx, task, StepResult::Done);
                 }
             }
             SolicitedData::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
             SolicitedData::Failed(task, error) => {
                 let failed = StepResult::Failed(BackendError::Transfer(error));
-                self.go_on(cx, task, failed);
+                self.resume_task(cx, task, failed);
             }
         }
     }
@@ -242,7 +242,7 @@ impl<D: Datamover> Channel<D> {
             match task.state {
                 TaskState::Receive => {
                     if let Some(result) = self.check_received(cx.now, idx) {
-                        self.go_on(cx, idx, result);
+                        self.resume_task(cx, idx, result);
                     }
                 }
                 TaskState::AwaitUnsolicited => {
@@ -279,10 +279,10 @@ impl<D: Datamover> Channel<D> {
             let len = incoming.wanted.unwrap_or(asked) - asked;
             self.counters.bytes_out += u64::from(len);
             self.pace.on_moved(len);
-            self.go_on(cx, idx, StepResult::Done);
+            self.resume_task(cx, idx, StepResult::Done);
         } else {
             let failed = BackendError::Transfer(TransferError::Failed);
-            self.go_on(cx, idx, StepResult::Failed(failed));
+            self.resume_task(cx, idx, StepResult::Failed(failed));
         }
         self.settle(cx);
     }
@@ -417,7 +417,7 @@ impl<D: Datamover> Channel<D> {
             cx.now,
             "timed out waiting for the initiator to send or receive data"
         );
-        self.ended.get_or_insert(Parting::Silent);
+        self.ended.get_or_insert(CloseReason::Silent);
         for idx in self.tasks.numbers() {
             // After the response, the task completes when it's no longer in use by the socket or
             // device.

@@ -38,7 +38,7 @@ impl<D: Datamover> Channel<D> {
     /// Completes a request: releases its resources and notifies its watchers.
     pub(super) fn finish(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
         let context = self.end_request(cx.pool, idx, end);
-        cx.spare.0.put(context);
+        cx.spare.0.return_context(context);
     }
 
     /// Same as [`Channel::finish`], but returns the context of the request, which is now unused.
@@ -66,7 +66,7 @@ impl<D: Datamover> Channel<D> {
         if !task.is_command() {
             // The response is sent before ours, so the task is already complete for the initiator.
             if let Some(watcher) = watcher {
-                self.ask(TaskAction::TaskGone(watcher));
+                self.request_action(TaskAction::TaskGone(watcher));
             }
             return;
         }
@@ -138,7 +138,7 @@ impl<D: Datamover> Channel<D> {
             TaskState::Receive | TaskState::Send => self.mover.forget(idx),
             TaskState::Expected => true,
             TaskState::Block => {
-                self.ask(TaskAction::AbortBlock(idx));
+                self.request_action(TaskAction::AbortBlock(idx));
                 true
             }
             _ => false,

@@ -161,7 +161,9 @@ impl<D: Datamover> Channel<D> {
             return None;
         }
         let wait = self.pace.begin(cx.now);
-        let idx = self.tasks.insert(cx.spare.0.take(|| Task::new(wait)));
+        let idx = self
+            .tasks
+            .insert(cx.spare.0.take_context(|| Task::new(wait)));
         let task = &mut self.tasks[usize::from(idx.0)];
         become_state(&mut task.state, state);
         task.itt = itt;

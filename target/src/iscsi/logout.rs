@@ -10,7 +10,7 @@ use riser_state::become_state;
 
 use super::channel::{Action, Channel, Cx, Ending, Phase};
 use super::datamover::Datamover;
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::End;
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
@@ -24,14 +24,14 @@ const MAX_LOGOUTS: usize = 16;
 impl<D: Datamover> Channel<D> {
     /// Terminates the connection, because the session is being reinstated or the target shuts down.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(Parting::Terminated);
+        self.ended.get_or_insert(CloseReason::Terminated);
         self.drop_connection();
         self.settle(cx);
     }
 
     /// Requests a logout because the target is shutting down, and closes the connection at `until`.
     pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
-        self.ended.get_or_insert(Parting::Shutdown);
+        self.ended.get_or_insert(CloseReason::Shutdown);
         if self.phase == Phase::FullFeature {
             let seconds = until.saturating_duration_since(cx.now).as_secs();
             self.send(
@@ -70,7 +70,7 @@ impl<D: Datamover> Channel<D> {
         self.awaits_others |= !self.logouts.is_empty();
         self.ends_session =
             request.reason == LogoutReason::CloseSession || !self.window().is_unordered();
-        self.ended.get_or_insert(Parting::Logout);
+        self.ended.get_or_insert(CloseReason::Logout);
         become_state(&mut self.phase, Phase::LoggingOut(request.itt));
         self.phase_deadline = Some(cx.now + CLOSE_TIMEOUT);
         // Abort commands that wait for something the initiator might never send.
@@ -129,7 +129,7 @@ impl<D: Datamover> Channel<D> {
     /// Closes all connections of the session after the I_T NEXUS RESET response was queued. No
     /// commands are kept for recovery (RFC 7144 6.3). This connection must send the response first.
     fn end_reset_session(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(Parting::Terminated);
+        self.ended.get_or_insert(CloseReason::Terminated);
         self.actions.push_back(Action::EndOthers);
         // The initiator can no longer request retransmission of unacknowledged PDUs.
         self.on_acknowledged(cx, None);

@@ -136,7 +136,7 @@ impl<D: Datamover> Channel<D> {
         if let Some(task) = window.abort_tag(request.referenced) {
             self.mgmt_mut(idx).await_tasks(1);
             let watcher = self.task_ref(idx);
-            self.ask(TaskAction::AbortTask { task, watcher });
+            self.request_action(TaskAction::AbortTask { task, watcher });
             return None;
         }
         Some(if window.forgo(request.ref_cmd_sn, request.cmd_sn) {
@@ -159,7 +159,7 @@ impl<D: Datamover> Channel<D> {
         self.mgmt_mut(idx).await_tasks(effect.tasks());
         effect
             .into_actions(watcher)
-            .for_each(|action| self.ask(action));
+            .for_each(|action| self.request_action(action));
     }
 
     fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Function> {
@@ -207,11 +207,11 @@ impl<D: Datamover> Channel<D> {
         let idx = name.index;
         // The task was handed over before the message was received, so forward it.
         if let Some(task) = self.allegiance.moved(name) {
-            self.ask(TaskAction::AbortTask { task, watcher });
+            self.request_action(TaskAction::AbortTask { task, watcher });
         } else if self.tasks.of_use(idx, name.generation).is_some() {
             self.end_managed(cx, idx, watcher);
         } else {
-            self.ask(TaskAction::TaskGone(watcher));
+            self.request_action(TaskAction::TaskGone(watcher));
         }
         self.settle(cx);
     }

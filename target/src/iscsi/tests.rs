@@ -1209,7 +1209,7 @@ fn shutdown_requests_logout_first() {
 #[test]
 fn commands_wait_for_buffers_and_lose_nothing() {
     let mut rig = Rig::logged_in("");
-    let hog = rig.pool.take(rig.pool.size() as u32).unwrap();
+    let hog = rig.pool.allocate(rig.pool.size() as u32).unwrap();
     assert!(rig.write(1, 8, &[5; 4096], true).is_empty());
     assert!(rig.read(2, 0, 8).is_empty());
     assert!(rig.channel.channel().pool_waits() > 0);
@@ -1229,7 +1229,7 @@ fn commands_wait_for_buffers_and_lose_nothing() {
 fn unsolicited_data_of_waiting_commands_is_bounded() {
     const SESSIONS: usize = 16;
     let mut pool = Pool::new(4 << 20).unwrap();
-    let hog = pool.take(pool.size() as u32).unwrap();
+    let hog = pool.allocate(pool.size() as u32).unwrap();
     let data = vec![5; 64 << 10];
     let mut refused = 0;
     let mut rigs: Vec<_> = (1..=SESSIONS as u64)
@@ -1285,7 +1285,7 @@ fn waiting_commands_keep_only_their_data() {
     rig.log_in("FirstBurstLength=65536\0");
     rig.command(100, &[0; 6], false, 0, &[], true);
     let burst = vec![5; 64 << 10];
-    let hog = rig.pool.take(rig.pool.size() as u32).unwrap();
+    let hog = rig.pool.allocate(rig.pool.size() as u32).unwrap();
     for tag in 1..=4 {
         // It requires no memory of the pool.
         let most = burst.len() - 1;
@@ -1306,7 +1306,7 @@ fn waiting_commands_keep_only_their_data() {
 #[test]
 fn started_command_gets_reserve() {
     let mut rig = Rig::logged_in("");
-    let hog = rig.pool.take(rig.pool.size() as u32).unwrap();
+    let hog = rig.pool.allocate(rig.pool.size() as u32).unwrap();
     assert!(rig.write(1, 8, &[5; 4096], true).is_empty());
     assert!(rig.read(2, 0, 8).is_empty());
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
@@ -1324,7 +1324,7 @@ fn started_command_gets_reserve() {
 #[test]
 fn started_command_gets_memory_behind_waiting_write() {
     let mut rig = Rig::logged_in("");
-    let mut hogs: Vec<_> = std::iter::from_fn(|| rig.pool.take(64 << 10)).collect();
+    let mut hogs: Vec<_> = std::iter::from_fn(|| rig.pool.allocate(64 << 10)).collect();
     let hung = |unit| Claim {
         owner: Owner(99),
         unit: Some(unit),
@@ -1349,7 +1349,7 @@ fn started_command_gets_memory_behind_waiting_write() {
 #[test]
 fn commands_queue_behind_memory_wait() {
     let mut rig = Rig::logged_in("");
-    let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.take(4096)).collect();
+    let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.allocate(4096)).collect();
     let page = held.pop().unwrap();
     rig.pool.release(page);
     assert!(rig.write(1, 16, &[], true).is_empty());

@@ -411,7 +411,7 @@ fn write_in_pieces(starved: bool) {
     let first_disk = duo.first.disk.clone();
     duo.cut();
     duo.second.disk = first_disk;
-    let hog = starved.then(|| duo.second.pool.take(4 << 20).unwrap());
+    let hog = starved.then(|| duo.second.pool.allocate(4 << 20).unwrap());
     let mut received = duo.reassigned(1, 4);
     if let Some(hog) = hog {
         assert!(received.is_empty());

@@ -229,7 +229,7 @@ impl Bench {
 
     fn take_memory(&mut self) {
         let all = self.rig.pool.free() as u32;
-        self.hog = Some(self.rig.pool.take(all).expect("all of it"));
+        self.hog = Some(self.rig.pool.allocate(all).expect("all of it"));
     }
 
     fn offer_memory(&mut self) {
@@ -540,7 +540,7 @@ fn commands_move() {
         duo.first.read(TAG, 0, 4);
         duo.cut();
         let free = duo.second.pool.free() as u32;
-        let hog = (!has_memory).then(|| duo.second.pool.take(free).unwrap());
+        let hog = (!has_memory).then(|| duo.second.pool.allocate(free).unwrap());
         duo.second.stalled = true;
         duo.reassign(TAG, 0);
         let expected = match has_memory {

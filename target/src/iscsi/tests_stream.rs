@@ -462,7 +462,7 @@ fn command_ended_by_other_nexus_gets_response() {
             let response = answer(received);
             assert_eq!((response.itt, response.status), (Itt(tag), 0x40));
         };
-        let go_on = |mut rig: Rig| {
+        let assert_usable = |mut rig: Rig| {
             assert_eq!(rig.gate.unit.tasks(), 0);
             assert_eq!(rig.pool.free(), rig.pool.size());
             assert!(!rig.disconnected);
@@ -478,14 +478,14 @@ fn command_ended_by_other_nexus_gets_response() {
         assert!(rig.read(1, 0, 1).is_empty());
         check(&end(&mut rig, by), 1);
         rig.prompt = true;
-        go_on(rig);
+        assert_usable(rig);
 
         // While receiving solicited data.
         let mut rig = self::rig(KEYS);
         let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
         check(&end(&mut rig, by), 1);
         assert!(give(&mut rig, asked[0], &data).is_empty(), "too late");
-        go_on(rig);
+        assert_usable(rig);
 
         // While receiving unsolicited data.
         let mut rig = self::rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
@@ -494,7 +494,7 @@ fn command_ended_by_other_nexus_gets_response() {
         assert_eq!(rig.gate.unit.tasks(), 0, "it does not wait for them");
         let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
         check(&received, 1);
-        go_on(rig);
+        assert_usable(rig);
 
         // While a piece is being sent, its buffer is used by the socket.
         let mut rig = self::rig(KEYS);
@@ -506,7 +506,7 @@ fn command_ended_by_other_nexus_gets_response() {
         rig.stalled = false;
         let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
         check(&received, 1);
-        go_on(rig);
+        assert_usable(rig);
     }
 }
 

@@ -273,7 +273,7 @@ impl Iser {
             return None;
         }
         let tx = match len {
-            Some(len) => Some((self.ring.take(len)?, len)),
+            Some(len) => Some((self.ring.take_slot(len)?, len)),
             None => None,
         };
         let mut chain = Chain {
@@ -300,7 +300,7 @@ impl Iser {
             if chain.is_last {
                 post.send = Some(self.write_message(&item.then, numbers, (tx, len), &mut chain));
             } else {
-                self.ring.put(tx);
+                self.ring.release_slot(tx);
             }
         }
         let is_last = chain.is_last;
@@ -387,7 +387,7 @@ impl Iser {
         self.free_chains.push(idx);
         self.credits += chain.wrs;
         if let Some(tx) = chain.tx {
-            self.ring.put(tx);
+            self.ring.release_slot(tx);
         }
         let mut arrived = None;
         if let Some(task) = chain.task {

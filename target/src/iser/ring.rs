@@ -48,7 +48,7 @@ impl TxRing {
     }
 
     /// Allocates a slot for a message of `len` bytes. Returns `None` if no slot is available.
-    pub(super) fn take(&mut self, len: usize) -> Option<TxIdx> {
+    pub(super) fn take_slot(&mut self, len: usize) -> Option<TxIdx> {
         assert!(len <= LARGE, "no message is so long");
         if len <= SMALL {
             self.free_small.pop()
@@ -58,7 +58,7 @@ impl TxRing {
     }
 
     /// Releases a slot.
-    pub(super) fn put(&mut self, idx: TxIdx) {
+    pub(super) fn release_slot(&mut self, idx: TxIdx) {
         if idx.0 < self.small {
             self.free_small.push(idx);
         } else {

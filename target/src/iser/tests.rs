@@ -187,7 +187,7 @@ fn long_transfers_are_split_into_portions() {
     rig.login("");
     rig.command(100, &[0; 6], None, 0, &[], true);
     // If every other page of the pool is in use, a buffer consists of single pages.
-    let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.take(4096)).collect();
+    let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.allocate(4096)).collect();
     for at in (0..held.len()).rev().step_by(2) {
         let buffer = held.swap_remove(at);
         rig.pool.release(buffer);
@@ -588,7 +588,7 @@ fn commands_in_any_state_end_with_connection() {
                     rig.write(9, &data, 0, 0);
                 }
                 "buffer" => {
-                    hog = rig.pool.take(4 << 20);
+                    hog = rig.pool.allocate(4 << 20);
                     rig.write(9, &data, 0, 0);
                 }
                 // Commands that wait for unsolicited data: `isert_put_unsol_pending_cmds`.

@@ -28,9 +28,9 @@ use super::credit::{ReqLim, SendQueue};
 use super::ioctx::{IoctxState, RecvIdx, SendIoctx};
 use super::login::{ChannelParams, OWN_MESSAGES};
 use super::own::OwnMessages;
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::{
-    Accounts, Backlog, CommandFlow, Contexts, Lent, LunMap, MAX_DATA_TIMEOUTS, OWED, Pace,
+    Accounts, Backlog, CallContext, CommandFlow, Contexts, LunMap, MAX_DATA_TIMEOUTS, OWED, Pace,
     PortionLimits, RdmaRequest, Spare, TaskIdx, TaskRef, Wait,
 };
 use crate::log::RateLimit;
@@ -111,7 +111,7 @@ pub struct Cx<'a> {
     pub spare: &'a mut Spare<SendIoctx>,
 }
 
-impl Lent for Cx<'_> {
+impl CallContext for Cx<'_> {
     fn now(&self) -> Instant {
         self.now
     }
@@ -201,7 +201,7 @@ pub struct Channel {
     /// Completed functions by result.
     pub(super) functions: Functions,
     /// The reason why the channel was closed, if known.
-    pub(super) ended: Option<Parting>,
+    pub(super) ended: Option<CloseReason>,
     /// Command statistics per unit.
     pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
@@ -301,13 +301,13 @@ impl Channel {
     /// Called when the initiator has closed the connection, before
     /// [`Channel::handle_disconnected`].
     pub fn note_closed(&mut self) {
-        self.ended.get_or_insert(Parting::Closed);
+        self.ended.get_or_insert(CloseReason::Closed);
     }
 
     /// Returns the reason why the channel was closed.
     #[must_use]
-    pub fn end(&self) -> Parting {
-        self.ended.unwrap_or(Parting::Lost)
+    pub fn end(&self) -> CloseReason {
+        self.ended.unwrap_or(CloseReason::Lost)
     }
 
     /// Returns the credits of the initiator.
@@ -718,7 +718,7 @@ impl Channel {
             nexus = self.config.nexus.0,
             "timed out waiting for the initiator to move its data"
         );
-        self.ended.get_or_insert(Parting::Silent);
+        self.ended.get_or_insert(CloseReason::Silent);
         self.on_queue_pair_error(cx);
     }
 

@@ -25,7 +25,7 @@ impl Channel {
     /// # Panics
     /// If there is no free context.
     pub(super) fn take_in(&mut self, cx: &mut Cx<'_>, tag: Tag, state: IoctxState) -> TaskIdx {
-        let idx = self.ioctx.insert(cx.spare.take(SendIoctx::new));
+        let idx = self.ioctx.insert(cx.spare.take_context(SendIoctx::new));
         self.req_lim.on_request();
         let io = &mut self.ioctx[usize::from(idx.0)];
         become_state(&mut io.state, state);
@@ -73,7 +73,7 @@ impl Channel {
         }
         let owner = self.backlog.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let tables = io.tables.take(cmd, cx.pool, owner);
+        let tables = io.tables.store_descriptors(cmd, cx.pool, owner);
         let descriptors = io.tables.descriptors();
         // Immediate data remains in the receive ring until the command has a buffer. Its receive is
         // not posted again until then.
@@ -146,7 +146,7 @@ impl Channel {
         if self.ends_early(cx, idx) {
             return;
         }
-        self.go_on(cx, idx, result);
+        self.resume_task(cx, idx, result);
     }
 
     /// Completes a command that was aborted, or whose channel is being closed, if it is no longer
@@ -195,7 +195,7 @@ impl Channel {
     /// Completes a request: releases its resources and notifies its watchers.
     pub(super) fn finish(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
         let context = self.end_request(cx.pool, idx, end);
-        cx.spare.put(context);
+        cx.spare.return_context(context);
     }
 
     /// Same as [`Channel::finish`], but returns the context, which no longer holds any resources.
@@ -261,7 +261,7 @@ impl CommandFlow for Channel {
         &mut self.ioctx[usize::from(task.0)].exec
     }
 
-    fn ask(&mut self, action: TaskAction) {
+    fn request_action(&mut self, action: TaskAction) {
         self.actions.push_back(Action::Task(action));
     }
 

@@ -145,7 +145,7 @@ impl SendQueue {
 
     /// Reserves credit for a chain. Returns false if there is not enough, or if another context is
     /// already waiting.
-    pub fn take(&mut self, wrs: u32) -> bool {
+    pub fn reserve(&mut self, wrs: u32) -> bool {
         assert!(wrs <= self.size, "a chain fits the queue");
         let granted = self.waiting.is_empty() && wrs <= self.free;
         if granted {
@@ -222,14 +222,14 @@ mod tests {
     #[test]
     fn waiting_chain_is_not_overtaken() {
         let mut queue = SendQueue::new(4, 2);
-        assert!(queue.take(3));
-        assert!(!queue.take(2));
+        assert!(queue.reserve(3));
+        assert!(!queue.reserve(2));
         queue.wait(TaskIdx(7));
-        assert!(!queue.take(1), "behind the one that waits");
+        assert!(!queue.reserve(1), "behind the one that waits");
         queue.give_back(3);
         assert_eq!(queue.front(), Some(TaskIdx(7)));
         assert!(queue.take_front(2));
-        assert!(queue.take(2));
+        assert!(queue.reserve(2));
         queue.give_back(4);
         assert!(queue.is_idle());
     }

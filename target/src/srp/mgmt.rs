@@ -72,7 +72,7 @@ impl Channel {
         self.mgmt_mut(idx).await_tasks(effect.tasks());
         effect
             .into_actions(watcher)
-            .for_each(|action| self.ask(action));
+            .for_each(|action| self.request_action(action));
     }
 
     fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Cause> {
@@ -161,7 +161,7 @@ impl Channel {
         if io.is_some_and(|io| io.is_command()) {
             self.abort(cx, task.index, watcher);
         } else {
-            self.ask(TaskAction::TaskGone(watcher));
+            self.request_action(TaskAction::TaskGone(watcher));
         }
         self.settle_round(cx);
     }
@@ -204,7 +204,7 @@ impl Channel {
             }
             IoctxState::DataIn => {
                 io.exec.aborted = true;
-                self.ask(TaskAction::AbortBlock(idx));
+                self.request_action(TaskAction::AbortBlock(idx));
             }
             // The function was received on another channel, and the command was found because its
             // response was still waiting. The last of its data may still be in flight. `finish`
@@ -213,7 +213,7 @@ impl Channel {
             IoctxState::CmdRspSent => {
                 // Its response will be sent before ours, so the initiator no longer has this task.
                 io.exec.watchers.pop();
-                self.ask(TaskAction::TaskGone(watcher));
+                self.request_action(TaskAction::TaskGone(watcher));
             }
             _ => {
                 self.stop_waiting(cx.pool, idx);

@@ -41,7 +41,7 @@ impl Channel {
     /// Posts the next chain of a context, or waits for credit.
     pub(super) fn try_post(&mut self, idx: TaskIdx, then: ChainKind) {
         let wrs = self.plan_chain(idx, then);
-        if self.send_queue.take(wrs) {
+        if self.send_queue.reserve(wrs) {
             self.post(idx, then, wrs);
         } else {
             self.counters.credit_waits += 1;
@@ -182,7 +182,7 @@ impl Channel {
                 } else {
                     StepResult::Failed(BackendError::Transfer(TransferError::Failed))
                 };
-                self.go_on(cx, idx, result);
+                self.resume_task(cx, idx, result);
             }
             other => unreachable!("no chain is posted in {other:?}"),
         }

@@ -65,7 +65,7 @@ impl Table {
     ///
     /// # Errors
     /// [`TableError`]. No resources are held in this case.
-    pub fn take(
+    pub fn store_descriptors(
         &mut self,
         data: &DataBuffer<'_>,
         pool: &mut Pool,
@@ -195,15 +195,17 @@ impl Tables {
     ///
     /// # Errors
     /// [`TableError`].
-    pub fn take(
+    pub fn store_descriptors(
         &mut self,
         cmd: &Cmd<'_>,
         pool: &mut Pool,
         owner: Owner,
     ) -> Result<bool, TableError> {
         // If there is no room for the second table, the first is released with the command.
-        Ok(self.data_out.take(&cmd.data_out, pool, owner)?
-            && self.data_in.take(&cmd.data_in, pool, owner)?)
+        Ok(self
+            .data_out
+            .store_descriptors(&cmd.data_out, pool, owner)?
+            && self.data_in.store_descriptors(&cmd.data_in, pool, owner)?)
     }
 
     /// Returns where the descriptors are stored.
@@ -337,7 +339,7 @@ mod tests {
             let list = descs(n, 512);
             let data = indirect(&list, n, n * 512);
             let mut table = Table::default();
-            assert!(table.take(&data, &mut pool, Owner(1)).unwrap());
+            assert!(table.store_descriptors(&data, &mut pool, Owner(1)).unwrap());
             assert_eq!(table.entries(), n);
             assert_eq!(table.desc(n - 1), list[n as usize - 1]);
             assert_eq!(pool.is_whole(), n <= 16);
@@ -354,7 +356,9 @@ mod tests {
         let list = descs(40, 512);
         let data = indirect(&list, 40, 40 * 512 + 1);
         let mut table = Table::default();
-        let error = table.take(&data, &mut pool, Owner(1)).unwrap_err();
+        let error = table
+            .store_descriptors(&data, &mut pool, Owner(1))
+            .unwrap_err();
         assert_eq!(
             error,
             TableError::Short {
@@ -364,7 +368,9 @@ mod tests {
         );
         let data = indirect(&[], 2049, 512);
         assert_eq!(
-            table.take(&data, &mut pool, Owner(1)).unwrap_err(),
+            table
+                .store_descriptors(&data, &mut pool, Owner(1))
+                .unwrap_err(),
             TableError::TooLong(2049)
         );
         assert!(pool.is_whole());
@@ -409,8 +415,8 @@ mod tests {
             let total: u32 = lens.iter().sum();
             let data = indirect(&list, list.len() as u32, total);
             let mut table = Table::default();
-            prop_assert!(table.take(&data, &mut pool, Owner(0)).unwrap());
-            let buffer = pool.take(total).unwrap();
+            prop_assert!(table.store_descriptors(&data, &mut pool, Owner(0)).unwrap());
+            let buffer = pool.allocate(total).unwrap();
             let direction = match is_read {
                 true => Direction::FromInitiator,
                 false => Direction::ToInitiator,
@@ -439,7 +445,7 @@ mod tests {
     /// Checks that each work request is contained in a single descriptor, that they are in order,
     /// and that they transfer all data.
     fn check_requests(table: &Table, len: u32, limits: PortionLimits, pool: &mut Pool) {
-        let buffer = pool.take(len).expect("the pool is large enough");
+        let buffer = pool.allocate(len).expect("the pool is large enough");
         let mut transfer = Transfer::new(Direction::ToInitiator, len);
         let (mut sent, mut index, mut offset) = (0, 0, 0);
         loop {
@@ -490,7 +496,7 @@ mod tests {
         };
         let described: u64 = list.iter().map(|d| u64::from(d.data_len())).sum();
         let mut tables = Tables::default();
-        let taken = tables.data_in.take(&data, pool, Owner(0));
+        let taken = tables.data_in.store_descriptors(&data, pool, Owner(0));
         let fetched = match (taken, tables.external()) {
             (Ok(true), Some(remote)) => {
                 let buffer = pool.take_table(Owner(0), remote.data_len()).unwrap();

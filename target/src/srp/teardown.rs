@@ -13,7 +13,7 @@ use super::channel::{ChState, Channel, Cx};
 use super::ioctx::IoctxState;
 use super::login::MAX_TI_IU;
 use super::own::{Kind, Slot};
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::{CommandFlow as _, End, LunMap, TaskAction, TaskIdx, UnitIdx};
 use crate::pool::Pool;
 
@@ -32,7 +32,7 @@ impl Channel {
     /// Called when the target is shutting down. Commands in flight can complete until `until`, then
     /// we log out the initiator.
     pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
-        self.ended.get_or_insert(Parting::Shutdown);
+        self.ended.get_or_insert(CloseReason::Shutdown);
         match self.state {
             ChState::Live => {
                 self.own.stopping = Some(until);
@@ -50,7 +50,7 @@ impl Channel {
     /// aborted now, because the initiator does not expect them to complete, and they must not
     /// overwrite the data of newer commands.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(Parting::Terminated);
+        self.ended.get_or_insert(CloseReason::Terminated);
         self.logout(cx, TLogoutReason::MultiChannelAction);
         if self.state == ChState::Disconnecting {
             let until = cx.now + REPLACED_LOGOUT_TIMEOUT;
@@ -132,7 +132,7 @@ impl Channel {
 
     /// Logs out the initiator, then disconnects.
     pub(super) fn logout(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
-        self.ended.get_or_insert(Parting::Protocol);
+        self.ended.get_or_insert(CloseReason::Protocol);
         match self.state {
             ChState::Joining | ChState::Live => {
                 become_state(&mut self.state, ChState::Disconnecting);
@@ -150,7 +150,7 @@ impl Channel {
     }
 
     pub(super) fn on_i_logout(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(Parting::Logout);
+        self.ended.get_or_insert(CloseReason::Logout);
         self.disconnect(cx);
     }
 
@@ -166,7 +166,7 @@ impl Channel {
     }
 
     pub(super) fn on_queue_pair_error(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(Parting::Lost);
+        self.ended.get_or_insert(CloseReason::Lost);
         if !matches!(self.state, ChState::Draining | ChState::Disconnected) {
             self.disconnect(cx);
         }
@@ -198,7 +198,7 @@ impl Channel {
                 IoctxState::DataIn => {
                     let io = &self.ioctx[usize::from(idx.0)];
                     if !io.exec.aborted {
-                        self.ask(TaskAction::AbortBlock(idx));
+                        self.request_action(TaskAction::AbortBlock(idx));
                     }
                 }
                 // It is torn down when its chain completes.

@@ -235,7 +235,7 @@ fn ordered_tasks_wait_for_older_tasks() {
 #[test]
 fn command_waits_for_pool_memory() {
     let mut rig = Rig::live();
-    let all = rig.pool.take(4 << 20).unwrap();
+    let all = rig.pool.allocate(4 << 20).unwrap();
     rig.remote.insert(KEY, vec![1; 512]);
     rig.send(
         0,
@@ -273,7 +273,7 @@ fn task_and_memory_waits_are_stages() {
     rig.send(0, &ordered.bytes());
     rig.advance(wait);
     rig.settle();
-    let all = rig.pool.take(4 << 20).unwrap();
+    let all = rig.pool.allocate(4 << 20).unwrap();
     let write = write10(1, 1).tag(3).out(Data::Immediate(vec![2; 512]));
     rig.send(0, &write.bytes());
     rig.advance(wait);
@@ -308,7 +308,7 @@ fn ordered_command_gets_memory_of_others() {
     let read = read10(0, 8).attr(TaskAttr::Ordered).tag(2).into(page);
     rig.send(0, &cmd(&[0x35]).bytes());
     rig.send(0, &read.bytes());
-    let others = rig.pool.take(3 << 20).unwrap();
+    let others = rig.pool.allocate(3 << 20).unwrap();
     rig.send(0, &write10(0, 2048).tag(3).out(all()).bytes());
     rig.complete_nth(1, true);
     assert_eq!(rig.pool.free(), 0);
@@ -330,7 +330,7 @@ fn command_waiting_for_memory_is_not_overtaken() {
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; 1 << 20]);
     let data = |len| Data::Direct(MemDesc::new(0, KEY, len));
-    let most = rig.pool.take(7 << 19).unwrap();
+    let most = rig.pool.allocate(7 << 19).unwrap();
     let ordered = write10(0, 2048).attr(TaskAttr::Ordered);
     rig.send(0, &ordered.out(data(1 << 20)).bytes());
     rig.send(0, &write10(0, 8).tag(2).out(data(4096)).bytes());
@@ -354,7 +354,7 @@ fn table_fetch_keeps_its_memory() {
     rig.remote.insert(KEY, vec![7; MIB as usize]);
     let descs = [MemDesc::new(0, KEY, MIB)];
     rig.remote.insert(TABLE, table_bytes(&descs));
-    let most = rig.pool.take(2 * MIB).unwrap();
+    let most = rig.pool.allocate(2 * MIB).unwrap();
     let table = indirect(&descs, 0);
     let ordered = write10(0, 2048).attr(TaskAttr::Ordered).out(table);
     rig.send(0, &ordered.bytes());
@@ -378,7 +378,7 @@ fn commands_take_turns_with_reserve() {
     rig.settle();
     rig.sent.clear();
     rig.remote.insert(KEY, vec![0; 512]);
-    let all = rig.pool.take(4 << 20).unwrap();
+    let all = rig.pool.allocate(4 << 20).unwrap();
     let data = || Data::Direct(MemDesc::new(0, KEY, 512));
     // Commands that have not been ordered yet wait for memory, but do not block any other command.
     rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());

@@ -141,7 +141,7 @@ impl Bench {
 
     fn take_memory(&mut self) {
         let all = self.rig.pool.free() as u32;
-        self.hog = Some(self.rig.pool.take(all).expect("all of it"));
+        self.hog = Some(self.rig.pool.allocate(all).expect("all of it"));
     }
 
     fn give_memory(&mut self) {

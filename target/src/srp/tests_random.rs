@@ -196,7 +196,7 @@ fn run(steps: &[Step], window: u32) {
                     rig.pump();
                 } else if n % 2 == 0 {
                     let free = rig.pool.free() as u32;
-                    starved = rig.pool.take(free.min(4 << 20));
+                    starved = rig.pool.allocate(free.min(4 << 20));
                 }
             }
             Step::Time(ms) => {

@@ -11,7 +11,7 @@ use super::gate::{ConnAddrs, is_served};
 use super::mail::Mail;
 use super::rdma::{SetupError, answer};
 use super::{LINGER, PATIENCE, Phase, Worker};
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::fabric::ConnRef;
 use crate::iscsi::Ending;
 use crate::pool::Owner;
@@ -115,7 +115,7 @@ impl Worker {
         self.logins.audit.end(self.now, &who, end);
         // An SRP initiator which only disconnects, like Linux before a reconnect, continues to use
         // its disks. An iSCSI initiator will log in again if we have requested the logout.
-        let again = (end != Parting::Logout).then_some(self.now);
+        let again = (end != CloseReason::Logout).then_some(self.now);
         if let Some(guard) = conn.fabric.into_guard() {
             self.leave(guard, Departure { logged_out, again });
         }

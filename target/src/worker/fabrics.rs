@@ -19,7 +19,7 @@ use super::mail::Mail;
 use super::queue::Receive;
 use super::rdma::RdmaLink;
 use super::stream::Stream;
-use crate::audit::Parting;
+use crate::audit::CloseReason;
 use crate::config::Protocol;
 use crate::fabric::{Accounts, ConnRef, LunMap, Spare, TaskIdx, TaskRef, UnitIdx};
 use crate::iscsi::{
@@ -164,7 +164,7 @@ impl Fabric {
     }
 
     /// Returns the reason for closing the connection, and if the initiator has logged out before.
-    pub(super) fn end(&self) -> (Parting, bool) {
+    pub(super) fn end(&self) -> (CloseReason, bool) {
         match self {
             Self::Srp(conn) => (conn.channel.end(), false),
             Self::Tcp(conn) => end_of(conn.channel.channel()),
@@ -248,7 +248,7 @@ impl Fabric {
     }
 }
 
-fn end_of<M: Datamover>(channel: &Channel<M>) -> (Parting, bool) {
+fn end_of<M: Datamover>(channel: &Channel<M>) -> (CloseReason, bool) {
     (channel.end(), channel.has_logged_out())
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use hyper::Method;
-use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::client::{self, ApiRequest, ClientError};
 use riser_admin_api::live::Live;
 use riser_admin_api::view::{Changes, SessionView};
 use rustix::io::Errno;
@@ -51,9 +51,9 @@ impl From<ClientError> for ApplyError {
 
 impl Daemon for Riserd {
     fn document(&mut self) -> Result<Value, ApplyError> {
-        let question = Question {
+        let question = ApiRequest {
             accept: Some("application/json"),
-            ..Question::new(Method::GET, "/v1/config")
+            ..ApiRequest::new(Method::GET, "/v1/config")
         };
         let said = client::fetch(&self.socket, question)?;
         let document = serde_json::from_slice(&said.body);
@@ -65,11 +65,11 @@ impl Daemon for Riserd {
     }
 
     fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
-        let question = Question {
+        let question = ApiRequest {
             // The daemon will reject the request if its revision is different, so that we never
             // overwrite a change by another user without seeing it.
             replaces: self.revision.clone(),
-            ..Question::new(Method::PUT, "/v1/config").with(document.to_string())
+            ..ApiRequest::new(Method::PUT, "/v1/config").with(document.to_string())
         };
         let _: Changes = client::call(&self.socket, question)?;
         Ok(())
@@ -82,8 +82,8 @@ impl Daemon for Riserd {
 pub struct AdminSocket(pub PathBuf);
 
 impl AdminSocket {
-    fn ask<T: DeserializeOwned + Default>(&self, path: &'static str) -> T {
-        client::call(&self.0, Question::new(Method::GET, path)).unwrap_or_else(|error| {
+    fn query<T: DeserializeOwned + Default>(&self, path: &'static str) -> T {
+        client::call(&self.0, ApiRequest::new(Method::GET, path)).unwrap_or_else(|error| {
             tracing::warn!(%error, path, "riserd does not respond");
             T::default()
         })
@@ -92,11 +92,11 @@ impl AdminSocket {
 
 impl LiveSource for AdminSocket {
     fn sessions(&self) -> Vec<Session> {
-        gather(self.ask("/v1/sessions"))
+        gather(self.query("/v1/sessions"))
     }
 
     fn live(&self) -> Live {
-        self.ask("/v1/live")
+        self.query("/v1/live")
     }
 }
 

@@ -82,7 +82,7 @@ pub enum ClientError {
 
 /// A request to the daemon.
 #[derive(Clone, Debug)]
-pub struct Question {
+pub struct ApiRequest {
     /// HTTP method. GET only reads data, POST changes it.
     pub method: Method,
     /// Request path, starting with `/v1`.
@@ -99,14 +99,14 @@ pub struct Question {
 
 /// A response from the daemon, before its status is checked.
 #[derive(Clone, Debug)]
-pub struct Said {
+pub struct ApiResponse {
     /// Response body, usually in JSON format.
     pub body: Bytes,
     /// Configuration revision, if the response is a configuration.
     pub revision: Option<String>,
 }
 
-impl Question {
+impl ApiRequest {
     /// Creates a request without a body.
     #[must_use]
     pub fn new(method: Method, path: impl Into<Cow<'static, str>>) -> Self {
@@ -131,7 +131,7 @@ impl Question {
 ///
 /// # Errors
 /// See [`ClientError`].
-pub fn call<T: DeserializeOwned>(socket: &Path, question: Question) -> Result<T, ClientError> {
+pub fn call<T: DeserializeOwned>(socket: &Path, question: ApiRequest) -> Result<T, ClientError> {
     let said = fetch(socket, question)?;
     serde_json::from_slice(&said.body).map_err(|e| ClientError::Garbled(e.to_string()))
 }
@@ -153,13 +153,13 @@ pub struct Upgraded {
 /// Returns a [`ClientError`] if the upgrade was rejected, or if it failed, no matter if the old
 /// daemon is still running or not.
 pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientError> {
-    let question = Question::new(Method::POST, "/v1/upgrade");
+    let question = ApiRequest::new(Method::POST, "/v1/upgrade");
     let question = question.with(program.unwrap_or_default().to_owned());
     let upgrade: Upgrade = call(socket, question)?;
     let until = Instant::now() + UPGRADE;
     loop {
         // No requests are handled between the two programs, so a response must be from one of them.
-        let status = call::<Status>(socket, Question::new(Method::GET, "/v1/status"));
+        let status = call::<Status>(socket, ApiRequest::new(Method::GET, "/v1/status"));
         match status {
             Ok(status) if status.upgrade_record.upgrades == upgrade.upgrades => {
                 let pid = status.pid;
@@ -180,7 +180,7 @@ pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientE
 ///
 /// # Errors
 /// See [`ClientError`].
-pub fn fetch(socket: &Path, question: Question) -> Result<Said, ClientError> {
+pub fn fetch(socket: &Path, question: ApiRequest) -> Result<ApiResponse, ClientError> {
     let unreachable = |source: io::Error| {
         let path = socket.to_owned();
         match source.kind() {
@@ -230,8 +230,8 @@ fn group_of(socket: &Path) -> String {
 
 async fn exchange(
     stream: UnixStream,
-    question: Question,
-) -> Result<(StatusCode, Said), ClientError> {
+    question: ApiRequest,
+) -> Result<(StatusCode, ApiResponse), ClientError> {
     let garbled = |e: hyper::Error| ClientError::Garbled(e.to_string());
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
@@ -261,5 +261,5 @@ async fn exchange(
         .await;
     let body = body.map_err(|e| ClientError::Garbled(e.to_string()))?;
     let body = body.to_bytes();
-    Ok((status, Said { body, revision }))
+    Ok((status, ApiResponse { body, revision }))
 }

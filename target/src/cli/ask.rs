@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use hyper::Method;
-use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::client::{self, ApiRequest, ClientError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -22,7 +22,7 @@ const GENERATIONS: u32 = 9;
 
 /// Options for a request to a running daemon.
 #[derive(Debug, clap::Args)]
-pub(super) struct Ask {
+pub(super) struct ClientOptions {
     /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
     // If the environment variable is empty, use the default.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET", value_parser = OsStringValueParser::new().map(PathBuf::from))]
@@ -42,7 +42,7 @@ pub(super) enum Output {
     Json,
 }
 
-impl Ask {
+impl ClientOptions {
     /// Returns the path of the admin socket, either from the options or the default.
     pub(super) fn socket(&self) -> Result<PathBuf, Failure> {
         let named = self.socket.clone();
@@ -64,8 +64,8 @@ impl From<ClientError> for Failure {
 /// Sends a request to a running daemon, and prints the response.
 pub(super) fn asked<T: Serialize + DeserializeOwned>(
     out: &mut dyn Write,
-    ask: &Ask,
-    question: Question,
+    ask: &ClientOptions,
+    question: ApiRequest,
     describe: impl Fn(&T) -> String,
 ) -> Result<(), Failure> {
     let answer: T = client::call(&ask.socket()?, question)?;
@@ -100,7 +100,7 @@ pub(super) fn show_top(
     out: &mut dyn Write,
     interval: f64,
     once: bool,
-    ask: &Ask,
+    ask: &ClientOptions,
 ) -> Result<(), Failure> {
     let stdout = io::stdout();
     let size = rustix::termios::tcgetwinsize(&stdout).ok();
@@ -120,14 +120,18 @@ pub(super) fn show_top(
 }
 
 /// Saves the configuration of a running daemon.
-pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Result<(), Failure> {
+pub(super) fn save(
+    out: &mut dyn Write,
+    file: Option<&Path>,
+    ask: &ClientOptions,
+) -> Result<(), Failure> {
     let accept = match ask.output {
         Output::Text => None,
         Output::Json => Some("application/json"),
     };
-    let question = Question {
+    let question = ApiRequest {
         accept,
-        ..Question::new(Method::GET, "/v1/config")
+        ..ApiRequest::new(Method::GET, "/v1/config")
     };
     let text = client::fetch(&ask.socket()?, question)?.body;
     match file {
@@ -207,7 +211,7 @@ fn beside(file: &Path) -> PathBuf {
 pub(super) fn upgrade(
     out: &mut dyn Write,
     binary: Option<&Path>,
-    ask: &Ask,
+    ask: &ClientOptions,
 ) -> Result<(), Failure> {
     let binary = binary.map(whole).transpose()?;
     let done = client::upgrade(&ask.socket()?, binary.as_deref())?;

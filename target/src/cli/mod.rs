@@ -40,11 +40,11 @@ use std::time::Duration;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use hyper::Method;
-use riser_admin_api::client::{self, Question};
+use riser_admin_api::client::{self, ApiRequest};
 use riser_admin_api::view::{BlockedView, Changes, HistoryView, SessionView};
 use serde_json::json;
 
-use self::ask::{Ask, Output, asked, interval, show};
+use self::ask::{ClientOptions, Output, asked, interval, show};
 use self::check::{Described, checked, load};
 use self::trace::Trace;
 use self::verbs::Verb;
@@ -126,14 +126,14 @@ enum Command {
         output: Output,
     },
     /// Show the connections of the daemon, with initiators, addresses and login parameters.
-    Sessions(Ask),
+    Sessions(ClientOptions),
     /// Show the targets of the daemon.
-    Targets(Ask),
+    Targets(ClientOptions),
     /// Show the status of the daemon.
-    Status(Ask),
+    Status(ClientOptions),
     /// Reload the configuration file and show the changes. Changes that were not saved are
     /// reverted.
-    Reload(Ask),
+    Reload(ClientOptions),
     /// Apply a configuration file to the daemon as a single change, and show the differences.
     Apply {
         /// Path of the configuration file.
@@ -143,21 +143,21 @@ enum Command {
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Show what `apply` would change.
     Diff {
         /// Path of the configuration file.
         file: PathBuf,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Save the current configuration of the daemon, including secrets, as YAML or JSON.
     Save {
         /// File to write. The default is standard output.
         file: Option<PathBuf>,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Restore a previous configuration of the daemon and show the changes. This is a normal
     /// change, which can be rolled back.
@@ -170,7 +170,7 @@ enum Command {
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Replace the daemon with another binary, usually after an update. The process, pending
     /// connections, reservations and RAM disks are kept, and initiators log in again. If the binary
@@ -181,19 +181,19 @@ enum Command {
         #[arg(long, value_name = "PATH")]
         binary: Option<PathBuf>,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// List the previous configurations of the daemon.
-    History(Ask),
+    History(ClientOptions),
     /// Measure backends again, after a file or device was extended.
-    Rescan(Ask),
+    Rescan(ClientOptions),
     /// Clear a recorded flush failure, so that flushes can succeed again. Acknowledged writes may
     /// be lost: check or restore the data on the unit first.
     ClearFlushFailure {
         /// Serial number of the unit. The default is all units.
         serial: Option<String>,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Disconnect an initiator from the daemon. It can log in again immediately, unless it is
     /// blocked.
@@ -210,14 +210,14 @@ enum Command {
         #[arg(long = "for", value_name = "TIME", requires = "block", value_parser = block_time)]
         duration: Option<Duration>,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Allow a blocked initiator to log in again.
     Unblock {
         /// Initiator as shown by `riserd status`.
         initiator: String,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Show live activity: commands, bytes and times by logical unit and session. With JSON, print
     /// a document per interval.
@@ -229,7 +229,7 @@ enum Command {
         #[arg(long)]
         once: bool,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Trace individual commands in the daemon, and show when each of them reached which stage.
     Trace(Trace),
@@ -335,8 +335,8 @@ fn dispatch(
     run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
     out: &mut dyn Write,
 ) -> Result<u8, Failure> {
-    let get = |path| Question::new(Method::GET, path);
-    let post = |path| Question::new(Method::POST, path);
+    let get = |path| ApiRequest::new(Method::GET, path);
+    let post = |path| ApiRequest::new(Method::POST, path);
     let done = match command {
         Command::Run {
             config: Some(file),
@@ -371,7 +371,7 @@ fn dispatch(
             let seconds = duration.map(|time| format!("&seconds={}", time.as_secs()));
             let seconds = seconds.unwrap_or_default();
             let path = format!("/v1/disconnect?block={block}{seconds}");
-            let question = Question::new(Method::POST, path).with(session);
+            let question = ApiRequest::new(Method::POST, path).with(session);
             let describe =
                 |sessions: &Vec<SessionView>| report::disconnected(sessions, block, duration);
             asked(out, &ask, question, describe)
@@ -391,7 +391,7 @@ fn dispatch(
             allow_unavailable,
             ask,
         } => {
-            let put = verbs::put("apply", allow_unavailable).with(checked(&file)?);
+            let put = verbs::put_config("apply", allow_unavailable).with(checked(&file)?);
             asked(out, &ask, put, report::changes)
         }
         Command::Rollback {
@@ -400,7 +400,7 @@ fn dispatch(
             ask,
         } => {
             let target = format!("/v1/rollback?allow_unavailable={allow_unavailable}");
-            let question = Question::new(Method::POST, target).with(back.to_string());
+            let question = ApiRequest::new(Method::POST, target).with(back.to_string());
             asked(out, &ask, question, report::changes)
         }
         Command::Upgrade { binary, ask } => ask::upgrade(out, binary.as_deref(), &ask),
@@ -468,7 +468,7 @@ fn run_with(
 ) -> Result<(), Failure> {
     // Check for handover state first: if there is any, we don't need the file, which may be invalid
     // or missing. The log is started after that, because its filter is part of the configuration.
-    let handover = Handover::take();
+    let handover = Handover::from_env();
     let config = match handover.config() {
         Some(config) => config.clone(),
         None => load()?,

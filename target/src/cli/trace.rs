@@ -4,11 +4,11 @@ use std::io::Write;
 use std::time::Duration;
 
 use hyper::Method;
-use riser_admin_api::client::{PATIENCE, Question};
+use riser_admin_api::client::{ApiRequest, PATIENCE};
 use riser_admin_api::trace::Wanted;
 
 use super::Failure;
-use super::ask::{Ask, asked};
+use super::ask::{ClientOptions, asked};
 use crate::control::report;
 
 /// Options of `riserd trace`.
@@ -37,7 +37,7 @@ pub(super) struct Trace {
     #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = time)]
     patience: Duration,
     #[command(flatten)]
-    ask: Ask,
+    ask: ClientOptions,
 }
 
 /// Requests a trace, and waits for it.
@@ -52,9 +52,9 @@ pub(super) fn run(out: &mut dyn Write, trace: &Trace) -> Result<(), Failure> {
         seconds: Some(trace.patience.as_secs_f64()),
     };
     let body = serde_json::to_string(&wanted).map_err(Failure::run_time)?;
-    let question = Question {
+    let question = ApiRequest {
         patience: trace.patience + PATIENCE,
-        ..Question::new(Method::POST, "/v1/trace").with(body)
+        ..ApiRequest::new(Method::POST, "/v1/trace").with(body)
     };
     asked(out, &trace.ask, question, report::traced)
 }

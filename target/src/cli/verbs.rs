@@ -10,11 +10,11 @@ use std::path::Path;
 
 use clap::Subcommand;
 use hyper::Method;
-use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::client::{self, ApiRequest, ClientError};
 use riser_admin_api::view::Changes;
 use serde_json::Value;
 
-use super::ask::{Ask, Output, show};
+use super::ask::{ClientOptions, Output, show};
 use super::{Failure, print};
 use crate::config::{Config, Document, EditError, ObjectPath, masked, to_yaml};
 use crate::control::objects::{self, Facts};
@@ -45,7 +45,7 @@ pub(super) enum Verb {
         #[arg(long, short, value_name = "N")]
         depth: Option<usize>,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Show the value of an object or a key in the daemon's configuration.
     #[command(after_help = PATHS)]
@@ -53,7 +53,7 @@ pub(super) enum Verb {
         /// Path of the object or key.
         path: ObjectPath,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Show an object in full: values, unset keys and state.
     #[command(after_help = PATHS)]
@@ -62,7 +62,7 @@ pub(super) enum Verb {
         #[arg(default_value = "/")]
         path: ObjectPath,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Set keys of an object.
     #[command(after_help = KEYS)]
@@ -92,7 +92,7 @@ pub(super) enum Verb {
         /// Prefix of a path.
         text: String,
         #[command(flatten)]
-        ask: Ask,
+        ask: ClientOptions,
     },
     /// Delete an object, or reset a key to its default.
     #[command(after_help = PATHS)]
@@ -115,13 +115,13 @@ pub(super) struct Change {
     #[arg(long)]
     allow_unavailable: bool,
     #[command(flatten)]
-    ask: Ask,
+    ask: ClientOptions,
 }
 
 /// Returns a request to apply a configuration.
-pub(super) fn put(how: &str, allow_unavailable: bool) -> Question {
+pub(super) fn put_config(how: &str, allow_unavailable: bool) -> ApiRequest {
     let target = format!("/v1/config?how={how}&allow_unavailable={allow_unavailable}");
-    Question::new(Method::PUT, target)
+    ApiRequest::new(Method::PUT, target)
 }
 
 /// Executes a command.
@@ -195,7 +195,7 @@ fn pair(text: &str) -> Result<(String, String), String> {
 /// Prints the result of `get` for an unset key.
 fn unset(
     out: &mut dyn Write,
-    ask: &Ask,
+    ask: &ClientOptions,
     path: &ObjectPath,
     is_object: bool,
 ) -> Result<(), Failure> {
@@ -215,8 +215,8 @@ fn text_of(value: &Value) -> String {
 }
 
 /// Returns the configuration of the daemon, and its revision.
-fn configuration(ask: &Ask) -> Result<(Config, Option<String>), Failure> {
-    let said = client::fetch(&ask.socket()?, Question::new(Method::GET, "/v1/config"))?;
+fn configuration(ask: &ClientOptions) -> Result<(Config, Option<String>), Failure> {
+    let said = client::fetch(&ask.socket()?, ApiRequest::new(Method::GET, "/v1/config"))?;
     let yaml = String::from_utf8_lossy(&said.body);
     // This can only fail if the daemon has a different version.
     let config = Config::parse(&yaml, "the daemon's configuration").map_err(Failure::run_time)?;
@@ -224,9 +224,9 @@ fn configuration(ask: &Ask) -> Result<(Config, Option<String>), Failure> {
 }
 
 /// Requests the configuration and state of the daemon.
-fn facts(ask: &Ask) -> Result<Facts, Failure> {
+fn facts(ask: &ClientOptions) -> Result<Facts, Failure> {
     let socket = ask.socket()?;
-    let get = |path| Question::new(Method::GET, path);
+    let get = |path| ApiRequest::new(Method::GET, path);
     Ok(Facts {
         config: configuration(ask)?.0,
         status: client::call(&socket, get("/v1/status"))?,
@@ -283,11 +283,11 @@ impl Change {
         revision: Option<String>,
     ) -> Result<Changes, ClientError> {
         let question = if self.dry_run {
-            Question::new(Method::POST, "/v1/diff")
+            ApiRequest::new(Method::POST, "/v1/diff")
         } else {
-            Question {
+            ApiRequest {
                 replaces: revision,
-                ..put(how, self.allow_unavailable)
+                ..put_config(how, self.allow_unavailable)
             }
         };
         client::call(socket, question.with(yaml))

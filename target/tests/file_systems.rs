@@ -79,7 +79,7 @@ fn write_fails(client: &mut Client, mib: u32) -> bool {
 
 fn causes(server: &mut Server) -> Vec<(Subject, Option<Cause>)> {
     assert!(server.measurer()());
-    server.look();
+    server.check_resources();
     let problems = server.problems();
     let all = problems.iter().map(|(s, p)| (s.clone(), p.cause));
     all.collect()

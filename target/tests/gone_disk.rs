@@ -72,24 +72,24 @@ fn removed_disk_is_opened_again() {
     let mut client = Client::login_at(to, IQN, 1, None).unwrap();
     client.command(&[0; 6], false, 0, &[]);
     let before = names(&mut client);
-    assert!(!server.look() && server.problems().is_empty());
+    assert!(!server.check_resources() && server.problems().is_empty());
 
     assert_eq!(read(&mut client, 1).0, CHECK_CONDITION);
-    assert!(server.look());
+    assert!(server.check_resources());
     assert_eq!(server.problems().iter().count(), 1);
     // Either it's not available, or it's the same device, which is still locked.
-    let opened = open_all(server.wishes());
+    let opened = open_all(server.open_requests());
     server.retry(opened).unwrap();
-    assert!(server.look());
+    assert!(server.check_resources());
 
     // Now there is another device with the same path.
     let mut image = vec![7; 512];
     image.resize(1 << 20, 0);
     std::fs::write(dir.join("new"), &image).unwrap();
     std::fs::rename(dir.join("new"), dir.join("a")).unwrap();
-    let opened = open_all(server.wishes());
+    let opened = open_all(server.open_requests());
     server.retry(opened).unwrap();
-    assert!(!server.look() && server.problems().is_empty());
+    assert!(!server.check_resources() && server.problems().is_empty());
     // The session receives unit attentions and continues.
     let mut attentions = 0;
     let data = loop {
@@ -120,9 +120,9 @@ fn restart_remembers_loss_of_removed_disk() {
     let mut client = Client::login_at(to, IQN, 1, None).unwrap();
     client.command(&[0; 6], false, 0, &[]);
     assert_eq!(read(&mut client, 1).0, CHECK_CONDITION);
-    assert!(server.look());
+    assert!(server.check_resources());
     std::fs::rename(dir.join("a"), dir.join("away")).unwrap();
-    let opened = open_all(server.wishes());
+    let opened = open_all(server.open_requests());
     server.retry(opened).unwrap();
     drop(client);
     std::fs::rename(dir.join("away"), dir.join("a")).unwrap();

@@ -54,7 +54,7 @@ strict: true
 
 /// Returns subjects that are not served, with the reasons.
 fn lost(server: &mut Server) -> Vec<(Subject, String)> {
-    server.look();
+    server.check_resources();
     let problems = server.problems();
     let all = problems.unready().map(|(s, p)| (s.clone(), p.why.clone()));
     all.collect()

@@ -42,14 +42,14 @@ pub(crate) fn hang(store: &Arc<Store>) -> std::sync::mpsc::Sender<()> {
         let wait = move |_: &Store| {
             let _ = hangs.lock().unwrap().recv();
         };
-        Look::start(store, purpose, wait, |_| ()).unwrap();
+        Query::start(store, purpose, wait, |_| ()).unwrap();
     }
     release
 }
 
 /// A pending query.
 #[derive(Debug)]
-pub(crate) struct Look<T> {
+pub(crate) struct Query<T> {
     result: Receiver<T>,
     is_late: Arc<Mutex<bool>>,
 }
@@ -68,7 +68,7 @@ fn silent() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the file system does not respond")
 }
 
-impl<T: Send + 'static> Look<T> {
+impl<T: Send + 'static> Query<T> {
     /// Starts a query that calls `work`. After a timeout, `undo` reverts its changes.
     fn start(
         store: &Arc<Store>,
@@ -157,7 +157,7 @@ impl Store {
             let measured = store.measure_space();
             measured.and(store.inspect())
         };
-        let look = Look::start(self, Purpose::Room, examine, |_| ());
+        let look = Query::start(self, Purpose::Room, examine, |_| ());
         let answer = look.and_then(|look| look.finish(until()));
         let is_silent = matches!(&answer, Err(error) if error.kind() == io::ErrorKind::TimedOut);
         let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
@@ -187,20 +187,20 @@ impl Store {
     }
 
     /// Same as [`Store::inspect_after_rescan`], on a separate thread.
-    pub(crate) fn look_inspect(self: &Arc<Self>) -> io::Result<Look<io::Result<()>>> {
-        Look::start(self, Purpose::Control, Self::inspect_after_rescan, |_| ())
+    pub(crate) fn look_inspect(self: &Arc<Self>) -> io::Result<Query<io::Result<()>>> {
+        Query::start(self, Purpose::Control, Self::inspect_after_rescan, |_| ())
     }
 
     /// Same as [`Store::measure`], on a separate thread.
-    pub(crate) fn look_measure(self: &Arc<Self>) -> io::Result<Look<io::Result<Option<Resized>>>> {
-        Look::start(self, Purpose::Control, Self::measure, |_| ())
+    pub(crate) fn look_measure(self: &Arc<Self>) -> io::Result<Query<io::Result<Option<Resized>>>> {
+        Query::start(self, Purpose::Control, Self::measure, |_| ())
     }
 
     /// Same as [`Store::check_reopen`], on a separate thread.
     pub(crate) fn look_reopen(
         self: &Arc<Self>,
         spec: &Spec,
-    ) -> io::Result<Look<Result<(), OpenError>>> {
+    ) -> io::Result<Query<Result<(), OpenError>>> {
         let spec = spec.clone();
         let check = move |store: &Self| {
             // execve(2) waits for all threads to exit.
@@ -213,7 +213,7 @@ impl Store {
             }
             store.check_reopen(&spec)
         };
-        Look::start(self, Purpose::Control, check, |_| ())
+        Query::start(self, Purpose::Control, check, |_| ())
     }
 
     /// Same as [`Store::grow`], with a timeout. Changes made after `until` are reverted.
@@ -230,26 +230,26 @@ impl Store {
         }
         let spec = spec.clone();
         let grow = move |store: &Self| store.grow(&spec);
-        Look::start(self, Purpose::Control, grow, Self::undo)
+        Query::start(self, Purpose::Control, grow, Self::undo)
             .and_then(|look| look.finish(until))
             .map_err(|error| self.unanswered(error))?
     }
 
     /// Same as [`Store::undo`], if there are any changes. The path cannot be opened again until
     /// this is done.
-    pub(super) fn look_undo(self: &Arc<Self>) -> Option<io::Result<Look<()>>> {
+    pub(super) fn look_undo(self: &Arc<Self>) -> Option<io::Result<Query<()>>> {
         let marked = Mark::set(&self.changed_file()?).map(Marked);
         let undo = move |store: &Self| {
             store.undo();
             drop(marked);
         };
-        Some(Look::start(self, Purpose::Undo, undo, |_| ()))
+        Some(Query::start(self, Purpose::Undo, undo, |_| ()))
     }
 
     /// Returns the result of [`Store::look_reopen`].
     pub(crate) fn reopens(
         &self,
-        look: io::Result<Look<Result<(), OpenError>>>,
+        look: io::Result<Query<Result<(), OpenError>>>,
         until: Instant,
     ) -> Result<(), OpenError> {
         look.and_then(|look| look.finish(until))
@@ -298,7 +298,7 @@ mod tests {
                 store.grow(&larger).map(|_| ())
             }
         };
-        let look = Look::start(&store, Purpose::Control, grow, Store::undo).unwrap();
+        let look = Query::start(&store, Purpose::Control, grow, Store::undo).unwrap();
         let soon = || Instant::now() + Duration::from_millis(20);
         let error = look.finish(soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

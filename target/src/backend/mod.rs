@@ -89,7 +89,7 @@ pub use health::{Failing, Space};
 pub(crate) use made::HANGING_UNDO;
 pub use medium::Geometry;
 pub use open_error::OpenError;
-pub use opening::{OpenedStores, Wish, open_all, open_each, open_in_time, undo_all};
+pub use opening::{OpenRequest, OpenedStores, open_all, open_each, open_in_time, undo_all};
 pub use ram::Ram;
 pub(crate) use ram::random_generation;
 pub use request::{DriverConfig, StoreId};

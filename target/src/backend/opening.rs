@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(8);
 
 /// A file or device to open.
 #[derive(Clone, Debug)]
-pub struct Wish {
+pub struct OpenRequest {
     /// Name of the backend in the configuration.
     pub backend: String,
     /// Specification of the backend.
@@ -114,8 +114,8 @@ pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
 /// # Errors
 /// For each backend, returns the errors of [`Store::open`], [`OpenError::Io`] with kind `TimedOut`,
 /// or [`OpenError::Gone`].
-pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
-    let mut round = Round::start(wishes);
+pub fn open_all(open_requests: Vec<OpenRequest>) -> OpenedStores {
+    let mut round = Round::start(open_requests);
     let mut all = OpenedStores::default();
     while !round.is_over() {
         round.gather(PATIENCE, &mut all);
@@ -126,28 +126,28 @@ pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
 /// Same as [`open_all`], but does not wait for a file system that is not responding. `take` is
 /// called with the results available after a short time, which may be empty, and again for any
 /// later results.
-pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
-    Round::start(wishes).give_each(take);
+pub fn open_each(open_requests: Vec<OpenRequest>, take: impl FnMut(OpenedStores)) {
+    Round::start(open_requests).give_each(take);
 }
 
 /// Backends being opened.
 struct Round {
     /// Pending operations by path, with their deadlines.
-    openings: BTreeMap<PathBuf, (Wish, Opening, Instant)>,
+    openings: BTreeMap<PathBuf, (OpenRequest, Opening, Instant)>,
     /// Requests waiting for another pending operation with the same path.
-    doubled: Vec<Wish>,
+    doubled: Vec<OpenRequest>,
     /// Requests that could not be started.
-    failed: Vec<(Wish, OpenError)>,
+    failed: Vec<(OpenRequest, OpenError)>,
     wake: Sender<()>,
     woken: Receiver<()>,
 }
 
 impl Round {
-    fn start(wishes: Vec<Wish>) -> Self {
+    fn start(open_requests: Vec<OpenRequest>) -> Self {
         let (wake, woken) = channel();
         let mut round = Self {
             openings: BTreeMap::new(),
-            doubled: wishes,
+            doubled: open_requests,
             failed: Vec::new(),
             wake,
             woken,
@@ -245,7 +245,7 @@ impl Round {
 /// # Errors
 /// Same as [`open_all`].
 pub fn open_in_time(spec: &Spec, is_known: bool) -> Result<Arc<Store>, OpenError> {
-    let wish = Wish {
+    let wish = OpenRequest {
         backend: String::new(),
         spec: spec.clone(),
         is_patient: true,
@@ -255,7 +255,7 @@ pub fn open_in_time(spec: &Spec, is_known: bool) -> Result<Arc<Store>, OpenError
     opened.unwrap_or_else(|| Store::open(spec))
 }
 
-impl Wish {
+impl OpenRequest {
     fn grant(&self) -> Result<Arc<Store>, OpenError> {
         if let (true, Source::File { path, .. }) = (self.is_known, &self.spec.source)
             && let Err(error) = std::fs::metadata(path)
@@ -435,7 +435,7 @@ mod tests {
         });
         // The file created by the late thread was removed and its lock was released, so it can be
         // opened.
-        let wish = |backend: &str, is_known| Wish {
+        let wish = |backend: &str, is_known| OpenRequest {
             backend: backend.into(),
             spec: spec.clone(),
             is_patient: false,
@@ -461,7 +461,7 @@ mod tests {
     fn hanging_open_delays_no_other_backend() {
         let name = |what: &str| format!("riserd-opening-{what}-{}", std::process::id());
         let path = |what: &str| std::env::temp_dir().join(name(what));
-        let wish = |what: &str| Wish {
+        let wish = |what: &str| OpenRequest {
             backend: what.into(),
             spec: Spec {
                 name: "disk".into(),

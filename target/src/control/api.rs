@@ -41,7 +41,7 @@ impl Block {
 
 /// A request to the daemon, without its origin.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Ask {
+pub enum AdminCommand {
     /// Show the state of the daemon.
     Status,
     /// Show the current sessions.
@@ -85,7 +85,7 @@ pub enum Ask {
     Rollback {
         /// Number of configurations to go back.
         back: usize,
-        /// Same as in [`Ask::Apply`].
+        /// Same as in [`AdminCommand::Apply`].
         allow_unavailable: bool,
     },
     /// List previous configurations.
@@ -182,17 +182,17 @@ pub enum Failure {
 }
 
 /// Result of a request.
-pub type Answer = Result<Value, Failure>;
+pub type AdminResult = Result<Value, Failure>;
 
 /// A request sent to the thread that owns the server.
 #[derive(Debug)]
 pub struct AdminRequest {
     /// The request.
-    pub ask: Ask,
+    pub ask: AdminCommand,
     /// Client user or process, for the log.
     pub who: String,
     /// Channel for the response.
-    pub reply: oneshot::Sender<Answer>,
+    pub reply: oneshot::Sender<AdminResult>,
 }
 
 /// Process at the other end of the socket.
@@ -251,7 +251,7 @@ impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Peer {
 /// Request queue of the thread that owns the server.
 pub type Requests = mpsc::Sender<AdminRequest>;
 
-pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
+pub(super) async fn forward(requests: &Requests, ask: AdminCommand, peer: Peer) -> AdminResult {
     let _working = peer.entry.work();
     let (reply, answer) = oneshot::channel();
     let who = peer.name;
@@ -260,7 +260,7 @@ pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer
     answer.await.unwrap_or(Err(Failure::Busy))
 }
 
-pub(super) fn said(answer: Answer) -> Response {
+pub(super) fn to_response(answer: AdminResult) -> Response {
     match answer {
         Ok(value) => Json(value).into_response(),
         Err(failure) => {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
 
-use super::api::{AdminRequest, Answer, Ask, Failure, Kept, Proposal};
+use super::api::{AdminCommand, AdminRequest, AdminResult, Failure, Kept, Proposal};
 use super::revision;
 use super::socket::Admin;
 use super::trace::Wanted;
@@ -77,10 +77,10 @@ impl Daemon {
         Ok(config)
     }
 
-    fn answer(&mut self, ask: Ask) -> Answer {
+    fn answer(&mut self, ask: AdminCommand) -> AdminResult {
         let yaml = self.config.to_yaml();
         match ask {
-            Ask::Config => {
+            AdminCommand::Config => {
                 let (revision, json) = (revision(&yaml), self.config.to_value());
                 let kept = Kept {
                     revision,
@@ -89,7 +89,7 @@ impl Daemon {
                 };
                 Ok(serde_json::to_value(kept).unwrap())
             }
-            Ask::Apply {
+            AdminCommand::Apply {
                 proposal, replaces, ..
             } => {
                 if replaces.is_some_and(|wanted| wanted != revision(&yaml)) {
@@ -98,13 +98,13 @@ impl Daemon {
                 self.config = self.proposed(&proposal)?;
                 Ok(Value::Null)
             }
-            Ask::Diff(proposal) => {
+            AdminCommand::Diff(proposal) => {
                 let proposed = self.proposed(&proposal)?;
                 let changes = diff(&self.config, &proposed);
                 assert_eq!(changes.is_empty(), proposed == self.config, "{changes:?}");
                 Ok(Value::Null)
             }
-            Ask::Metrics => Ok(json!("a 1\n")),
+            AdminCommand::Metrics => Ok(json!("a 1\n")),
             _ => Ok(Value::Null),
         }
     }

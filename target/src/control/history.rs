@@ -116,7 +116,7 @@ impl History {
     fn open_at(path: &Path, is_default: bool) -> io::Result<Self> {
         let named =
             |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-        match StateDir::take(path) {
+        match StateDir::lock(path) {
             Ok(dir) => Self::load(dir),
             Err(error) if is_default => {
                 tracing::warn!(directory = %path.display(), %error, "cannot use the state \

@@ -19,7 +19,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;
 
-use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
+use super::api::{AdminCommand, AdminResult, Failure, Peer, Requests, error, forward, to_response};
 use super::bounded::{Bounded, Limits};
 use super::metrics;
 use super::serving::Serving;
@@ -102,7 +102,7 @@ async fn page() -> Response {
 }
 
 async fn live(State(requests): State<Requests>, ConnectInfo(peer): ConnectInfo<Peer>) -> Response {
-    said(forward(&requests, Ask::Live, peer).await)
+    to_response(forward(&requests, AdminCommand::Live, peer).await)
 }
 
 async fn recent(
@@ -110,7 +110,7 @@ async fn recent(
     ConnectInfo(peer): ConnectInfo<Peer>,
     Query(since): Query<Since>,
 ) -> Response {
-    said(forward(&requests, Ask::Recent(since), peer).await)
+    to_response(forward(&requests, AdminCommand::Recent(since), peer).await)
 }
 
 pub(super) async fn not_found() -> Response {
@@ -122,9 +122,9 @@ async fn scrape(
     ConnectInfo(peer): ConnectInfo<Peer>,
     headers: HeaderMap,
 ) -> Response {
-    let text = match forward(&requests, Ask::Metrics, peer).await {
+    let text = match forward(&requests, AdminCommand::Metrics, peer).await {
         Ok(Value::String(text)) => text,
-        answer => return said(answer),
+        answer => return to_response(answer),
     };
     let common = [
         (CONTENT_TYPE, metrics::CONTENT_TYPE),
@@ -135,7 +135,7 @@ async fn scrape(
     }
     match gzip(&text).await {
         Ok(bytes) => (common, [(CONTENT_ENCODING, "gzip")], bytes).into_response(),
-        Err(error) => said(Err(Failure::Failed(error.to_string()))),
+        Err(error) => to_response(Err(Failure::Failed(error.to_string()))),
     }
 }
 
@@ -173,17 +173,17 @@ async fn healthz(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
 ) -> Response {
-    word(forward(&requests, Ask::Health, peer).await)
+    word(forward(&requests, AdminCommand::Health, peer).await)
 }
 
 async fn readyz(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
 ) -> Response {
-    word(forward(&requests, Ask::Ready, peer).await)
+    word(forward(&requests, AdminCommand::Ready, peer).await)
 }
 
-fn word(answer: Answer) -> Response {
+fn word(answer: AdminResult) -> Response {
     match answer {
         Ok(_) => "ok\n".into_response(),
         Err(Failure::Refused { why, .. }) => {

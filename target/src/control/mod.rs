@@ -76,7 +76,7 @@ use sd_notify::NotifyState;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
-use self::api::{AdminRequest, Ask, Block, Failure, Kept, Proposal};
+use self::api::{AdminCommand, AdminRequest, Block, Failure, Kept, Proposal};
 use self::history::{Entry, History};
 use self::http::Listening;
 use self::metrics::{ConfigState, Reload};
@@ -92,7 +92,7 @@ use self::trace::{Search, Wanted};
 use self::upgrade::{Handover, HandoverEnd, PreparedUpgrade, UpgradeRecord};
 use self::view::{Changes, Standing};
 use self::watchdog::Watchdog;
-use crate::audit::{self, Asked};
+use crate::audit::{self, ChangeOrigin};
 use crate::backend::{OpenError, OpenedStores, look, open_each};
 use crate::config::{Config, Difference, Location, diff};
 use crate::server::handover::ServerState;
@@ -197,7 +197,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         if let Some(from) = &upgrade_record.upgraded_from {
             tracing::info!(%from, to = env!("CARGO_PKG_VERSION"), "took over");
         }
-        let asked = Asked { who: "riserd", how };
+        let asked = ChangeOrigin { who: "riserd", how };
         audit::changed(asked, &revision(&config.to_yaml()), &[]);
         let control = Control {
             server,
@@ -417,7 +417,7 @@ impl Control<'_> {
                     let sums = live::sums(&self.server, self.since.elapsed());
                     self.timeline.take(sums);
                 }
-                _ = retry.tick() => if self.server.look() {
+                _ = retry.tick() => if self.server.check_resources() {
                     self.open_missing(opened.clone());
                 },
                 Some(opened) = openings.recv() => self.retry(opened),
@@ -459,9 +459,9 @@ impl Control<'_> {
 
     /// Opens missing objects on a separate thread, because a file system might not respond.
     fn open_missing(&self, opened: mpsc::Sender<OpenedStores>) {
-        let wishes = self.server.wishes();
+        let open_requests = self.server.open_requests();
         // If the receiver was dropped, we undo the changes.
-        let open = move || open_each(wishes, |stores| drop(opened.blocking_send(stores)));
+        let open = move || open_each(open_requests, |stores| drop(opened.blocking_send(stores)));
         let thread = std::thread::Builder::new().name("retry".into()).spawn(open);
         if let Err(error) = thread {
             tracing::warn!(%error, "cannot retry unavailable objects");
@@ -513,7 +513,7 @@ impl Control<'_> {
     fn answer(&mut self, request: AdminRequest) {
         let who = &request.who;
         let answer = match request.ask {
-            Ask::Status => {
+            AdminCommand::Status => {
                 let uptime = self.since.elapsed().as_secs();
                 to_json(&view::status(
                     &self.server,
@@ -522,10 +522,10 @@ impl Control<'_> {
                     self.standing(),
                 ))
             }
-            Ask::Sessions => to_json(&view::sessions(&self.server)),
-            Ask::Targets => to_json(&view::targets(&self.server)),
-            Ask::History => to_json(&view::history(self.history.entries())),
-            Ask::Metrics => {
+            AdminCommand::Sessions => to_json(&view::sessions(&self.server)),
+            AdminCommand::Targets => to_json(&view::targets(&self.server)),
+            AdminCommand::History => to_json(&view::history(self.history.entries())),
+            AdminCommand::Metrics => {
                 let config = ConfigState {
                     is_unsaved: self.is_unsaved(),
                     reload: self.reloads,
@@ -535,17 +535,17 @@ impl Control<'_> {
                     Err(error) => Err(Failure::Failed(error.to_string())),
                 }
             }
-            Ask::Live => {
+            AdminCommand::Live => {
                 let uptime = self.since.elapsed();
                 to_json(&live::live(&self.server, uptime, self.is_unsaved()))
             }
-            Ask::Recent(since) => to_json(&self.timeline.recent(since)),
-            Ask::Health => Ok(serde_json::Value::Null),
-            Ask::Ready => health::ready(&self.server, &self.server.snapshot())
+            AdminCommand::Recent(since) => to_json(&self.timeline.recent(since)),
+            AdminCommand::Health => Ok(serde_json::Value::Null),
+            AdminCommand::Ready => health::ready(&self.server, &self.server.snapshot())
                 .map(|()| serde_json::Value::Null)
                 .map_err(|why| Failure::Refused { why, errno: None }),
-            Ask::Config => self.kept().and_then(|kept| to_json(&kept)),
-            Ask::Apply {
+            AdminCommand::Config => self.kept().and_then(|kept| to_json(&kept)),
+            AdminCommand::Apply {
                 proposal,
                 replaces,
                 how,
@@ -555,28 +555,28 @@ impl Control<'_> {
                 let config = self
                     .check_revision(replaces.as_deref())
                     .and_then(|()| self.proposed(&proposal))
-                    .inspect_err(|failure| self.reject(Asked { who, how }, failure));
+                    .inspect_err(|failure| self.reject(ChangeOrigin { who, how }, failure));
                 config.and_then(|config| {
-                    to_json(&self.apply(config, Asked { who, how }, allow_unavailable)?)
+                    to_json(&self.apply(config, ChangeOrigin { who, how }, allow_unavailable)?)
                 })
             }
-            Ask::Diff(proposal) => self
+            AdminCommand::Diff(proposal) => self
                 .proposed(&proposal)
                 .and_then(|config| to_json(&self.changes(&config))),
-            Ask::Rollback {
+            AdminCommand::Rollback {
                 back,
                 allow_unavailable,
             } => {
                 let done = self.roll_back(back, who, allow_unavailable);
                 done.and_then(|done| to_json(&done))
             }
-            Ask::Reload => self.reload(who).and_then(|changes| to_json(&changes)),
-            Ask::Trace(wanted) => self.trace(wanted).map(|()| serde_json::Value::Null),
-            Ask::TraceLook => match &mut self.search {
-                Some(search) => to_json(&search.look(&self.server)),
+            AdminCommand::Reload => self.reload(who).and_then(|changes| to_json(&changes)),
+            AdminCommand::Trace(wanted) => self.trace(wanted).map(|()| serde_json::Value::Null),
+            AdminCommand::TraceLook => match &mut self.search {
+                Some(search) => to_json(&search.poll(&self.server)),
                 None => to_json(&true),
             },
-            Ask::TraceEnd => {
+            AdminCommand::TraceEnd => {
                 let search = self.search.take();
                 to_json(
                     &search
@@ -584,17 +584,17 @@ impl Control<'_> {
                         .unwrap_or_default(),
                 )
             }
-            Ask::Upgrade(program) => {
+            AdminCommand::Upgrade(program) => {
                 self.prepare_upgrade(program, who)
                     .and_then(|(upgrade, handing)| {
                         self.handing = Some(handing);
                         to_json(&upgrade)
                     })
             }
-            Ask::Disconnect { name, block } => self.disconnect(who, &name, block),
-            Ask::Unblock(name) => self.unblock(who, &name),
-            Ask::ClearFlushFailure(serial) => self.clear_flush_failure(serial.as_deref()),
-            Ask::Rescan => self
+            AdminCommand::Disconnect { name, block } => self.disconnect(who, &name, block),
+            AdminCommand::Unblock(name) => self.unblock(who, &name),
+            AdminCommand::ClearFlushFailure(serial) => self.clear_flush_failure(serial.as_deref()),
+            AdminCommand::Rescan => self
                 .server
                 .rescan()
                 .map_err(|e| Failure::Failed(e.to_string()))
@@ -746,10 +746,10 @@ impl Control<'_> {
     fn apply(
         &mut self,
         config: Config,
-        asked: Asked<'_>,
+        asked: ChangeOrigin<'_>,
         allow_unavailable: bool,
     ) -> Result<Changes, Failure> {
-        let Asked { who, how } = asked;
+        let ChangeOrigin { who, how } = asked;
         let old = self.server.config().clone();
         let changes = diff(&old, &config);
         let before = self.standing();
@@ -873,11 +873,11 @@ impl Control<'_> {
         let Some(entry) = self.history.entries().get(back) else {
             let kept = self.history.entries().len();
             let why = format!("cannot roll back {back} configurations: the history has {kept}");
-            self.reject(Asked { who, how: &how }, &why);
+            self.reject(ChangeOrigin { who, how: &how }, &why);
             return Err(Failure::Refused { why, errno: None });
         };
         let config = parse(&entry.yaml)?;
-        self.apply(config, Asked { who, how: &how }, allow_unavailable)
+        self.apply(config, ChangeOrigin { who, how: &how }, allow_unavailable)
     }
 
     /// Returns changes since the file was last read.
@@ -892,7 +892,7 @@ impl Control<'_> {
     /// Reloads the configuration file and applies it.
     fn reload(&mut self, who: &str) -> Result<Changes, Failure> {
         let how = "reload";
-        let asked = Asked { who, how };
+        let asked = ChangeOrigin { who, how };
         notify_reloading();
         let applied = match (self.file.reread)() {
             Ok(config) => {
@@ -925,7 +925,7 @@ impl Control<'_> {
     }
 
     /// Writes an audit log event for a rejected configuration.
-    fn reject(&self, asked: Asked<'_>, reason: &dyn std::fmt::Display) {
+    fn reject(&self, asked: ChangeOrigin<'_>, reason: &dyn std::fmt::Display) {
         let stays = revision(&self.server.config().to_yaml());
         audit::rejected(asked, &stays, reason);
     }
@@ -998,7 +998,7 @@ fn errno(error: &ApplyError) -> Option<i32> {
     None
 }
 
-fn to_json(view: &impl serde::Serialize) -> api::Answer {
+fn to_json(view: &impl serde::Serialize) -> api::AdminResult {
     serde_json::to_value(view).map_err(|e| Failure::Failed(e.to_string()))
 }
 

@@ -61,7 +61,7 @@ mod tests {
         let name = format!("riserd-ports-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&path);
-        let dir = Arc::new(StateDir::take(&path).unwrap());
+        let dir = Arc::new(StateDir::lock(&path).unwrap());
         let file = PortFile::new(Arc::clone(&dir));
         assert_eq!(file.load().unwrap(), []);
         let text = r#"{ "version": 1, "ports": [

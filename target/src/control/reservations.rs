@@ -91,7 +91,7 @@ mod tests {
         let name = format!("riserd-reservations-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&path);
-        let dir = Arc::new(StateDir::take(&path).unwrap());
+        let dir = Arc::new(StateDir::lock(&path).unwrap());
         let keeper = Arc::new(ReservationFiles::new(Arc::clone(&dir)));
         let identity = unit("one").identity;
         assert_eq!(keeper.load(&identity).unwrap(), None);

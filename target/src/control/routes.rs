@@ -50,7 +50,8 @@ use serde_json::Value;
 use tokio::sync::oneshot;
 
 use super::api::{
-    AdminRequest, Ask, Block, Failure, How, Kept, Peer, Proposal, Requests, error, forward, said,
+    AdminCommand, AdminRequest, Block, Failure, How, Kept, Peer, Proposal, Requests, error,
+    forward, to_response,
 };
 use super::http;
 use super::trace::{EVERY, Wanted};
@@ -64,10 +65,10 @@ const ACCEPT_PATCH: HeaderName = HeaderName::from_static("accept-patch");
 /// Creates the routes, which send requests to `requests`.
 pub fn router(requests: Requests) -> Router {
     Router::new()
-        .route("/v1/status", get(Ask::Status))
-        .route("/v1/sessions", get(Ask::Sessions))
-        .route("/v1/targets", get(Ask::Targets))
-        .route("/v1/history", get(Ask::History))
+        .route("/v1/status", get(AdminCommand::Status))
+        .route("/v1/sessions", get(AdminCommand::Sessions))
+        .route("/v1/targets", get(AdminCommand::Targets))
+        .route("/v1/history", get(AdminCommand::History))
         .route(
             "/v1/config",
             on(MethodFilter::GET, config)
@@ -78,8 +79,8 @@ pub fn router(requests: Requests) -> Router {
         .route("/v1/rollback", on(MethodFilter::POST, rollback))
         .route("/v1/trace", on(MethodFilter::POST, trace))
         .route("/v1/upgrade", on(MethodFilter::POST, upgrade))
-        .route("/v1/reload", post(Ask::Reload))
-        .route("/v1/rescan", post(Ask::Rescan))
+        .route("/v1/reload", post(AdminCommand::Reload))
+        .route("/v1/rescan", post(AdminCommand::Rescan))
         .route(
             "/v1/clear-flush-failure",
             on(MethodFilter::POST, clear_flush_failure),
@@ -100,20 +101,20 @@ pub fn router(requests: Requests) -> Router {
         .with_state(requests)
 }
 
-fn get(ask: Ask) -> MethodRouter<Requests> {
+fn get(ask: AdminCommand) -> MethodRouter<Requests> {
     asking(MethodFilter::GET, ask)
 }
 
-fn post(ask: Ask) -> MethodRouter<Requests> {
+fn post(ask: AdminCommand) -> MethodRouter<Requests> {
     asking(MethodFilter::POST, ask)
 }
 
 /// Returns a handler for this request.
-fn asking(method: MethodFilter, ask: Ask) -> MethodRouter<Requests> {
+fn asking(method: MethodFilter, ask: AdminCommand) -> MethodRouter<Requests> {
     on(
         method,
         async move |State(requests): State<Requests>, ConnectInfo(peer): ConnectInfo<Peer>| {
-            said(forward(&requests, ask, peer).await)
+            to_response(forward(&requests, ask, peer).await)
         },
     )
 }
@@ -123,11 +124,11 @@ async fn config(
     ConnectInfo(peer): ConnectInfo<Peer>,
     headers: HeaderMap,
 ) -> Response {
-    let answer = forward(&requests, Ask::Config, peer).await;
+    let answer = forward(&requests, AdminCommand::Config, peer).await;
     let kept: Kept = match answer.map(serde_json::from_value) {
         Ok(Ok(kept)) => kept,
-        Ok(Err(garbled)) => return said(Err(Failure::Failed(garbled.to_string()))),
-        Err(failure) => return said(Err(failure)),
+        Ok(Err(garbled)) => return to_response(Err(Failure::Failed(garbled.to_string()))),
+        Err(failure) => return to_response(Err(failure)),
     };
     let revision = [(ETAG, format!("\"{}\"", kept.revision))];
     match text_of(&headers, &ACCEPT) {
@@ -170,13 +171,13 @@ async fn apply(
     headers: HeaderMap,
     text: String,
 ) -> Response {
-    let apply = Ask::Apply {
+    let apply = AdminCommand::Apply {
         proposal: Proposal::Whole(text),
         replaces: replaced(&headers),
         how: origin.how,
         allow_unavailable: origin.allow_unavailable,
     };
-    said(forward(&requests, apply, peer).await)
+    to_response(forward(&requests, apply, peer).await)
 }
 
 /// Parses a patch, if the media type is a patch type.
@@ -195,7 +196,7 @@ async fn patch(
 ) -> Response {
     let proposal = match patch_of(&headers, &text) {
         Some(Ok(proposal)) => proposal,
-        Some(Err(mistake)) => return said(Err(mistake)),
+        Some(Err(mistake)) => return to_response(Err(mistake)),
         // RFC 5789 2.2: the response should list the supported types.
         None => {
             let accepted = [Patch::MERGE, Patch::OPERATIONS].join(", ");
@@ -207,13 +208,13 @@ async fn patch(
             return ([(ACCEPT_PATCH, accepted)], refused).into_response();
         }
     };
-    let apply = Ask::Apply {
+    let apply = AdminCommand::Apply {
         proposal,
         replaces: replaced(&headers),
         how: origin.how,
         allow_unavailable: origin.allow_unavailable,
     };
-    said(forward(&requests, apply, peer).await)
+    to_response(forward(&requests, apply, peer).await)
 }
 
 async fn diff(
@@ -223,8 +224,8 @@ async fn diff(
     text: String,
 ) -> Response {
     match patch_of(&headers, &text).unwrap_or(Ok(Proposal::Whole(text))) {
-        Ok(proposal) => said(forward(&requests, Ask::Diff(proposal), peer).await),
-        Err(mistake) => said(Err(mistake)),
+        Ok(proposal) => to_response(forward(&requests, AdminCommand::Diff(proposal), peer).await),
+        Err(mistake) => to_response(Err(mistake)),
     }
 }
 
@@ -234,7 +235,7 @@ async fn clear_flush_failure(
     text: String,
 ) -> Response {
     let serial = Some(text.trim().to_owned()).filter(|serial| !serial.is_empty());
-    said(forward(&requests, Ask::ClearFlushFailure(serial), peer).await)
+    to_response(forward(&requests, AdminCommand::ClearFlushFailure(serial), peer).await)
 }
 
 /// Parameters for a disconnect.
@@ -266,7 +267,7 @@ async fn disconnect(
         ),
         name => {
             let name = name.to_owned();
-            said(forward(&requests, Ask::Disconnect { name, block }, peer).await)
+            to_response(forward(&requests, AdminCommand::Disconnect { name, block }, peer).await)
         }
     }
 }
@@ -276,7 +277,14 @@ async fn unblock(
     ConnectInfo(peer): ConnectInfo<Peer>,
     text: String,
 ) -> Response {
-    said(forward(&requests, Ask::Unblock(text.trim().to_owned()), peer).await)
+    to_response(
+        forward(
+            &requests,
+            AdminCommand::Unblock(text.trim().to_owned()),
+            peer,
+        )
+        .await,
+    )
 }
 
 /// Parameters for a rollback.
@@ -299,11 +307,11 @@ async fn rollback(
     };
     match back {
         Ok(back) => {
-            let rollback = Ask::Rollback {
+            let rollback = AdminCommand::Rollback {
                 back,
                 allow_unavailable: availability.allow_unavailable,
             };
-            said(forward(&requests, rollback, peer).await)
+            to_response(forward(&requests, rollback, peer).await)
         }
         Err(_) => error(
             StatusCode::BAD_REQUEST,
@@ -325,21 +333,21 @@ async fn trace(
         Err(mistake) => return error(StatusCode::BAD_REQUEST, &mistake.to_string()),
     };
     let patience = wanted.check().map(|()| wanted.patience());
-    if let Err(failure) = forward(&requests, Ask::Trace(wanted), peer.clone()).await {
-        return said(Err(failure));
+    if let Err(failure) = forward(&requests, AdminCommand::Trace(wanted), peer.clone()).await {
+        return to_response(Err(failure));
     }
     let until = tokio::time::Instant::now() + patience.unwrap_or_default();
     let ending = EndTrace(Some(requests.clone()));
     while tokio::time::Instant::now() < until {
         tokio::time::sleep_until(until.min(tokio::time::Instant::now() + EVERY)).await;
         // If the daemon is too busy, we just try again in the next iteration.
-        let looked = forward(&requests, Ask::TraceLook, peer.clone()).await;
+        let looked = forward(&requests, AdminCommand::TraceLook, peer.clone()).await;
         if looked.is_ok_and(|enough| enough == Value::Bool(true)) {
             break;
         }
     }
     ending.defuse();
-    said(forward(&requests, Ask::TraceEnd, peer).await)
+    to_response(forward(&requests, AdminCommand::TraceEnd, peer).await)
 }
 
 /// Stops the trace if the client disconnects.
@@ -356,7 +364,7 @@ impl Drop for EndTrace {
     fn drop(&mut self) {
         if let Some(requests) = self.0.take() {
             let (reply, _) = oneshot::channel();
-            let (ask, who) = (Ask::TraceEnd, String::new());
+            let (ask, who) = (AdminCommand::TraceEnd, String::new());
             // If the daemon is too busy for this, it will detect that the trace is no longer
             // polled.
             let _ = requests.try_send(AdminRequest { ask, who, reply });
@@ -372,9 +380,9 @@ async fn upgrade(
     let program = Some(PathBuf::from(path)).filter(|path| !path.as_os_str().is_empty());
     if program.is_some() && !peer.may_name_programs() {
         let why = "only root and the daemon's own user can specify a program".to_owned();
-        return said(Err(Failure::Refused { why, errno: None }));
+        return to_response(Err(Failure::Refused { why, errno: None }));
     }
-    said(forward(&requests, Ask::Upgrade(program), peer).await)
+    to_response(forward(&requests, AdminCommand::Upgrade(program), peer).await)
 }
 
 #[cfg(test)]

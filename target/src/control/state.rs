@@ -74,7 +74,7 @@ impl StateDir {
     /// # Errors
     /// Returns `AddrInUse` if the directory is in use by another daemon which does not exit within
     /// a few seconds, or any file system error.
-    pub fn take(path: &Path) -> io::Result<Self> {
+    pub fn lock(path: &Path) -> io::Result<Self> {
         make_durable(path, &mut sync_dir)?;
         // We lock the directory itself, so that a lock file cannot be left behind or removed while
         // locked.
@@ -518,7 +518,7 @@ mod tests {
     #[test]
     fn kill_leaves_old_or_new_file() {
         let path = dir("steps");
-        let state = StateDir::take(&path).unwrap();
+        let state = StateDir::lock(&path).unwrap();
         let steps = [
             Step::Created,
             Step::HalfWritten,
@@ -553,7 +553,7 @@ mod tests {
     #[test]
     fn failed_directory_sync_keeps_old_file() {
         let path = dir("undone");
-        let state = StateDir::take(&path).unwrap();
+        let state = StateDir::lock(&path).unwrap();
         let file = path.join("f");
         for old in [None, Some(&b"the old one"[..])] {
             if let Some(old) = old {
@@ -591,7 +591,7 @@ mod tests {
     #[test]
     fn previous_generation_replaces_damaged_file() {
         let path = dir("generations");
-        let state = StateDir::take(&path).unwrap();
+        let state = StateDir::lock(&path).unwrap();
         let load = || state.load_generation::<Numbers>("f", 1);
         let save = |n: u32| state.save_generation("f", 1, &Numbers { n }).unwrap();
         let content = |loaded: Generation<Numbers>| match loaded {
@@ -639,8 +639,8 @@ mod tests {
     #[test]
     fn directory_is_locked_by_single_daemon() {
         let path = dir("lock");
-        let state = StateDir::take(&path).unwrap();
-        let second = StateDir::take(&path).unwrap_err();
+        let state = StateDir::lock(&path).unwrap();
+        let second = StateDir::lock(&path).unwrap_err();
         assert_eq!(second.kind(), io::ErrorKind::AddrInUse);
         assert_eq!(state.read("nothing").unwrap(), None);
         // A process that was killed can hold the lock for some time.
@@ -649,7 +649,7 @@ mod tests {
                 thread::sleep(Duration::from_millis(200));
                 drop(state);
             });
-            StateDir::take(&path).unwrap();
+            StateDir::lock(&path).unwrap();
         });
         fs::remove_dir_all(&path).unwrap();
     }
@@ -657,7 +657,7 @@ mod tests {
     #[test]
     fn start_waits_for_terminating_daemon() {
         let path = dir("ending");
-        let state = StateDir::take(&path).unwrap();
+        let state = StateDir::lock(&path).unwrap();
         state.note_ending().unwrap();
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -665,7 +665,7 @@ mod tests {
                 thread::sleep(Duration::from_secs(4));
                 drop(state);
             });
-            let next = StateDir::take(&path).unwrap();
+            let next = StateDir::lock(&path).unwrap();
             assert_eq!(next.read(ENDING).unwrap(), None);
         });
         fs::remove_dir_all(&path).unwrap();

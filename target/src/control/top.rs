@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use hyper::Method;
-use riser_admin_api::client::{self, ClientError, Question};
+use riser_admin_api::client::{self, ApiRequest, ClientError};
 use riser_admin_api::live::Live;
 use riser_admin_api::rates::{OpRate, Rates, rates};
 
@@ -39,7 +39,7 @@ pub enum TopError {
 /// # Errors
 /// See [`TopError`].
 pub fn run(socket: &Path, top: &Top, out: &mut dyn Write) -> Result<(), TopError> {
-    let look = || client::call::<Live>(socket, Question::new(Method::GET, "/v1/live"));
+    let look = || client::call::<Live>(socket, ApiRequest::new(Method::GET, "/v1/live"));
     let mut old = look()?;
     loop {
         std::thread::sleep(top.every);

@@ -70,7 +70,7 @@ impl Search {
     }
 
     /// Collects new commands since the last poll. Returns true if the trace is complete.
-    pub(super) fn look(&mut self, server: &Server) -> bool {
+    pub(super) fn poll(&mut self, server: &Server) -> bool {
         self.asked = Instant::now();
         let records = self.tracer.take();
         if !records.is_empty() {
@@ -100,7 +100,7 @@ impl Search {
 
     /// Stops the trace and returns the result.
     pub(super) fn end(mut self, server: &Server) -> Traced {
-        self.look(server);
+        self.poll(server);
         let mut found = std::mem::take(&mut self.found);
         // This must be read after the last poll, which may have dropped commands.
         found.missed = self.tracer.missed();

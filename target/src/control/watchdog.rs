@@ -43,7 +43,7 @@ fn run(
 ) -> Option<(Sender<()>, JoinHandle<()>)> {
     let (stop, stopped) = channel();
     let watch = move || {
-        let mut asked = Asked::default();
+        let mut asked = PendingPings::default();
         while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
             if asked.check(&mut ping) {
                 alive();
@@ -64,9 +64,9 @@ fn run(
 
 /// Pending responses from workers.
 #[derive(Debug, Default)]
-struct Asked(Vec<Receiver<()>>);
+struct PendingPings(Vec<Receiver<()>>);
 
-impl Asked {
+impl PendingPings {
     /// Returns true if all workers have responded since the last check, and then sends a new
     /// request to them.
     fn check(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn silent_worker_stops_watchdog_until_reply() {
-        let mut asked = Asked::default();
+        let mut asked = PendingPings::default();
         let (first, rx1) = channel();
         let (second, rx2) = channel();
         assert!(asked.check(|| vec![rx1, rx2]));
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn unqueried_worker_is_queried_again() {
-        let mut asked = Asked::default();
+        let mut asked = PendingPings::default();
         let (_, full) = channel();
         assert!(asked.check(|| vec![full]));
         let (worker, rx) = channel();

@@ -38,7 +38,7 @@ pub(super) struct Addresses(BTreeMap<(String, IpAddr), Instant>);
 
 impl Addresses {
     /// Lists the current addresses, if needed by the configuration.
-    pub(super) fn look(&mut self, config: &Config) {
+    pub(super) fn refresh(&mut self, config: &Config) {
         let mut portals = config.targets.iter().flat_map(|target| &target.portals);
         // Most configurations do not contain wildcards, so avoid the system calls.
         if portals.all(|portal| portal.listen.at().is_some()) {
@@ -102,7 +102,7 @@ impl Expansion {
     /// Expands a configuration for the current addresses of the host.
     pub(crate) fn now(config: &Config) -> Self {
         let mut addresses = Addresses::default();
-        addresses.look(config);
+        addresses.refresh(config);
         Self::of(config, &addresses, &Self::default())
     }
 

@@ -25,7 +25,8 @@ use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{
-    FileId, OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all, undo_all, unit_config,
+    FileId, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, look, open_all, undo_all,
+    unit_config,
 };
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::fabric::{Unit, UnitIdx};
@@ -362,7 +363,7 @@ impl Builder {
 
     /// Called after the first catalog was created. Restores the state of its units from the
     /// previous process.
-    pub(super) fn settle(&mut self, server_state: &ServerState) {
+    pub(super) fn restore_units(&mut self, server_state: &ServerState) {
         for (backend, state) in &server_state.units {
             match self.units.get(backend) {
                 Some(unit) => unit.lu.import_state(state),
@@ -460,7 +461,7 @@ impl Builder {
     }
 
     /// Returns the files and devices that are used by a catalog but not open.
-    pub(super) fn wishes(&self, config: &Config) -> Vec<Wish> {
+    pub(super) fn open_requests(&self, config: &Config) -> Vec<OpenRequest> {
         let luns = config
             .targets
             .iter()
@@ -475,9 +476,9 @@ impl Builder {
         closed.filter_map(|backend| self.wish(backend)).collect()
     }
 
-    fn wish(&self, backend: &Backend) -> Option<Wish> {
+    fn wish(&self, backend: &Backend) -> Option<OpenRequest> {
         backend.spec.source.path()?;
-        Some(Wish {
+        Some(OpenRequest {
             backend: backend.name.clone(),
             spec: backend.spec.clone(),
             // At startup, wait for a daemon that is still exiting. Otherwise, there will be another
@@ -534,7 +535,7 @@ impl Builder {
         self.unit_limits
             .resize(self.unit_stores.len(), IoLimits::default());
         let discovery = self.secrets.auth(config.discovery_chap.as_ref())?;
-        self.secrets.settle();
+        self.secrets.drop_unused();
         check_secrets(&discovery, &targets)?;
         self.forget_others(&targets);
         Ok(Catalog {

@@ -41,7 +41,7 @@ pub(super) struct HangWatch {
 impl HangWatch {
     /// Updates the hanging backends once all workers have replied, and then requests the oldest
     /// operations from each worker again.
-    pub(super) fn look<'a>(
+    pub(super) fn update<'a>(
         &mut self,
         open: impl Iterator<Item = (&'a String, &'a Arc<Store>)>,
         ask: impl FnOnce() -> Vec<Receiver<Requests>>,
@@ -149,7 +149,7 @@ impl Server {
     #[must_use]
     pub fn begin_block_check(&self, now: Instant) -> BlockCheck {
         BlockCheck {
-            replies: self.ask(Mail::OldestRequests),
+            replies: self.send_to_workers(Mail::OldestRequests),
             oldest: None,
             until: now + REPLY,
         }

@@ -431,10 +431,10 @@ fn first_catalog(
     mut opened: OpenedStores,
 ) -> Result<(Catalog, FirstFiles), ServerError> {
     let before = builder.clone();
-    builder.look(config);
-    let mut wishes = builder.wishes(config);
-    wishes.retain(|wish| !opened.has(&wish.backend, &wish.spec));
-    opened.extend(open_all(wishes));
+    builder.refresh_addresses(config);
+    let mut open_requests = builder.open_requests(config);
+    open_requests.retain(|wish| !opened.has(&wish.backend, &wish.spec));
+    opened.extend(open_all(open_requests));
     let missing = opened.missing();
     let built = builder.catalog(config, &mut opened);
     let stores = builder.stores_beyond(&before).cloned().collect();
@@ -449,7 +449,7 @@ fn first_catalog(
         Ok(catalog)
     });
     let catalog = saved.inspect_err(|_| builder.write_missing(&missing))?;
-    builder.settle(server_state);
+    builder.restore_units(server_state);
     Ok((catalog, files))
 }
 
@@ -465,7 +465,10 @@ fn shared(catalog: Catalog, device_slots: Arc<DeviceSlots>) -> Shared {
 type Setup = Vec<MailSender<Mail>>;
 
 /// Sends a request to each worker, with a channel for the reply.
-fn ask<T>(senders: &[MailSender<Mail>], mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
+fn send_to_workers<T>(
+    senders: &[MailSender<Mail>],
+    mail: impl Fn(Sender<T>) -> Mail,
+) -> Vec<Receiver<T>> {
     let ask = |sender: &MailSender<Mail>| {
         let (tx, rx) = channel();
         let _ = sender.send(mail(tx));
@@ -657,7 +660,7 @@ impl Server {
         let mut rollout = RolloutDriver::staged(self.senders.clone());
         self.exchange(&catalog, &[], &mut rollout, Instant::now());
         rollout.wait();
-        self.settle();
+        self.remove_former_units();
         self.want_devices(&catalog);
         Ok(())
     }
@@ -767,10 +770,10 @@ impl Server {
     /// Lists the current addresses of the host, and tries to read unit names again if necessary.
     /// Returns whether to call [`Server::retry`]: if there are problems, if a device was removed,
     /// or if the addresses of wildcard portals have changed.
-    pub fn look(&mut self) -> bool {
+    pub fn check_resources(&mut self) -> bool {
         self.observe();
         let builder = &mut self.builder;
-        builder.look(&self.config);
+        builder.refresh_addresses(&self.config);
         builder.is_elsewhere(&self.config)
             || builder.problems().can_be_tried()
             || builder.has_gone()
@@ -782,7 +785,7 @@ impl Server {
         let senders = &self.senders;
         self.observation
             .update(&self.config, &self.builder, has_network, || {
-                ask(senders, Mail::OldestRequests)
+                send_to_workers(senders, Mail::OldestRequests)
             });
     }
 
@@ -906,7 +909,7 @@ impl Server {
     #[must_use]
     pub fn snapshot(&self) -> Vec<Snapshot> {
         let until = Instant::now() + Duration::from_secs(1);
-        self.ask(Mail::Snapshot)
+        self.send_to_workers(Mail::Snapshot)
             .into_iter()
             .filter_map(|rx| {
                 rx.recv_timeout(until.saturating_duration_since(Instant::now()))
@@ -920,11 +923,11 @@ impl Server {
     /// disconnected.
     pub fn pinger(&self) -> impl Fn() -> Vec<Receiver<()>> + Send + use<> {
         let senders = self.senders.clone();
-        move || ask(&senders, Mail::Ping)
+        move || send_to_workers(&senders, Mail::Ping)
     }
 
-    fn ask<T>(&self, mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
-        ask(&self.senders, mail)
+    fn send_to_workers<T>(&self, mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
+        send_to_workers(&self.senders, mail)
     }
 
     /// Measures all backends again and checks their media. Initiators are notified if the capacity

@@ -50,7 +50,7 @@ impl Observation {
         ask: impl FnOnce() -> Vec<Receiver<Vec<OldestRequest>>>,
     ) {
         let mut found = Problems::default();
-        self.hangs.look(builder.open(), ask);
+        self.hangs.update(builder.open(), ask);
         for (name, store) in builder.open() {
             let hanging = self.hanging(name, store);
             let faults = medium_faults(config, name, store);

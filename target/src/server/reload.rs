@@ -34,7 +34,7 @@ use super::handover::ServerState;
 use super::problems::{Problems, Subject};
 use super::rollout::{Refusal, RolloutDriver, RolloutState};
 use super::{PATIENCE, Server, ServerError, build};
-use crate::backend::{OpenedStores, Source, Spec, Store, Wish, look, open_all};
+use crate::backend::{OpenRequest, OpenedStores, Source, Spec, Store, look, open_all};
 use crate::config::{Backend, Config, Protocol};
 use crate::fabric::ConnRef;
 use crate::qos::IoLimits;
@@ -230,20 +230,20 @@ impl Server {
     /// Returns the files and devices that could not be opened. The caller should open them again
     /// with [`open_all`], on another thread because this can take a long time.
     #[must_use]
-    pub fn wishes(&self) -> Vec<Wish> {
-        self.builder.wishes(&self.config)
+    pub fn open_requests(&self) -> Vec<OpenRequest> {
+        self.builder.open_requests(&self.config)
     }
 
     /// Returns the files and devices that are required for a configuration and not open.
     #[must_use]
-    pub fn wishes_for(&self, config: &Config) -> Vec<Wish> {
-        self.builder.wishes(config)
+    pub fn wishes_for(&self, config: &Config) -> Vec<OpenRequest> {
+        self.builder.open_requests(config)
     }
 
     /// Returns the files and devices that are required to start with a configuration.
     #[must_use]
-    pub fn first_wishes(config: &Config) -> Vec<Wish> {
-        build::Builder::default().wishes(config)
+    pub fn first_wishes(config: &Config) -> Vec<OpenRequest> {
+        build::Builder::default().open_requests(config)
     }
 
     /// Retries to use missing resources, including backends that were opened by the caller: see
@@ -278,7 +278,7 @@ impl Server {
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
         self.check(&config)?;
-        let opened = open_all(self.builder.wishes(&config));
+        let opened = open_all(self.builder.open_requests(&config));
         self.change_with(config, self.builder.clone(), opened, agree)
     }
 
@@ -295,7 +295,7 @@ impl Server {
         self.check(&config)?;
         let mut builder = self.builder.clone();
         builder.set_lenient(true);
-        let opened = open_all(builder.wishes(&config));
+        let opened = open_all(builder.open_requests(&config));
         self.change_with(config, builder, opened, agree)
     }
 
@@ -412,7 +412,7 @@ impl Server {
     ) -> Result<Change, ChangeError> {
         // The addresses of the host may have changed since the last change, and wildcards include
         // the current addresses.
-        builder.look(&config);
+        builder.refresh_addresses(&config);
         let mut grown = Vec::new();
         let built = builder
             .catalog(&config, opened)
@@ -605,7 +605,7 @@ impl Server {
         // without an entry for the nexus. It will be done by a later change, or when the session is
         // closed.
         if !change.rollout.is_late() {
-            self.settle();
+            self.remove_former_units();
         }
         self.want_devices(&change.catalog);
         // It is harmless to store additional numbers.
@@ -661,9 +661,9 @@ impl Server {
 
     /// Removes sessions from units that they can no longer use. Must be called when all workers
     /// have switched, because they use the old map until then.
-    pub(super) fn settle(&self) {
-        self.shared.registry.settle();
-        self.shared.iscsi.settle();
+    pub(super) fn remove_former_units(&self) {
+        self.shared.registry.remove_former_units();
+        self.shared.iscsi.remove_former_units();
     }
 
     /// Closes devices without portals. Must be called when workers no longer listen on them.

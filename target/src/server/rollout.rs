@@ -109,7 +109,7 @@ impl Rollout {
         let mut rollout = Self::new(RolloutState::Staging, workers);
         rollout.order_all(Order::Stage);
         rollout.await_all(now + STAGING);
-        rollout.settle();
+        rollout.advance_state();
         rollout
     }
 
@@ -255,11 +255,11 @@ impl Rollout {
         }
         match self.state {
             RolloutState::Staging if !self.unserved.is_empty() => self.withdraw(now),
-            _ => self.settle(),
+            _ => self.advance_state(),
         }
     }
 
-    fn settle(&mut self) {
+    fn advance_state(&mut self) {
         if self.awaited.contains(&true) {
             return;
         }
@@ -280,7 +280,7 @@ impl Rollout {
     fn confirm(&mut self, now: Instant) {
         self.order_all(Order::Confirm);
         self.await_all(now + CONFIRMING);
-        self.settle();
+        self.advance_state();
     }
 
     fn await_all(&mut self, until: Instant) {
@@ -296,14 +296,14 @@ pub struct RolloutDriver {
     senders: Vec<MailSender<Mail>>,
     /// Resources that were not sent yet, by worker.
     parts: Vec<Option<Box<Stage>>>,
-    answers: Vec<Option<Answer>>,
+    answers: Vec<Option<WorkerReply>>,
     /// An order that could not be sent because the mailbox was full.
     refused: Option<(usize, Order)>,
 }
 
 /// A pending reply.
 #[derive(Debug)]
-enum Answer {
+enum WorkerReply {
     Staged(Receiver<Result<(), StageError>>),
     Confirmed(Receiver<()>),
 }
@@ -314,7 +314,7 @@ enum Answered {
     Confirmed,
 }
 
-impl Answer {
+impl WorkerReply {
     fn poll(&self) -> Result<Answered, TryRecvError> {
         match self {
             Self::Staged(answer) => answer.try_recv().map(Answered::Staged),
@@ -427,7 +427,7 @@ impl RolloutDriver {
             self.send_orders(now, &send);
             let mut is_new = false;
             for worker in 0..self.answers.len() {
-                let answered = match self.answers[worker].as_ref().map(Answer::poll) {
+                let answered = match self.answers[worker].as_ref().map(WorkerReply::poll) {
                     Some(Ok(answered)) => Some(answered),
                     Some(Err(TryRecvError::Disconnected)) => None,
                     Some(Err(TryRecvError::Empty)) | None => continue,
@@ -465,11 +465,11 @@ impl RolloutDriver {
                 Order::Stage => {
                     let (reply, answer) = channel();
                     let part = self.parts[worker].take().expect("sent once");
-                    (Mail::Stage(part, reply), Some(Answer::Staged(answer)))
+                    (Mail::Stage(part, reply), Some(WorkerReply::Staged(answer)))
                 }
                 Order::Confirm => {
                     let (reply, answer) = channel();
-                    (Mail::Ping(reply), Some(Answer::Confirmed(answer)))
+                    (Mail::Ping(reply), Some(WorkerReply::Confirmed(answer)))
                 }
                 Order::Change => (Mail::Changed, None),
                 Order::Unstage => (Mail::Unstage, None),

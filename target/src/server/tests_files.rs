@@ -13,7 +13,7 @@ use super::handover::ServerState;
 use super::identities::{Identities, IdentityKeeper};
 use super::reload::ChangeError;
 use super::{Keepers, Server, ServerError};
-use crate::backend::{HANGING_UNDO, Wish, open_all};
+use crate::backend::{HANGING_UNDO, OpenRequest, open_all};
 use crate::config::Config;
 
 /// Timeout for a file system to respond again.
@@ -193,7 +193,7 @@ fn blocked_undo_is_completed_later() {
     let (release, hangs) = channel();
     *HANGING_UNDO.lock().unwrap() = Some((dir.0.join("third"), hangs));
     let third = config(&dir.0, LISTEN, &["third"], "");
-    let wish = Wish {
+    let wish = OpenRequest {
         backend: "third".to_owned(),
         spec: third.backends[0].spec.clone(),
         is_patient: false,

@@ -566,10 +566,10 @@ impl IscsiSessions {
     }
 
     /// Called when all workers have switched to the catalog of the last [`IscsiSessions::change`].
-    pub fn settle(&self) {
+    pub fn remove_former_units(&self) {
         let mut table = self.lock();
         let entries = table.entries.values_mut();
-        entries.for_each(|entry| entry.units.settle());
+        entries.for_each(|entry| entry.units.remove_former_units());
     }
 
     fn guard(&self, tsih: Tsih, channel: ConnRef) -> SessionGuard {

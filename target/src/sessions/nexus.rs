@@ -387,10 +387,10 @@ impl Registry {
     }
 
     /// Called when all workers have switched to the catalog of the last [`Registry::change`].
-    pub fn settle(&self) {
+    pub fn remove_former_units(&self) {
         let mut table = self.lock();
         let entries = table.nexuses.values_mut().flatten();
-        entries.for_each(|entry| entry.units.settle());
+        entries.for_each(|entry| entry.units.remove_former_units());
     }
 
     /// Rejects all further logins.

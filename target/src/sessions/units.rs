@@ -103,7 +103,7 @@ impl UnitEntries {
 
     /// Called when all workers use the current map, so there are no new commands for older maps.
     /// The nexus leaves its removed units, each as soon as its last command there has completed.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn remove_former_units(&mut self) {
         let former = std::mem::take(&mut self.former);
         for unit in former.iter().filter_map(Weak::upgrade) {
             unit.dismiss(self.nexus);
@@ -117,6 +117,6 @@ impl Drop for UnitEntries {
             unit.end_nexus(self.nexus);
         }
         // A session that was logged out may be closed before all workers have switched.
-        self.settle();
+        self.remove_former_units();
     }
 }

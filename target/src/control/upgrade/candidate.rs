@@ -68,7 +68,7 @@ pub(super) enum CandidateError {
 
 /// The fields we need from the output of `check -o json`.
 #[derive(Deserialize)]
-struct CheckAnswer {
+struct CheckResponse {
     valid: bool,
     version: String,
     takes_over: Vec<u32>,
@@ -91,7 +91,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
     // We use a file instead of a pipe, because a child that does not read its input must not block
     // us.
     let config = process::sealed(yaml.as_bytes()).map_err(CandidateError::NotAsked)?;
-    let (status, answer, complaint) = ask(program, config)?;
+    let (status, answer, complaint) = run_check(program, config)?;
     if !status.success() {
         // We only use the first line, because an unknown program could print anything.
         let complaint = String::from_utf8_lossy(&complaint);
@@ -103,7 +103,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         let why = first.map_or_else(ended, str::to_owned);
         return Err(CandidateError::Refuses(why));
     }
-    let answer: CheckAnswer =
+    let answer: CheckResponse =
         // A program can exit successfully without being a riserd: `true` accepts any arguments.
         serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
     if !answer.valid {
@@ -140,7 +140,10 @@ fn refused_calls(wanted: &[String]) -> Vec<&str> {
 }
 
 /// Runs the check, and returns its exit status and output.
-fn ask(program: &Path, config: File) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), CandidateError> {
+fn run_check(
+    program: &Path,
+    config: File,
+) -> Result<(ExitStatus, Vec<u8>, Vec<u8>), CandidateError> {
     let mut child = Command::new(program)
         .args(["check", "-o", "json", "/dev/stdin"])
         // Remove the variables for descriptors from the service manager, or else the program would

@@ -118,7 +118,7 @@ impl Handover {
     /// Returns the state passed to this process, which is usually empty. This must be called before
     /// the process opens any files.
     #[must_use]
-    pub fn take() -> Self {
+    pub fn from_env() -> Self {
         process::take_passed().map_or_else(Self::default, Self::of)
     }
 

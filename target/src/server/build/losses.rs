@@ -146,7 +146,7 @@ fn losses(dir: &Dir, names: &str, keepers: &Keepers) -> [bool; 3] {
 fn keepers(dir: &Dir) -> Keepers {
     let state = dir.0.join("state");
     fs::create_dir(&state).unwrap();
-    let state = Arc::new(StateDir::take(&state).unwrap());
+    let state = Arc::new(StateDir::lock(&state).unwrap());
     Keepers {
         identities: Some(Arc::new(IdentityFile::new(state))),
         ..Keepers::default()

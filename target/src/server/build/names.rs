@@ -276,8 +276,8 @@ mod tests {
     }
 
     fn retry(server: &mut Server) {
-        assert!(server.look());
-        let opened = open_all(server.wishes());
+        assert!(server.check_resources());
+        let opened = open_all(server.open_requests());
         server.retry(opened).unwrap();
     }
 
@@ -305,7 +305,7 @@ mod tests {
         let dir = format!("riserd-names-{}", std::process::id());
         let dir = std::env::temp_dir().join(dir);
         let _ = fs::remove_dir_all(&dir);
-        let state = Arc::new(StateDir::take(&dir).unwrap());
+        let state = Arc::new(StateDir::lock(&dir).unwrap());
         let strict = config(&dir, AT, "strict: true\n");
         let (config, file) = (config(&dir, AT, ""), dir.join("identities.json"));
         let server = start(&config, &state).unwrap();
@@ -369,7 +369,7 @@ mod tests {
         let dir = format!("riserd-names-later-{}", std::process::id());
         let dir = std::env::temp_dir().join(dir);
         let _ = fs::remove_dir_all(&dir);
-        let state = Arc::new(StateDir::take(&dir).unwrap());
+        let state = Arc::new(StateDir::lock(&dir).unwrap());
         let file = dir.join("identities.json");
         let before = config(&dir, "127.97.8.7", "");
         let mut server = start(&before, &state).unwrap();

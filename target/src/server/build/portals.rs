@@ -26,8 +26,8 @@ impl Builder {
     }
 
     /// Lists the current addresses of the host, and retries to read unit names.
-    pub(in crate::server) fn look(&mut self, config: &Config) {
-        self.addresses.look(config);
+    pub(in crate::server) fn refresh_addresses(&mut self, config: &Config) {
+        self.addresses.refresh(config);
         self.read_identities_again(config);
     }
 
@@ -141,7 +141,7 @@ pub(super) mod tests {
     }
 
     pub(in super::super) fn retry(server: &mut Server) -> Result<(), ChangeError> {
-        let opened = open_all(server.wishes());
+        let opened = open_all(server.open_requests());
         server.retry(opened)
     }
 
@@ -194,7 +194,7 @@ pub(super) mod tests {
         assert!(served.contains(&(address, 3261).into()), "{served:?}");
         assert!(!served.contains(&(address, 5555).into()), "{served:?}");
         // The problem remains.
-        assert!(server.look());
+        assert!(server.check_resources());
         retry(&mut server).unwrap();
         assert_eq!(server.problems().of(&unserved), Some(problem));
         server.shutdown().unwrap();
@@ -333,9 +333,10 @@ pub(super) mod tests {
         for name in ["a", "b"] {
             std::fs::write(dir.0.join(name), vec![0; 1 << 20]).unwrap();
         }
-        let wishes = server.wishes();
-        assert_eq!(wishes.len(), 2);
-        let (fast, slow): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|w| w.backend == "a");
+        let open_requests = server.open_requests();
+        assert_eq!(open_requests.len(), 2);
+        let (fast, slow): (Vec<_>, Vec<_>) =
+            open_requests.into_iter().partition(|w| w.backend == "a");
         let has_medium = |server: &Server, name| server.unit_on(name).unwrap().lu.has_medium();
         server.retry(open_all(fast)).unwrap();
         assert!(has_medium(&server, "a") && !has_medium(&server, "b"));

@@ -65,7 +65,7 @@ impl Secrets {
     }
 
     /// Called when the catalog is complete. All other secrets are dropped.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn drop_unused(&mut self) {
         // This also removes the secrets of deleted targets from memory.
         self.known = std::mem::take(&mut self.used);
     }

@@ -196,7 +196,7 @@ impl Read for Wire {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let most = buf.len();
         let bytes = self.until(|peer| {
-            let bytes = peer.take(most);
+            let bytes = peer.read_bytes(most);
             (!bytes.is_empty() || peer.is_closed()).then_some(bytes)
         })?;
         buf[..bytes.len()].copy_from_slice(&bytes);

@@ -122,7 +122,7 @@ mod tests {
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!(
             found[0],
-            "depth: SRP: 64 to 128: 0.55 (0.50 to 0.60), not at least 0.9"
+            "depth: SRP: 64 to 128: 0.55 (0.50 to 0.60), required at least 0.9"
         );
         assert!(cliffs("depth", NBDKIT, places).is_empty(), "a peer");
     }

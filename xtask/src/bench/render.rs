@@ -472,7 +472,7 @@ mod tests {
         );
         assert!(
             text.ends_with(
-                "\n- **depth: SRP: 64 to 128: 0.50 (0.50 to 0.50), not at least 0.9**\n"
+                "\n- **depth: SRP: 64 to 128: 0.50 (0.50 to 0.50), required at least 0.9**\n"
             ),
             "{text}"
         );

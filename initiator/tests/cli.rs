@@ -384,7 +384,7 @@ fn unsuitable_disks_and_options_are_rejected() {
 #[test]
 fn bench_wire_reports_measurements() {
     let home = Home::new();
-    let args = ["bench", "wire", "--runtime", "20ms", "--warm-up", "5ms"];
+    let args = ["bench", "wire", "--runtime", "200ms", "--warm-up", "5ms"];
     let table = home.ok(&args);
     assert!(table.contains("round trip"), "{table}");
     let json = home.ok(&[&args[..], &["-o", "json"]].concat());

@@ -199,7 +199,7 @@ fn rejected_change_is_named() {
         (
             &["ls", "/targets/none"],
             2,
-            "/targets: unknown name `none` (there is demo)",
+            "/targets: unknown name `none` (valid names are demo)",
         ),
         // Errors that can only be detected by the daemon.
         (

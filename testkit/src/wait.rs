@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "not within 1ms: the end of the world")]
+    #[should_panic(expected = "timed out after 1ms: the end of the world")]
     fn timeout_panics_with_name() {
         eventually("the end of the world", Duration::from_millis(1), || false);
     }

@@ -193,7 +193,7 @@ impl Daemon {
                     Some(Ok(_)) => {}
                     Some(Err(error)) => tracing::debug!(%to, "cannot send a datagram: {error}"),
                     None => {
-                        tracing::debug!(%to, "cannot send a datagram: no socket for its IP version")
+                        tracing::debug!(%to, "cannot send a datagram: no socket for its IP version");
                     }
                 }
             }

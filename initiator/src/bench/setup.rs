@@ -655,7 +655,7 @@ mod tests {
         };
         assert!(shares(&job(Access::Trim), &geometry).is_ok());
         let error = shares(&job(Access::TrimWrite), &geometry).unwrap_err();
-        assert!(error.to_string().contains("one trim takes, 1048576"));
+        assert!(error.to_string().contains("limit of one trim, 1048576"));
     }
 
     #[test]

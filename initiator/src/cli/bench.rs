@@ -713,7 +713,9 @@ mod tests {
         let error = check_exclusive(&address, 2).unwrap_err();
         assert_eq!(error.exit, Exit::Usage);
         assert!(
-            error.what.contains("cannot open 2 sessions for /dev/sdx"),
+            error
+                .what
+                .contains("cannot open 2 sessions for file:/dev/sdx"),
             "{error}"
         );
         assert!(error.help.unwrap().contains("--sessions"));

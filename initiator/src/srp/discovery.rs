@@ -205,7 +205,7 @@ impl Discovery {
         }
         match first.checked_add(SERVICES_PER_MAD as u8) {
             Some(next) if next < profile.services => {
-                self.send_query(Step::Services { slot, first: next })
+                self.send_query(Step::Services { slot, first: next });
             }
             _ => self.next_controller(),
         }

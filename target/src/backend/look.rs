@@ -305,7 +305,7 @@ mod tests {
         // Another thread would also be blocked.
         assert!(store.look_measure().is_err() && store.look_reopen(&larger).is_err());
         let error = store.grow_in_time(&larger, growth_until()).unwrap_err();
-        assert!(error.to_string().contains("does not answer"), "{error}");
+        assert!(error.to_string().contains("does not respond"), "{error}");
         drop(release);
         eventually("the late one ends", PATIENCE, || {
             !store.waiting.of(Purpose::Control).load(Ordering::Acquire)

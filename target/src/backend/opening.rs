@@ -424,11 +424,11 @@ mod tests {
         let soon = || Instant::now() + Duration::from_millis(50);
         let opening = Opening::start(&path, channel().0, open).unwrap();
         let error = opening.finish(&path, soon()).unwrap_err();
-        assert!(error.to_string().contains("does not answer"), "{error}");
+        assert!(error.to_string().contains("does not respond"), "{error}");
         // Another thread for the same path would also be blocked.
         let error = Opening::start(&path, channel().0, || panic!("a second thread"));
         let error = error.err().unwrap();
-        assert!(error.to_string().contains("does not answer"), "{error}");
+        assert!(error.to_string().contains("does not respond"), "{error}");
         release.send(()).unwrap();
         eventually("the late one ends", Duration::from_secs(60), || {
             !is_waiting(&path)

@@ -182,7 +182,7 @@ fn blocked_undo_is_completed_later() {
     assert!(refused.is_err());
     assert_eq!(dir.len("new"), Some(2 << 20), "the thread waits");
     let error = server.change(wanted.clone()).unwrap_err().to_string();
-    assert!(error.contains("does not answer"), "{error}");
+    assert!(error.contains("does not respond"), "{error}");
     drop(release);
     eventually_ok("the file system answers", PATIENCE, || {
         server.change(wanted.clone())

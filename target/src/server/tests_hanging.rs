@@ -55,9 +55,9 @@ fn hung_file_system_delays_no_other_disk() {
     );
     assert_eq!(server.capacity_of("b"), Some(2 << 20));
     let error = server.builder.check_successor(&present).unwrap_err();
-    assert!(error.to_string().contains("does not answer"), "{error}");
+    assert!(error.to_string().contains("does not respond"), "{error}");
     let error = server.change(config(&dir, "2MiB")).unwrap_err();
-    assert!(error.to_string().contains("does not answer"), "{error}");
+    assert!(error.to_string().contains("does not respond"), "{error}");
     assert!(server.measurer()());
     assert!(a.space().is_none() && b.space().is_some());
 

@@ -486,7 +486,7 @@ fn second_daemon_reports_first() {
     let (code, _, _) = ended(&mut first.command());
     assert_eq!(code, 1);
     assert!(
-        first.log().contains(&format!("{named} uses it")),
+        first.log().contains(&format!("in use by {named}")),
         "{}",
         first.log()
     );

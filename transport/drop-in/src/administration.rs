@@ -1,10 +1,10 @@
 //! Subnet administration for programs that use libibumad.
 //!
 //! On RoCE, subnet administrators have no LID, so `RISER_SA` contains the address of the
-//! administrator, for example of a `riser-sa`. MADs from programs are sent there using queue pair
-//! 1. If this variable is not set, each process uses its own administrator, which doesn't know any
-//! other hosts, but responds to queries for paths that can be computed. A program can also specify
-//! a host by its GID.
+//! administrator, for example of a `riser-sa`. MADs from programs are sent to its queue pair 1. If
+//! this variable is not set, each process uses its own administrator, which doesn't know any other
+//! hosts, but responds to queries for paths that can be computed. A program can also specify a host
+//! by its GID.
 //!
 //! The kernel puts the number of an agent into the upper half of a transaction identifier. We do
 //! the same, and use its low bits for the slot number of the process, so that responses can be

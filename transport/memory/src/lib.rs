@@ -688,13 +688,13 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "beyond")]
+    #[should_panic(expected = "exceeds length")]
     fn range_past_end_panics() {
         Memory::new(PAGE).unwrap().write(PAGE - 1, &[1, 2]);
     }
 
     #[test]
-    #[should_panic(expected = "beyond")]
+    #[should_panic(expected = "exceeds length")]
     fn overflowing_range_panics() {
         let mut out = [0; 2];
         Memory::new(PAGE).unwrap().read(usize::MAX, &mut out);

@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(miri, ignore)]
-    #[should_panic(expected = "beyond")]
+    #[should_panic(expected = "exceeds length")]
     fn range_beyond_data_is_rejected() {
         let (ours, _file) = SharedMemory::create("riser-test", PAGE).unwrap();
         ours.write(PAGE - 1, b"ab");

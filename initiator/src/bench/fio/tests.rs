@@ -121,7 +121,9 @@ fn recursive_includes_stop_at_limit() {
     let errors = parsed("[a]\ninclude twice.inc\nfrob=1\n").unwrap_err();
     assert_eq!(errors.0.len(), 1, "{errors}");
     assert!(
-        errors.to_string().contains("more than 64 files"),
+        errors
+            .to_string()
+            .contains("exceeds the limit of 64 included files"),
         "{errors}"
     );
 }

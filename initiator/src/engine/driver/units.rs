@@ -501,7 +501,7 @@ impl<E: Env> Driver<E> {
             session.status.set_other_unit(portal.to_string(), why, what);
         }
         self.with_link(index, now, |link, _| {
-            link.machine().abandon_connection(why, last, now)
+            link.machine().abandon_connection(why, last, now);
         });
     }
 

@@ -112,12 +112,12 @@ fn keys_are_set_by_type() {
         (
             "/targets/u",
             "iqn=x",
-            "/targets: unknown name `u` (there is t)",
+            "/targets: unknown name `u` (valid names are t)",
         ),
         (
             "/targets/t",
             "luns/7=a",
-            "/targets/t/luns: unknown name `7` (there is 0)",
+            "/targets/t/luns: unknown name `7` (valid names are 0)",
         ),
         (
             "/targets/t",
@@ -252,7 +252,7 @@ fn objects_are_created_and_deleted() {
         (
             "/targets/v/luns/4",
             "backend=a",
-            "/targets: unknown name `v` (there is t)",
+            "/targets: unknown name `v` (valid names are t)",
         ),
         (
             "/targets/t/portals/5",
@@ -300,7 +300,7 @@ fn objects_are_created_and_deleted() {
         ("/limits", "/limits: not set"),
         (
             "/backends/z",
-            "/backends: unknown name `z` (there is a, b.c)",
+            "/backends: unknown name `z` (valid names are a, b.c)",
         ),
         ("/backends/a", "/backends/a: is in use by /targets/t/luns/0"),
         (

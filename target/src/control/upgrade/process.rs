@@ -70,7 +70,7 @@ pub(super) fn take_passed() -> Option<PassedDescriptors> {
             None => {
                 passed.problem = Some(format!(
                     "{VARIABLE} contains descriptors that are not open: {list}"
-                ))
+                ));
             }
         }
     }

@@ -468,7 +468,10 @@ mod tests {
         let missing = message("\"total_ios\"", "\"none\"");
         assert!(missing.starts_with("jobs[0].read.total_ios: "), "{missing}");
         let wrong = message("\"iops\": 199.90005", "\"iops\": \"fast\"");
-        assert!(wrong.starts_with("jobs[0].read.iops: a number"), "{wrong}");
+        assert!(
+            wrong.starts_with("jobs[0].read.iops: expected a non-negative number"),
+            "{wrong}"
+        );
         let clat = message("\"clat_ns\"", "\"clat\"");
         assert!(clat.starts_with("jobs[0].read.clat_ns: "), "{clat}");
         let failed = message("\"error\": 0", "\"error\": 5");

@@ -870,7 +870,7 @@ fn bare_address_is_completed() {
     assert_eq!((named.id_ext, named.ioc_guid), (Some(0x52), Some(0x51)));
     let unused_address: SrpUrl = "srp://127.0.9.9/".parse().unwrap();
     let error = block_on(client.discover(&unused_address)).unwrap_err();
-    assert!(error.to_string().contains("no answer"), "{error}");
+    assert!(error.to_string().contains("no response"), "{error}");
     drop((session, client));
 }
 

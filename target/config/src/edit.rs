@@ -186,7 +186,7 @@ impl Document {
             ));
         };
         if self.at(place)?.value.is_none() {
-            return Err(EditError::new(place, "it is not set"));
+            return Err(EditError::new(place, "not set"));
         }
         if let [list, name] = place.segments()
             && list == "backends"

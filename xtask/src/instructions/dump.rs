@@ -307,8 +307,12 @@ fn ours(root: &str, file: &str) -> Option<String> {
 
 /// Returns the library of a file that doesn't belong to us.
 fn library(file: &str) -> String {
-    // The standard library uses paths from its build machine.
-    if file.starts_with("/rustc/") || file.starts_with("/rust/deps/") {
+    // The standard library uses paths from its build machine, or those of the component `rust-src`
+    // if it is installed.
+    if file.starts_with("/rustc/")
+        || file.starts_with("/rust/deps/")
+        || file.contains("/lib/rustlib/src/rust/")
+    {
         return "std".to_owned();
     }
     // `…/registry/src/INDEX/CRATE-VERSION/…`
@@ -367,6 +371,16 @@ mod tests {
         // This is a loop round, and the memory that is set to zero by it.
         assert_eq!(dump.polling, 160.0);
         assert_eq!(dump.total() + dump.polling, 2350.0);
+    }
+
+    #[test]
+    fn standard_library_is_found_at_any_path() {
+        let sources = "/home/u/.rustup/toolchains/stable/lib/rustlib/src/rust";
+        for root in ["/rustc/59", sources] {
+            let file = format!("{root}/library/core/src/option.rs");
+            assert_eq!(library(&file), "std", "{file}");
+        }
+        assert_eq!(library("./string/memset.S"), "libc and others");
     }
 
     #[test]

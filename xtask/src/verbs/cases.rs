@@ -568,7 +568,7 @@ transport: { provider: rdma_core }
                 "disks",
                 name,
                 [server, &client],
-                &["over riser0", "all right"],
+                &["over riser0", "no mismatch"],
             )
         }
         .ready(Ready::Says(" serving "))

@@ -12,7 +12,8 @@ hang_clean() {
     ip -n files link set n1 up
     kill -KILL $(jobs -p) "${RISERD:-}" 2>/dev/null
     umount -f -l $MOUNT 2>/dev/null
-    ip netns exec files sh -c 'mount -t nfsd nfsd /proc/fs/nfsd && echo 0 >/proc/fs/nfsd/threads'
+    echo 0 >/proc/fs/nfsd/threads
+    umount /proc/fs/nfsd
     ip netns delete files
     rm -rf $IMAGES/export $IMAGES/healthy.img /var/lib/riserd
 }
@@ -29,7 +30,8 @@ start_nfsd() {
     ip link set n0 up
     ip -n files addr add 10.98.0.2/24 dev n1
     ip -n files link set n1 up
-    ip netns exec files bash -euo pipefail <<END
+    # The server is shut down with the last mount of nfsd, so this must not use a new mount namespace.
+    nsenter --net=/run/netns/files bash -euo pipefail <<END
 mount -t nfsd nfsd /proc/fs/nfsd
 cd /proc/net/rpc
 until=2147483647
@@ -47,7 +49,7 @@ END
 
 # Random writes with verification for this number of seconds, in the background: load LUN SECONDS
 load() {
-    riser bench $DISKS/$1 --rw randwrite --verify crc32c --runtime "$2s" --warm-up 0s --depth 8 --overwrite -o json >"$KEEP/load-$1.json" &
+    riser bench $DISKS/$1 --rw randwrite --verify --runtime "$2s" --warm-up 0s --depth 8 --overwrite -o json >"$KEEP/load-$1.json" &
     LOAD=$!
 }
 
@@ -63,6 +65,8 @@ modprobe -a veth nfsd nfsv4
 start_nfsd
 mkdir -p $MOUNT
 mount -i -t nfs4 -o vers=4.2,proto=tcp,hard,addr=10.98.0.2,clientaddr=10.98.0.1 10.98.0.2:/ $MOUNT
+# The server opens no files during its grace period.
+touch $MOUNT/ready
 serve <<END
 backends:
   remote: { kind: file, path: $MOUNT/disk.img, size: 64MiB, create: true }
@@ -92,9 +96,9 @@ wait $LOAD || fail "the load on the healthy disk failed"
 [ "$(operations 1)" -gt 100 ] || fail "the healthy disk is delayed"
 reports_hang || fail "the server is still cut off"
 # A new session must also be served.
-riser inspect $DISKS/1
+riser bench $DISKS/1 --rw randread --runtime 1s --warm-up 0s
 ! riserd upgrade || fail "an upgrade began while a disk hangs"
-riser inspect $DISKS/1
+riser bench $DISKS/1 --rw randread --runtime 1s --warm-up 0s
 
 echo "--- the server returns"
 ip -n files link set n1 up

@@ -49,7 +49,7 @@ END
 
 # Random writes with verification for this number of seconds, in the background: load LUN SECONDS
 load() {
-    riser bench $DISKS/$1 --rw randwrite --verify --runtime "$2s" --warm-up 0s --depth 8 --overwrite -o json >"$KEEP/load-$1.json" &
+    riser --timeout 240s bench $DISKS/$1 --rw randwrite --verify --runtime "$2s" --warm-up 0s --depth 8 --overwrite -o json >"$KEEP/load-$1.json" &
     LOAD=$!
 }
 

@@ -209,6 +209,52 @@ fn full_session_still_checks_unit() {
     assert!(session.status().reconnects() >= 1);
 }
 
+/// When a command completes, its identifier becomes free, even if other completions are still to be
+/// delivered.
+#[test]
+fn simultaneous_timeouts_spare_waiting_commands() {
+    let target = FakeTarget::start(BLOCKS);
+    let mut builder = Client::builder().pool(8 << 20).timing(timing());
+    builder.max_requests = 2;
+    let client = world::add_engine(builder.region_segments(1).queue_size(2));
+    let url: SrpUrl = format!("srp://{}", target.addr).parse().unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    target.knobs.refuse.store(true, Ordering::SeqCst);
+    target.knobs.disconnect.store(true, Ordering::SeqCst);
+    let write = |block: u64, patience: u64| {
+        let buffer = block_on(lun.buffers().take_buffer(BLOCK));
+        buffer.slice().write(0, &pattern(block as usize, BLOCK));
+        let blocks = crate::scsi::BlockRange {
+            lba: block,
+            blocks: 1,
+        };
+        let command = Command::write(blocks, BLOCK as u32, false);
+        let patience = Duration::from_secs(patience);
+        session.submit(ScsiIo::new(
+            lun.info().lun,
+            command,
+            IoData::One(buffer),
+            patience,
+        ))
+    };
+    let impatient = [write(0, 1), write(1, 1)];
+    let patient = [write(2, 60), write(3, 60)];
+    for end in impatient {
+        assert_eq!(block_on(end).result, Err(RequestError::TimedOut));
+    }
+    target.knobs.refuse.store(false, Ordering::SeqCst);
+    for end in patient {
+        assert_eq!(block_on(end).result.unwrap().status, 0);
+    }
+    for block in [2, 3] {
+        assert_eq!(
+            get(&lun, (block * BLOCK) as u64, BLOCK),
+            pattern(block, BLOCK)
+        );
+    }
+}
+
 /// A waiting command may complete as soon as it gets a slot.
 #[test]
 fn unsendable_command_frees_slot_for_waiters() {

@@ -179,24 +179,7 @@ impl<E: Env> Driver<E> {
             let result = self.sessions[index].account(&io, result);
             self.deliver(index, io, result);
         }
-        self.refill(index, now);
         self.sessions[index].report_pending();
-    }
-
-    /// Submits queued commands while there is room. If several commands complete at once, or one
-    /// completes as soon as it starts, the first call submits for all of them.
-    fn refill(&mut self, index: usize, now: Instant) {
-        if std::mem::replace(&mut self.sessions[index].is_refilling, true) {
-            return;
-        }
-        while let Some(mut io) = self.sessions[index].overflow.pop_front() {
-            self.sessions[index].mark_flush(&mut io);
-            if let Some(io) = self.submit_command(index, io, now) {
-                self.sessions[index].overflow.push_front(io);
-                break;
-            }
-        }
-        self.sessions[index].is_refilling = false;
     }
 
     /// Counts a message of the target about a completed command. The count is in the status visible

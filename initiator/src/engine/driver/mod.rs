@@ -70,10 +70,12 @@ struct EngineSession {
     link: Link,
     /// Commands owned by the machine, by request.
     ios: Vec<Option<Io>>,
-    /// Commands that exceed the machine's capacity.
+    /// Commands that exceed the machine's capacity, or were submitted while its outputs were being
+    /// processed.
     overflow: VecDeque<Io>,
-    /// The `overflow` is being submitted to the machine.
-    is_refilling: bool,
+    /// Outputs of the machine are being processed. Some of them may complete requests whose
+    /// identifiers the machine would assign to new commands.
+    is_draining: bool,
     workloads: Slab<(Box<dyn Workload>, usize)>,
     status: Arc<SessionStatus>,
     reply: Option<Reply>,
@@ -262,20 +264,25 @@ impl<E: Env> Driver<E> {
         (&mut session.link, cx)
     }
 
-    /// Processes all outputs of a session.
+    /// Processes all outputs of a session, and submits waiting commands while there is room. An
+    /// output may cause a nested call, which only processes the outputs.
     fn drain(&mut self, index: usize, now: Instant) {
+        let is_nested = std::mem::replace(&mut self.sessions[index].is_draining, true);
         loop {
             let (link, mut cx) = self.context(index, now);
-            let Some(report) = link.poll(&mut cx) else {
-                return;
-            };
-            match report {
-                Report::Complete(request, result) => self.complete(index, request, result, now),
-                Report::Event(event) => self.handle_event(index, event, now),
-                Report::Ping => self.ping(index, now),
-                Report::Path(output) => self.execute_path_output(index, output, now),
+            match link.poll(&mut cx) {
+                Some(Report::Complete(request, result)) => {
+                    self.complete(index, request, result, now);
+                }
+                Some(Report::Event(event)) => self.handle_event(index, event, now),
+                Some(Report::Ping) => self.ping(index, now),
+                Some(Report::Path(output)) => self.execute_path_output(index, output, now),
+                None if is_nested => return,
+                None if self.submit_waiting(index, now) => {}
+                None => break,
             }
         }
+        self.sessions[index].is_draining = false;
     }
 
     fn close(&mut self, index: usize, now: Instant) {
@@ -370,7 +377,7 @@ impl<E: Env> Driver<E> {
             link,
             ios: Vec::new(),
             overflow: VecDeque::new(),
-            is_refilling: false,
+            is_draining: false,
             workloads: Slab::new(),
             status: open.status,
             reply,
@@ -425,9 +432,8 @@ impl<E: Env> Driver<E> {
         Ok((device, &self.pool))
     }
 
-    fn submit(&mut self, index: usize, mut io: Io, now: Instant) {
+    fn submit(&mut self, index: usize, io: Io, now: Instant) {
         let session = &mut self.sessions[index];
-        session.mark_flush(&mut io);
         if !session.link.takes(io.io.data.buffers().len()) {
             let why = "buffer has too many pieces";
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
@@ -435,15 +441,29 @@ impl<E: Env> Driver<E> {
         }
         // Queue it after waiting commands, so that commands start in the order of submission.
         // Probes don't wait, because these commands may be held until the probe completes.
-        let is_probe = io.io.retry == Retry::Probe;
-        let must_wait = !session.overflow.is_empty() && !session.closed && !is_probe;
-        let left = match must_wait {
-            true => Some(io),
-            false => self.submit_command(index, io, now),
-        };
+        match io.io.retry {
+            Retry::Probe => session.overflow.push_front(io),
+            Retry::Standard | Retry::Never => session.overflow.push_back(io),
+        }
+        if !session.is_draining {
+            self.drain(index, now);
+        }
+        self.sessions[index].report_pending();
+    }
+
+    /// Submits the next waiting command, if there is room.
+    fn submit_waiting(&mut self, index: usize, now: Instant) -> bool {
         let session = &mut self.sessions[index];
-        session.overflow.extend(left);
-        session.report_pending();
+        let Some(mut io) = session.overflow.pop_front() else {
+            return false;
+        };
+        session.mark_flush(&mut io);
+        let rejected = self.submit_command(index, io, now);
+        let is_submitted = rejected.is_none();
+        if let Some(io) = rejected {
+            self.sessions[index].overflow.push_front(io);
+        }
+        is_submitted
     }
 
     /// Submits a command to the session's machine; returns the command if there is no room.
@@ -465,7 +485,6 @@ impl<E: Env> Driver<E> {
                     session.ios.resize_with(id + 1, || None);
                 }
                 session.ios[id] = Some(io);
-                self.drain(index, now);
             }
             Err(SubmitError::Full) => return Some(io),
             Err(SubmitError::Closed) => self.deliver(index, io, Err(RequestError::Closed)),

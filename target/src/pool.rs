@@ -504,12 +504,13 @@ impl Pool {
     }
 
     /// Returns whether this owner has to return memory: a claim of another initiator is waiting and
-    /// within its shares, and this initiator uses more than half of its own share.
+    /// within its shares (without guaranteed parts, its unit may exceed its share), and this
+    /// initiator uses more than half of its own share.
     pub fn is_owed_by(&self, owner: Owner) -> bool {
         self.shares.is_beyond_half_share(owner)
             && self.line.iter().any(|waiter| {
                 !self.shares.is_same_initiator(waiter.claim.owner, owner)
-                    && self.shares.is_within_share(waiter.claim, waiter.need)
+                    && self.shares.is_entitled(waiter.claim, waiter.need)
             })
     }
 
@@ -859,6 +860,22 @@ mod tests {
         let other = pool.grant_to_gather(claim(7, 0), MIB).unwrap();
         pool.release(other);
         held.into_iter().for_each(|buffer| pool.release(buffer));
+    }
+
+    /// A pool that is too small for parts has no memory left for other initiators. The commands of
+    /// the idle initiator also use up the share of the unit.
+    #[test]
+    fn idle_initiator_returns_memory_of_small_pool() {
+        let mut pool = shared(2 << 20, 2, 1);
+        let held = take_all(&mut pool, claim(0, 0), 64 << 10);
+        assert_eq!(pool.free(), 0);
+        assert!(pool.grant_to_gather(claim(1, 0), 4096).is_none());
+        pool.wait(claim(1, 0));
+        assert!(pool.is_owed_by(Owner(0)));
+        assert!(!pool.is_owed_by(Owner(1)));
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+        pool.leave_line(claim(1, 0));
+        assert!(pool.is_whole());
     }
 
     /// An initiator can send commands immediately after its last login request.

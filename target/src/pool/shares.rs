@@ -471,11 +471,22 @@ impl Shares {
     /// allocating `need` bytes: the pool divided by the number of accounts that use or want memory.
     /// An account without memory is always within its share.
     pub(super) fn is_within_share(&self, claim: Claim, need: usize) -> bool {
-        let is_within = |account: Option<&Account>, active: usize| {
-            account.is_none_or(|a| a.data == 0 || a.data + need <= self.len / active.max(1))
-        };
-        is_within(self.initiator(claim.owner), self.active_initiators)
-            && is_within(self.unit(claim.unit), self.active_units)
+        self.is_within(self.initiator(claim.owner), self.active_initiators, need)
+            && self.is_within(self.unit(claim.unit), self.active_units, need)
+    }
+
+    /// Returns whether initiators should return memory to grant a claim of another initiator: it
+    /// will be within its shares. Without guaranteed parts, only the share of the initiator counts,
+    /// because the other initiators may have used up the share of the unit.
+    pub(super) fn is_entitled(&self, claim: Claim, need: usize) -> bool {
+        match self.of_initiators.size {
+            0 => self.is_within(self.initiator(claim.owner), self.active_initiators, need),
+            _ => self.is_within_share(claim, need),
+        }
+    }
+
+    fn is_within(&self, account: Option<&Account>, active: usize, need: usize) -> bool {
+        account.is_none_or(|a| a.data == 0 || a.data + need <= self.len / active.max(1))
     }
 
     /// Returns whether the initiator of an owner uses more than half of its share. If this is false

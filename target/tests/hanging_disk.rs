@@ -89,6 +89,34 @@ fn drain_resumes_service_if_disk_hangs() {
     server.shutdown().unwrap();
 }
 
+/// An operation of a removed disk delays an upgrade until it completes.
+#[test]
+fn drain_waits_for_removed_disk() {
+    let port = free_port();
+    let (mut server, faults) = start("removed", port);
+    let mut client = Client::login(port, IQN, 1, None).unwrap();
+    clear_attentions(&mut client);
+    faults.hold(FaultOn::Write, 0, 8 << 20);
+    client.send_to(0, &WRITE, &[1; 512], 0);
+    riser_testkit::eventually("the write is at the disk", PATIENCE, || {
+        server.unit_on("hung").unwrap().tasks() == 1
+    });
+    let mut config = server.config().clone();
+    config.targets.clear();
+    config.backends.clear();
+    server.change(config).unwrap();
+    server.check_block_operations().unwrap();
+    let release = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(1));
+        faults.release();
+        Instant::now()
+    });
+    server.drain().unwrap();
+    let drained = Instant::now();
+    assert!(release.join().unwrap() <= drained);
+    server.shutdown().unwrap();
+}
+
 /// The initiator drops its session, as Linux does, and logs in again.
 #[test]
 fn login_succeeds_while_disk_hangs() {

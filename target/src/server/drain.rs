@@ -1,7 +1,8 @@
 //! Drains a server before a handover. This can be undone.
 //!
 //! ```text
-//! logins rejected, listeners paused → commands in flight complete, sessions log out
+//! logins rejected, listeners paused → commands in flight complete, sessions log out, block
+//!   operations of removed backends complete
 //!   → all workers drained → flush of every backend → ready for the shutdown
 //!   any failure or timeout: listeners resumed, logins accepted
 //! ```
@@ -35,7 +36,8 @@ pub struct Drain {
 
 #[derive(Debug)]
 enum Phase {
-    /// Sessions complete their commands and log out. These workers do not have any sessions left.
+    /// Sessions complete their commands and log out. These workers do not have any sessions or block
+    /// operations left.
     Sessions(BTreeSet<u16>),
     /// A worker flushes all backends. This is the flush number.
     Flushing(u64),

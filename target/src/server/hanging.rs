@@ -109,7 +109,7 @@ impl BlockCheck {
             let age = |request: &OldestRequest| now.saturating_duration_since(request.since);
             let blocking = requests
                 .into_iter()
-                .filter(|request| request.is_removed || age(request) >= HANGING);
+                .filter(|request| age(request) >= HANGING);
             let oldest = self.oldest.take().into_iter().chain(blocking);
             self.oldest = oldest.min_by_key(|request| request.since);
             self.replies.pop();
@@ -129,8 +129,7 @@ impl BlockCheck {
 }
 
 impl Server {
-    /// Checks that no block operation would delay a shutdown, because it hangs or because its
-    /// backend was removed.
+    /// Checks that no block operation hangs, which would delay a shutdown.
     ///
     /// # Errors
     /// [`ServerError::Hanging`] with the oldest of these operations, or [`ServerError::Timeout`] if

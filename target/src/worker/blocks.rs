@@ -205,6 +205,11 @@ impl Blocks {
         self.driver.poll_deadline()
     }
 
+    /// Returns whether there are any pending requests.
+    pub(super) fn has_requests(&self) -> bool {
+        self.driver.progress().next().is_some()
+    }
+
     /// Returns the oldest pending request of each backend.
     pub(super) fn oldest_requests(&self) -> Vec<OldestRequest> {
         let mut oldest = BTreeMap::new();
@@ -216,7 +221,6 @@ impl Blocks {
             store: Arc::downgrade(self.driver.store(store)),
             backend: self.driver.store(store).label().to_owned(),
             since,
-            is_removed: self.leaving.iter().any(|l| l.store == store),
         });
         requests.collect()
     }

@@ -438,7 +438,10 @@ impl Worker {
         }
         // Wait for replies to disconnect requests if there is still time.
         let parting = !self.disconnects.is_empty() && self.now < until;
-        if self.conns.is_empty() && !parting {
+        // After a drain, the shutdown must not have to wait. Requests without a session may belong
+        // to a removed backend.
+        let is_busy = matches!(self.phase, Phase::Draining(_)) && self.blocks.has_requests();
+        if self.conns.is_empty() && !parting && !is_busy {
             self.phase = next;
             let _ = self.reports.send(Report::Quiet(self.index));
         }

@@ -139,8 +139,6 @@ pub struct OldestRequest {
     pub backend: String,
     /// Time when it was submitted.
     pub since: Instant,
-    /// The backend was removed from the configuration.
-    pub is_removed: bool,
 }
 
 /// SRP session information for display.

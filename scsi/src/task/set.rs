@@ -296,9 +296,13 @@ impl TaskSet {
     }
 
     /// Returns whether tasks from other nexuses are waiting for a running task to complete, because
-    /// of the order or its blocks. This has to check all tasks.
+    /// of the order or its blocks. If any task is waiting, this has to check all tasks.
     #[must_use]
     pub fn holds_others(&self, key: TaskKey) -> bool {
+        let lists = [self.dormant, self.dormant_heads, self.atomics];
+        if lists.into_iter().all(|list| list.first().is_none()) {
+            return false;
+        }
         let Some(task) = self.task(key).filter(|t| t.state == TaskState::Enabled) else {
             return false;
         };

@@ -46,7 +46,7 @@ pub use contexts::Spare;
 pub(crate) use flow::{Backlog, CallContext, CommandFlow, End, Hold, MAX_STAGED};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::{ConnectionMemory, INITIATOR_DEPTH, RESPONDER_RESOURCES};
-pub use pace::{OWED, Pace, SLOWEST, SLOWEST_AWAITED, Wait};
+pub use pace::{ORDER_CHECK_INTERVAL, OWED, Pace, SLOWEST, SLOWEST_AWAITED, Wait};
 pub use riser_config::MAX_WAIT;
 pub use task::{ConnRef, TaskIdx, TaskRef};
 pub use throttle::{Passage, Throttle, Toll};

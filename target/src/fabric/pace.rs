@@ -26,6 +26,10 @@ pub const SLOWEST_AWAITED: u64 = 512 << 10;
 /// segment.
 pub const OWED: Duration = Duration::from_secs(5);
 
+/// Interval between checks whether other initiators are waiting for commands of a connection in the
+/// order of their unit, since a connection is not notified of this.
+pub const ORDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Amount of data transferred by a connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {

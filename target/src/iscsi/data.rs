@@ -11,7 +11,9 @@ use super::channel::{Channel, Cx, Phase, SILENCE};
 use super::datamover::{Datamover, GetData, SolicitedData};
 use super::task::{Task, TaskState};
 use crate::audit::CloseReason;
-use crate::fabric::{CommandFlow as _, End, MAX_DATA_TIMEOUTS, OWED, TaskIdx, Wait};
+use crate::fabric::{
+    CommandFlow as _, End, MAX_DATA_TIMEOUTS, ORDER_CHECK_INTERVAL, OWED, TaskIdx, Wait,
+};
 use crate::stats::SessionEvent;
 use crate::warn_limited;
 
@@ -303,9 +305,9 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Schedules the next check for data timeouts. The first check must be early enough to handle
-    /// an initiator that is using more than its share of memory by then.
+    /// an initiator that is using more than its share of memory by then, or that delays others.
     pub(super) fn watch_data(&mut self, now: Instant) {
-        let look = now + self.config.data_out_timeout.min(OWED);
+        let look = now + self.config.data_out_timeout.min(ORDER_CHECK_INTERVAL);
         let deadline = self.data_deadline.get_or_insert(look);
         *deadline = look.min(*deadline);
     }
@@ -407,7 +409,7 @@ impl<D: Datamover> Channel<D> {
         };
         if at > cx.now {
             // This function isn't called when a command starts to wait in the order of a unit.
-            let look = cx.now + timeout.min(OWED);
+            let look = cx.now + timeout.min(ORDER_CHECK_INTERVAL);
             self.data_deadline = Some(if is_in_order { at.min(look) } else { at });
             return;
         }

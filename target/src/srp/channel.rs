@@ -30,8 +30,8 @@ use super::login::{ChannelParams, OWN_MESSAGES};
 use super::own::OwnMessages;
 use crate::audit::CloseReason;
 use crate::fabric::{
-    Accounts, Backlog, CallContext, CommandFlow, Contexts, LunMap, MAX_DATA_TIMEOUTS, OWED, Pace,
-    PortionLimits, RdmaRequest, Spare, TaskIdx, TaskRef, Wait,
+    Accounts, Backlog, CallContext, CommandFlow, Contexts, LunMap, MAX_DATA_TIMEOUTS,
+    ORDER_CHECK_INTERVAL, OWED, Pace, PortionLimits, RdmaRequest, Spare, TaskIdx, TaskRef, Wait,
 };
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool, Ranges};
@@ -673,7 +673,7 @@ impl Channel {
     /// Called when an ordered command starts to wait for the initiator. We need to check regularly,
     /// because the channel is not notified if other initiators start to wait for it.
     pub(super) fn watch_order(&mut self, now: Instant) {
-        let look = now + OWED;
+        let look = now + ORDER_CHECK_INTERVAL;
         self.awaited_deadline = Some(self.awaited_deadline.map_or(look, |at| at.min(look)));
     }
 
@@ -702,8 +702,11 @@ impl Channel {
             owed.into_iter().chain(held).min()
         };
         let due = self.ioctx.iter().filter_map(|(_, io)| due(io)).min();
-        let is_watched = is_owed || self.ioctx.iter().any(|(_, io)| is_in_order(io));
-        let look = is_watched.then_some(cx.now + OWED);
+        let is_watched = self.ioctx.iter().any(|(_, io)| is_in_order(io));
+        let look = match is_watched {
+            true => Some(cx.now + ORDER_CHECK_INTERVAL),
+            false => is_owed.then_some(cx.now + OWED),
+        };
         self.awaited_deadline = look.into_iter().chain(due).min();
         if due.is_some_and(|at| at <= cx.now) {
             self.end_silent(cx);

@@ -60,9 +60,10 @@ const AGAIN: Duration = Duration::from_millis(500);
 /// initiator that doesn't send its data is only disconnected after more than this time.
 pub const PROMPT: Duration = Duration::from_secs(10);
 
-/// The same for a unit with an ORDERED command whose data is trickling. The target checks every
-/// five seconds if initiators are waiting, and disconnects the offender five seconds later.
-const PROMPT_IN_ORDER: Duration = Duration::from_secs(15);
+/// Maximum time by which trickling data of commands in the order of a unit delays other commands.
+/// The target checks every second if initiators are waiting, and disconnects the offender five
+/// seconds later, or at most ten for the rates of [`Load`](crate::hog::Load) that are too slow.
+pub const ORDER_DELAY: Duration = Duration::from_secs(12);
 
 /// Returns the initial address of an initiator.
 #[must_use]
@@ -332,9 +333,8 @@ pub struct User {
     pub model: Option<Rc<Model>>,
     /// Set if there are also no faults that could delay requests.
     pub is_prompt: bool,
-    /// An ORDERED command of another initiator may delay the unit for a few seconds, or another
-    /// unit whose commands share a queue with it.
-    pub is_in_order: bool,
+    /// Maximum latency of requests in this case.
+    pub max_latency: Duration,
     /// Set if there are no other initiators which could cause failures.
     pub is_alone: bool,
     /// Start time of its only command.
@@ -372,11 +372,7 @@ impl User {
         };
         coverage::note("command", command, &outcome);
         let time = events::now() - self.begun.get();
-        let most = match self.is_in_order {
-            true => PROMPT_IN_ORDER,
-            false => PROMPT,
-        };
-        if self.is_prompt && time > most {
+        if self.is_prompt && time > self.max_latency {
             let why = format!("a quiet day, and a {command} takes {time:?}: {outcome}");
             self.check_result::<(), _>(Err(why));
         }

@@ -12,7 +12,7 @@ use crate::cheat::CheatPlan;
 use crate::disks::DiskFault;
 use crate::foreign::{self, ForeignFault, Traits};
 use crate::hog::{self, HogPlan};
-use crate::initiator::TIMEOUT;
+use crate::initiator::{ORDER_DELAY, PROMPT, TIMEOUT};
 use crate::keeper::SaveFailure;
 use crate::model::Knowledge;
 use crate::nics::{NicFault, Place};
@@ -647,6 +647,20 @@ impl Plan {
     #[must_use]
     pub fn is_prompt_for(&self, index: usize) -> bool {
         self.is_quiet_for(index) && !self.is_limited()
+    }
+
+    /// Returns the maximum latency of commands that should be fast. An ORDERED command of a hog
+    /// delays all later commands, and has to wait for the commands of other hogs before it.
+    #[must_use]
+    pub fn max_latency(&self) -> Duration {
+        if !self.hogs.iter().any(HogPlan::delays_all) {
+            return PROMPT;
+        }
+        let is_on_shared_disk = |hog: &&HogPlan| hog.disk.is_none();
+        match self.hogs.iter().filter(is_on_shared_disk).count() {
+            1 => ORDER_DELAY,
+            _ => 2 * ORDER_DELAY,
+        }
     }
 
     /// Returns whether there is only one initiator, and no other peer or administrator that resets,

@@ -23,7 +23,7 @@ use crate::disks::DiskFault;
 use crate::exchange::{self, Disks};
 use crate::executor::Executor;
 use crate::flood::Flood;
-use crate::hog::{Hog, HogPlan};
+use crate::hog::Hog;
 use crate::initiator::{self, Dialed, Heritage, Initiator, User, Verdict};
 use crate::leaks::{self, Guard};
 use crate::memory::Meter;
@@ -275,7 +275,7 @@ impl World {
             is_quiet: self.plan.is_quiet(),
             model: Some(Rc::clone(&self.model)),
             is_prompt: self.plan.is_prompt(),
-            is_in_order: self.plan.hogs.iter().any(HogPlan::delays_all),
+            max_latency: self.plan.max_latency(),
             is_alone: self.plan.is_alone(),
             begun: Cell::default(),
             verdict: Rc::clone(&self.verdict),

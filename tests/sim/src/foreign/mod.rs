@@ -223,7 +223,7 @@ impl World {
             model: None,
             is_prompt: false,
             is_alone: true,
-            is_in_order: false,
+            max_latency: Duration::MAX,
             begun: Cell::default(),
             verdict: Rc::clone(&self.judge.verdict),
         }

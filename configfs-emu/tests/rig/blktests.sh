@@ -1,4 +1,4 @@
-# What a kernel test suite's SRP group does to configure LIO, and to take everything away again.
+# Configures LIO and removes the configuration like the SRP group of blktests.
 set -e
 cd /sys/kernel/config/target/core
 truncate -s 8M "$FOLDER/vdev0" "$FOLDER/vdev1"

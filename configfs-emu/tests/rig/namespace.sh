@@ -1,5 +1,5 @@
-# Runs a command where LIO's tree in FOLDER/config is the kernel's, `modprobe` does nothing, and what
-# would be saved on this host is saved in FOLDER/etc: namespace.sh FOLDER COMMAND
+# Runs a command with FOLDER/config mounted in place of the kernel's configfs tree, without an effect of `modprobe`,
+# and with FOLDER/etc in place of rtslib's state directory: namespace.sh FOLDER COMMAND
 set -e
 export FOLDER=$1 HOME=$1 PATH=$1/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export DBUS_SYSTEM_BUS_ADDRESS=$DBUS_SESSION_BUS_ADDRESS

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Cargo's RUSTC_WORKSPACE_WRAPPER for `cargo xtask fuzz`: the compiler, with LLVM's coverage counters
-# in the crates that are fuzzed, and not in those that only test them.
+# RUSTC_WORKSPACE_WRAPPER for `cargo xtask fuzz`: runs the compiler, and enables LLVM's coverage counters
+# for the fuzzed crates, but not for crates that only contain tests.
 case " $* " in
 *" --crate-name riser_tests "*)
-    # Its unit tests are built with the others and never run: they have no fuzzer, which would have
-    # what counters need.
+    # The unit tests of this crate are built, but never run. They are not linked with the fuzzer, which
+    # defines the symbols for counters.
     exec "$@" -Clink-arg=-Wl,--unresolved-symbols=ignore-all
     ;;
 *" --crate-name fuzz_"* | *" --crate-name riser_test_peers "* | *" --crate-name riser_testkit "*)

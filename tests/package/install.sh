@@ -1,6 +1,6 @@
 #!/bin/bash
-# What happens to a Debian system when Riser is installed, used, upgraded, removed and purged. It runs
-# as a service in a root made for it, whose init is systemd; /test has old.deb and new.deb.
+# Installs, uses, upgrades, removes and purges the Debian package. Runs as a service in a separate root file
+# system with systemd as init; /test contains old.deb and new.deb.
 set -euo pipefail
 
 fail() {
@@ -14,7 +14,7 @@ wait_for() {
     shift
     local end=$((SECONDS + seconds))
     until "$@" >/dev/null 2>&1; do
-        [ $SECONDS -lt $end ] || fail "waited $seconds s for: $*"
+        [ $SECONDS -lt $end ] || fail "timed out after $seconds s: $*"
         sleep 0.1
     done
 }
@@ -26,13 +26,14 @@ restarts() { systemctl show -P NRestarts riserd; }
 main_pid() { systemctl show -P MainPID riserd; }
 mode() { stat -c '%a %U:%G' "$1"; }
 
-# What was written by `written` is still there, through the attachment.
-written() {
+# Writes a random pattern to the attached disk.
+write_pattern() {
     dd if=/dev/urandom of=/tmp/pattern bs=1M count=8 status=none
     dd if=/tmp/pattern of=/mnt/lun0 bs=1M conv=notrunc,fsync status=none
 }
-is_there() {
-    cmp -n $((8 << 20)) /tmp/pattern /mnt/lun0 || fail "other data than were written"
+# Checks that the attached disk contains the pattern.
+check_pattern() {
+    cmp -n $((8 << 20)) /tmp/pattern /mnt/lun0 || fail "the disk does not contain the written data"
 }
 
 echo "--- installed"
@@ -44,11 +45,11 @@ id riser
 [ "$(mode /etc/riser/riserd.yaml)" = "640 root:riser" ] || fail "mode $(mode /etc/riser/riserd.yaml)"
 [ "$(mode /etc/riser/credentials)" = "700 root:root" ] || fail "mode $(mode /etc/riser/credentials)"
 [ "$(mode /run/riserd/admin.sock)" = "660 riser:riser" ] || fail "mode $(mode /run/riserd/admin.sock)"
-[ "$(ps -o user= -p "$(main_pid)")" = riser ] || fail "riserd is not user riser"
+[ "$(ps -o user= -p "$(main_pid)")" = riser ] || fail "riserd does not run as user riser"
 for page in riserd riserd-apply riser riser-attach riser-sa riser-iwpmd riser-iwpmd-query; do
-    zgrep -q "$page" /usr/share/man/man1/$page.1.gz || fail "no manual page $page"
+    zgrep -q "$page" /usr/share/man/man1/$page.1.gz || fail "manual page $page is missing"
 done
-zgrep -q "listen" /usr/share/man/man5/riserd.yaml.5.gz || fail "no manual page riserd.yaml"
+zgrep -q "listen" /usr/share/man/man5/riserd.yaml.5.gz || fail "manual page riserd.yaml is missing"
 bash -n /usr/share/bash-completion/completions/riserd
 bash -n /usr/share/bash-completion/completions/riser
 grep -q '"targets"' /usr/share/riser/riserd.schema.json
@@ -63,43 +64,43 @@ riser run --addr 127.0.0.1 -- ib_write_bw -n 100 &
 SERVER=$!
 wait_for 10 riser run --addr 127.0.0.2 -- ib_write_bw -n 100 127.0.0.1
 wait "$SERVER"
-# Links in the package: no folder has to be made, as in a root that is read-only.
-TMPDIR=/nowhere XDG_RUNTIME_DIR=/nowhere riser run -- ibv_devinfo | grep -q PORT_ACTIVE || fail "no links"
+# The package contains the links, so no directory must be created, which would fail in a read-only root.
+TMPDIR=/nowhere XDG_RUNTIME_DIR=/nowhere riser run -- ibv_devinfo | grep -q PORT_ACTIVE || fail "the links to the libraries are missing"
 
-echo "--- services of a fabric"
+echo "--- fabric services"
 units=/usr/lib/systemd/system
 systemd-analyze verify --man=no $units/riserd.service $units/riser@.service $units/riser-sa.service \
     $units/riser-sa-netlink.socket $units/riser-iwpmd.service
 for unit in riser-sa.service riser-sa.socket riser-sa-netlink.socket riser-iwpmd.service; do
     [ "$(systemctl is-enabled $unit)" = disabled ] || fail "$unit is enabled"
-    ! systemctl is-active -q $unit || fail "$unit runs"
+    ! systemctl is-active -q $unit || fail "$unit is active"
 done
-# Without an address: an end, and no attempt after the other.
+# Without an address, the service fails once and is not restarted.
 ! systemctl start riser-sa || fail "riser-sa runs without an address"
-journalctl -u riser-sa | grep -q -- --addr || fail "riser-sa does not say what it needs"
+journalctl -u riser-sa | grep -q -- --addr || fail "the log of riser-sa does not mention --addr"
 systemctl is-failed -q riser-sa || fail "riser-sa is $(systemctl is-active riser-sa)"
-# Programs find it at ibacm's socket, whose place it takes; one of them starts it.
+# Programs connect to the socket of ibacm, which starts riser-sa.
 echo 'RISER_SA_OPTIONS=--addr 127.0.0.9' >/etc/default/riser-sa
 echo '127.0.0.7 far' >>/etc/hosts
 systemctl start riser-sa.socket
-ib_acme -f n -d far -v | grep -q "dgid: ::ffff:127.0.0.7" || fail "ib_acme finds no path"
+ib_acme -f n -d far -v | grep -q "dgid: ::ffff:127.0.0.7" || fail "ib_acme does not find a path"
 systemctl is-active riser-sa.service
 sandboxed() {
     local status
     status=/proc/$(systemctl show -P MainPID "$1")/status
-    grep -Eq '^NoNewPrivs:[[:space:]]1$' "$status" || fail "$1 may gain privileges"
-    # CAP_NET_ADMIN alone.
+    grep -Eq '^NoNewPrivs:[[:space:]]1$' "$status" || fail "$1 can gain privileges"
+    # Only CAP_NET_ADMIN.
     grep -Eq '^CapBnd:[[:space:]]0+1000$' "$status" || fail "$1 has other capabilities"
     ! grep -Eq '^Uid:[[:space:]]0' "$status" || fail "$1 is root"
     systemd-analyze security --no-pager --threshold=20 "$1" | tail -n 1
 }
 sandboxed riser-sa
-# This kernel may be without RDMA; with it, the kernel's questions come by the other socket.
+# If the kernel supports RDMA, it sends requests to the other socket.
 systemctl stop riser-sa.socket riser-sa.service
-[ -s /var/lib/riser-sa/state ] || fail "no state of riser-sa"
+[ -s /var/lib/riser-sa/state ] || fail "the state of riser-sa is missing"
 if systemctl start riser-sa-netlink.socket; then
     systemctl start riser-sa
-    journalctl -u riser-sa | grep 'kernel=true' || fail "riser-sa has not the kernel's socket"
+    journalctl -u riser-sa | grep 'kernel=true' || fail "riser-sa does not use the kernel socket"
     systemctl stop riser-sa riser-sa-netlink.socket
 fi
 systemctl start riser-sa
@@ -124,20 +125,20 @@ targets:
     access: open
     chap: { users: [{ name: host, secret_credential: riser_host }] }
 Y
-# A credential is read when the service starts.
+# Credentials are read when the service starts.
 systemctl restart riserd
 riserd targets
 riserd sessions -o json | grep -q '^\[\]'
 
-echo "--- a mistake is refused, and harms nothing"
+echo "--- an invalid file is rejected without a restart"
 pid=$(main_pid)
 sed -i 's/access: open/acces: open/' /etc/riser/riserd.yaml
-! systemctl reload riserd || fail "the mistake was taken"
+! systemctl reload riserd || fail "the invalid file was loaded"
 sed -i 's/acces: open/access: open/' /etc/riser/riserd.yaml
 systemctl reload riserd
-[ "$(main_pid)" = "$pid" ] || fail "it was restarted"
+[ "$(main_pid)" = "$pid" ] || fail "riserd was restarted"
 
-echo "--- root saves the file that the service reads"
+echo "--- root saves the configuration file of the service"
 riserd save /etc/riser/riserd.yaml
 [ "$(mode /etc/riser/riserd.yaml)" = "640 root:riser" ] || fail "mode $(mode /etc/riser/riserd.yaml)"
 [ "$(mode /etc/riser/riserd.yaml~)" = "600 root:root" ] || fail "mode $(mode /etc/riser/riserd.yaml~)"
@@ -146,36 +147,36 @@ systemctl reload riserd
 systemctl restart riserd
 riserd targets
 
-echo "--- attached by a unit of its own"
+echo "--- attached by a service"
 cat >/etc/riser/attachments/disk0 <<'Y'
 URL=iscsi://host@127.0.0.1/iqn.2026-01.com.example:disks/0
 EXPORT=--fuse /mnt
 RISER_CHAP_PASSWORD=a secret of the test
 Y
 systemctl enable --now riser@disk0
-# The next boot starts what this target wants.
-systemctl show -P Wants multi-user.target | grep -qw riser@disk0.service || fail "the next boot does not attach it"
+# The attachment starts at the next boot.
+systemctl show -P Wants multi-user.target | grep -qw riser@disk0.service || fail "the next boot does not attach the disk"
 systemctl show -P Before riser@disk0.service | grep -qw remote-fs-pre.target || fail "fstab may mount it too early"
 riser list
-written
-is_there
+write_pattern
+check_pattern
 
-echo "--- restarted under it"
+echo "--- restarted while attached"
 systemctl restart riserd
-is_there
-written
-is_there
+check_pattern
+write_pattern
+check_pattern
 
-echo "--- handed over under it, in the sandbox"
+echo "--- upgraded in place while attached, in the sandbox"
 pid=$(main_pid) before=$(restarts)
 riserd upgrade
-[ "$(main_pid)" = "$pid" ] && [ "$(restarts)" = "$before" ] || fail "it was restarted"
+[ "$(main_pid)" = "$pid" ] && [ "$(restarts)" = "$before" ] || fail "riserd was restarted"
 systemctl is-active riserd.service riserd.socket
 riserd status | grep -q 'upgraded from'
-! riserd upgrade --binary /bin/false || fail "a program that is no riserd was taken"
-is_there
-written
-is_there
+! riserd upgrade --binary /bin/false || fail "a program other than riserd was accepted"
+check_pattern
+write_pattern
+check_pattern
 
 echo "--- hung: the watchdog restarts it"
 mkdir -p /run/systemd/system/riserd.service.d
@@ -186,36 +187,36 @@ before=$(restarts)
 kill -STOP "$(main_pid)"
 restarted() { [ "$(restarts)" -gt "$before" ] && systemctl is-active riserd; }
 wait_for 30 restarted
-# And not without need.
+# It does not restart a healthy daemon.
 sleep 8
-[ "$(restarts)" = $((before + 1)) ] || fail "the watchdog bites a daemon that is well"
-is_there
+[ "$(restarts)" = $((before + 1)) ] || fail "the watchdog restarted a healthy daemon"
+check_pattern
 
 echo "--- in the sandbox"
 for set in CapInh CapPrm CapEff CapBnd CapAmb; do
     grep -Eq "^$set:[[:space:]]0+$" "/proc/$(main_pid)/status" || fail "riserd has a capability in $set"
 done
-grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$(main_pid)/status" || fail "riserd may gain privileges"
-# Beside the service manager's filters, of which there may be any number.
+grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$(main_pid)/status" || fail "riserd can gain privileges"
+# The number of the service manager's filters varies.
 filters() { sed -n 's/^Seccomp_filters:[[:space:]]*//p' "/proc/$(main_pid)/status"; }
 all=$(filters)
 printf '[Service]\nEnvironment=RISERD_SANDBOX=off\n' >/run/systemd/system/riserd.service.d/test.conf
 systemctl daemon-reload
 systemctl restart riserd
-[ "$all" = $(($(filters) + 2)) ] || fail "riserd has not installed its own filters"
+[ "$all" = $(($(filters) + 2)) ] || fail "riserd did not install its own filters"
 rm /run/systemd/system/riserd.service.d/test.conf
 systemctl daemon-reload
 systemctl restart riserd
-is_there
-! journalctl -u riserd | grep 'cannot enter the full sandbox' || fail "riserd could not enter its sandbox"
-# Of 100; it is 20 with systemd 252.
+check_pattern
+! journalctl -u riserd | grep 'cannot enter the full sandbox' || fail "riserd cannot enter its full sandbox"
+# The maximum is 100; the current value is 20 with systemd 252.
 systemd-analyze security --no-pager --threshold=25 riserd | tail -n 1
-# What attaches disks mounts them, and has nothing else to do with root.
+# riser only needs root to mount disks.
 attached=$(systemctl show -P MainPID riser@disk0)
-grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$attached/status" || fail "riser may gain privileges"
+grep -Eq '^NoNewPrivs:[[:space:]]1$' "/proc/$attached/status" || fail "riser can gain privileges"
 systemd-analyze security --no-pager --threshold=55 riser@disk0 | tail -n 1
 
-echo "--- as nobody, without a capability, as in a container"
+echo "--- as user nobody, without capabilities, as in a container"
 cat >/tmp/nobody.yaml <<'Y'
 backends: { disk0: { kind: ram, size: 1MiB } }
 targets:
@@ -236,26 +237,26 @@ SA=$(systemctl show -P MainPID riser-sa)
 dpkg -i /test/new.deb
 [ "$(version)" != "$OLD" ] || fail "the version is still $OLD"
 systemctl is-active riserd.service riserd.socket riser@disk0 riser-sa.service riser-sa.socket riser-iwpmd
-[ "$(systemctl show -P MainPID riser-sa)" != "$SA" ] || fail "riser-sa is that of the old package"
-grep -q disks /etc/riser/riserd.yaml || fail "the configuration is gone"
-is_there
-written
-is_there
+[ "$(systemctl show -P MainPID riser-sa)" != "$SA" ] || fail "riser-sa was not restarted"
+grep -q disks /etc/riser/riserd.yaml || fail "the configuration was removed"
+check_pattern
+write_pattern
+check_pattern
 
 echo "--- removed"
 systemctl stop riser@disk0
 dpkg -r riser
 for unit in riserd riser-sa.service riser-sa.socket riser-iwpmd; do
-    ! systemctl is-active $unit || fail "$unit still runs"
+    ! systemctl is-active $unit || fail "$unit is still active"
 done
-[ ! -e /usr/bin/riserd ] && [ -e /etc/riser/riserd.yaml ] || fail "not what removal leaves"
+[ ! -e /usr/bin/riserd ] && [ -e /etc/riser/riserd.yaml ] || fail "the program was not removed, or the configuration was removed"
 cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img
 
 echo "--- purged"
 dpkg -P riser
-[ ! -e /etc/default/riser-sa ] && [ ! -e /etc/default/riser-iwpmd ] || fail "options are left"
-[ ! -e /var/lib/riser-sa ] && [ ! -e /var/lib/private/riser-sa ] || fail "the state of riser-sa is left"
-[ ! -e /etc/riser ] && [ ! -e /var/lib/riserd ] || fail "something is left: $(ls -R /etc/riser /var/lib/riserd)"
-# Not the disks.
+[ ! -e /etc/default/riser-sa ] && [ ! -e /etc/default/riser-iwpmd ] || fail "option files were not removed"
+[ ! -e /var/lib/riser-sa ] && [ ! -e /var/lib/private/riser-sa ] || fail "the state of riser-sa was not removed"
+[ ! -e /etc/riser ] && [ ! -e /var/lib/riserd ] || fail "directories were not removed: $(ls -R /etc/riser /var/lib/riserd)"
+# Disks are kept.
 cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img
-echo "--- all is well"
+echo "--- passed"

@@ -205,7 +205,7 @@ fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
     println!("{log}");
     // Check the last line in addition to the status, because the container may exit with success
     // before the script has started.
-    if status.success() && log.ends_with("--- all is well\n") {
+    if status.success() && log.ends_with("--- passed\n") {
         let _ = fs::remove_dir_all(&dir);
         Ok(())
     } else {

@@ -365,8 +365,8 @@ srp_port() {
     done
 }
 
-# Starts verified random writes in the background, with a fixed rate and time. There must not be any
-# errors: load DEVICE SECONDS [fio arguments …]
+# Starts verified random writes in the background, with a fixed rate and time, which must not fail:
+# load DEVICE SECONDS [fio arguments …]
 load() {
     local device=$1 seconds=$2
     shift 2
@@ -398,7 +398,7 @@ multipath_over() {
     wait_for 10 test -b /dev/mapper/paths
 }
 
-# Updates it with the current disks.
+# Updates /dev/mapper/paths with the current disks.
 multipath_again() {
     dmsetup suspend --noflush --nolockfs paths
     multipath_table "${1:-rq}" | dmsetup load paths
@@ -414,7 +414,7 @@ multipath_table() {
     echo "0 $sectors multipath 3 queue_if_no_path queue_mode $1 0 1 1 service-time 0 ${#disks[@]} 1 ${disks[*]/%/ 1}"
 }
 
-# Removes it, and fails all pending requests.
+# Removes /dev/mapper/paths, and fails all pending requests.
 multipath_end() {
     dmsetup message paths 0 fail_if_no_path 2>/dev/null || true
     dmsetup remove --retry paths 2>/dev/null || true

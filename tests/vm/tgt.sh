@@ -31,7 +31,7 @@ tgt_do() {
 tgt_clean() {
     set +e
     end_capture
-    # It doesn't exit on request.
+    # tgtd does not exit on request.
     kill -KILL "$TGTD"
     wait "$TGTD"
     rm -f "$IMAGES/tgt.img"

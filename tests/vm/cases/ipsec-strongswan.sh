@@ -67,7 +67,7 @@ tapped() {
     tcpdump -nr "/tmp/taps/$1.pcap" "${@:2}" >/tmp/taps/found 2>/dev/null && wc -l </tmp/taps/found
 }
 
-# Fails if a capture contains anything else than ESP, IKE, ARP and multicast group reports.
+# Fails if a capture contains packets other than ESP, IKE, ARP and multicast group reports.
 only_esp() {
     local plain="not esp and not arp and not igmp and not (udp and (port 500 or port 4500))"
     [ "$(tapped "$1" "$plain")" = 0 ] || fail "$1: in plain: $(tcpdump -c 10 -nr "/tmp/taps/$1.pcap" "$plain")"
@@ -148,7 +148,7 @@ spis() {
     swan host --list-sas | awk '$1 == "in" || $1 == "out" { print $2 }'
 }
 
-# Returns whether there are any other SPIs. Old SPIs may remain for a few seconds.
+# Returns whether there are new SPIs. Old SPIs may remain for a few seconds.
 has_others_than() {
     [ -n "$(spis | grep -vF "$1")" ]
 }
@@ -161,7 +161,7 @@ sed 's/10\.99\.0\.2/HOST/; s/10\.99\.0\.1/10.99.0.2/; s/HOST/10.99.0.1/
     s/target\.pem/host.pem/; s/CN=host/CN=target/' /tmp/target.conf >/tmp/host.conf
 sed 's/host\.pem/other.pem/' /tmp/host.conf >/tmp/other.conf
 cat /tmp/keys.sh /tmp/target.conf /tmp/host.conf
-# Another host with a different certificate.
+# Creates a certificate from the same CA for another name.
 (
     cd /tmp/keys
     . /tmp/keys.sh

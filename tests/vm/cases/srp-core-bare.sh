@@ -9,7 +9,7 @@ bare_clean() {
     srp_clean
 }
 two_hosts
-end_capture # tcpdump needs libibverbs itself
+end_capture # tcpdump also requires libibverbs
 mkdir -p /tmp/rdma-core
 trap bare_clean EXIT
 mv "$LIBS"/libibverbs.so* "$LIBS"/librdmacm.so* /tmp/rdma-core

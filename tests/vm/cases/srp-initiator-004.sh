@@ -1,5 +1,5 @@
 #: group: srp
-#: about: the same with a multipath device that works on requests, one channel
+#: about: files on a request-based multipath device while its paths log out and in, one channel
 #: limit: 300
 PARAMS=ch_count=1
 three_disks_rig

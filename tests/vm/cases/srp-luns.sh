@@ -1,5 +1,5 @@
 #: group: srp
-#: about: logical units are added and removed with SIGHUP during writes to another one
+#: about: logical units are added and removed with SIGHUP during writes to another unit
 #: limit: 300
 srp_rig 64 1
 srp_login ch_count=2

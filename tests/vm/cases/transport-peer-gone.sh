@@ -10,9 +10,9 @@ for test in peer_vanishes peer_closes; do
 done
 
 # One process is killed during a ping. The other must detect this, at the latest when nothing was
-# received for the configured timeout (a server that is only waiting for requests has no other way
-# to detect it). A new pair must then work.
-killed() { # who: server or client, then the prefix of the server's and the client's command
+# received for the configured timeout (a server that only waits for requests cannot detect it earlier).
+# A new pair must then work.
+killed() { # role to kill: server or client; command prefix of the server, command prefix of the client
     local who=$1 server=$2 client=$3 at survivor doomed
     at=10.99.0.2
     [ "$server" = roce ] || at=10.99.0.1

@@ -18,7 +18,7 @@ soon c 1
 soon c 2
 soon b 3
 
-# A member that is killed, without any effect on other members.
+# Killing a member does not affect other members.
 ip netns exec b ping -q -i 0.1 192.168.50.1 >"$KEEP/steady" &
 steady=$!
 kill -KILL "${MEMBER[c]}"
@@ -146,6 +146,6 @@ explained 'packets of 512 bytes' d --addr 10.97.0.4
 leave c
 on b ip link del vnic0
 wait "${MEMBER[b]}" && fail "a member without an interface goes on"
-# It uses the name from the time of the last request by the manager.
+# The member uses the name that it had at the manager's last request.
 grep -Eq '(vnic|managed)0 was deleted' "$KEEP/b.log"
 leave a

@@ -134,7 +134,7 @@ fua_writes() {
     ramdisk?? | block0?) ;;
     # LIO reports DPOFUA but ignores FUA, because /dev/vda doesn't support it. This can be avoided
     # with emulate_fua_write=0.
-    block11) [ "$after" = "$before" ] || fail "LIO flushed: the book has a wrong limit" ;;
+    block11) [ "$after" = "$before" ] || fail "LIO flushed, which contradicts the limit in the book" ;;
     *) [ $((after - before)) -ge 32 ] || fail "32 writes with FUA caused $((after - before)) flushes" ;;
     esac
 }

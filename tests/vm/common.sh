@@ -12,7 +12,7 @@ wait_for() {
     shift
     local end=$((SECONDS + seconds))
     until "$@" >/dev/null 2>&1; do
-        [ $SECONDS -lt $end ] || fail "waited $seconds s for: $*"
+        [ $SECONDS -lt $end ] || fail "timed out after $seconds s: $*"
         sleep 0.2
     done
 }

@@ -72,8 +72,8 @@ killed_under_load() {
     touch $enough
     wait $LOAD || {
         tail -20 "$KEEP/load.log"
-        fail "the load was not as it must be, in round $round of $ROUNDS"
+        fail "the load reported an error in round $round of $ROUNDS"
     }
     echo "figure: killed in $round rounds"
-    grep '^figure: ' "$KEEP/load.log" || fail "the load did nothing"
+    grep '^figure: ' "$KEEP/load.log" || fail "the load completed no operations"
 }

@@ -13,7 +13,7 @@ mount -t tmpfs none /run/netns
 refused() {
     if "$@" >"$KEEP/refused" 2>&1; then
         cat "$KEEP/refused"
-        fail "this succeeded: $*"
+        fail "command succeeded: $*"
     fi
 }
 
@@ -92,5 +92,5 @@ captured() {
 # Stops a member normally: leave NAME
 leave() {
     kill -TERM "${MEMBER[$1]}"
-    wait "${MEMBER[$1]}" || fail "the member $1 ended with $?"
+    wait "${MEMBER[$1]}" || fail "member $1 exited with status $?"
 }

@@ -14,7 +14,7 @@ done
 /bin/busybox mkdir -p /rw/up /rw/work
 /bin/busybox mount -t overlay -o lowerdir=/host,upperdir=/rw/up,workdir=/rw/work overlay /new
 # The guest must not use the state of a daemon on the host.
-/bin/busybox rm -rf /new/var/lib/riserd || echo "the guest sees the host's /var/lib/riserd"
+/bin/busybox rm -rf /new/var/lib/riserd || echo "the guest can access the host's /var/lib/riserd"
 /bin/busybox mkdir -p /new/vm
 /bin/busybox mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=none share /new/vm
 version=$(/bin/busybox uname -r)

@@ -90,7 +90,7 @@ iscsi_attempt() {
         left=$((left - 1))
         if [ $status = 0 ] || [ $IFACE = default ] || [ $left = 0 ]; then return $status; fi
         [ "$(logins_stuck)" -gt "$before" ] || return $status
-        echo "figure: the kernel's login task was in use; another session is made"
+        echo "figure: the kernel's login task was in use; creating another session"
     done
 }
 
@@ -120,7 +120,7 @@ no_disk() {
 iscsi_refused() {
     local want=$1 status=0
     iscsi_attempt || status=$?
-    [ $status = "$want" ] || fail "iscsiadm ended with $status, not $want"
+    [ $status = "$want" ] || fail "iscsiadm exited with status $status, expected $want"
 }
 
 # Prints a field of the only connection in riserd: agreed FIELD
@@ -170,14 +170,14 @@ iscsi_clean() {
 discover_and_login() {
     iscsi_rig 64
     iscsiadm -m discovery -t sendtargets -p $PORTAL | tee /tmp/found
-    grep -q "^10.99.0.2:3260,[0-9]* $IQN$" /tmp/found || fail "the target is not found"
+    grep -q "^10.99.0.2:3260,[0-9]* $IQN$" /tmp/found || fail "the target was not found"
     # Discovery has created other records.
     iscsiadm -m node -o delete
     iscsi_node
     iscsi_login
-    [ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "wrong size"
-    [[ $(cat "/sys/block/${DISK#/dev/}/device/vendor") == RISER* ]] || fail "wrong vendor"
-    grep -q RIG-0 "/sys/block/${DISK#/dev/}/device/vpd_pg80" || fail "wrong serial number"
+    [ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "unexpected size"
+    [[ $(cat "/sys/block/${DISK#/dev/}/device/vendor") == RISER* ]] || fail "unexpected vendor"
+    grep -q RIG-0 "/sys/block/${DISK#/dev/}/device/vpd_pg80" || fail "unexpected serial number"
     [ "$(connections)" = 1 ] || fail "riserd does not list the session"
     verify "$DISK" 4m --bs=4k
     iscsi_logout
@@ -199,15 +199,15 @@ chap_both_ways() {
     iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
         node.session.auth.password "not the right secret"
     iscsi_refused 24
-    echo "--- one way"
+    echo "--- one-way"
     iscsi_set node.session.auth.password "twelve bytes and more"
     iscsi_login
     verify "$DISK" 1m --bs=4k
     iscsi_logout
-    echo "--- both ways, and riserd proves itself wrongly"
+    echo "--- mutual, and riserd uses the wrong secret"
     iscsi_set node.session.auth.username_in rig node.session.auth.password_in "not what riserd knows"
     iscsi_refused 19
-    echo "--- both ways"
+    echo "--- mutual"
     iscsi_set node.session.auth.password_in another-secret-of-ours
     for algorithm in MD5 SHA1 SHA256 SHA3-256; do
         iscsi_set node.session.auth.chap_algs $algorithm
@@ -279,7 +279,7 @@ file_system() {
     fsck.ext4 -fn "$DISK"
     mount "$DISK" /tmp/mnt
     (cd /tmp/mnt && sha256sum --quiet -c /tmp/sums)
-    [ "$(wc -l </tmp/sums)" -gt 100 ] || fail "hardly a file was copied"
+    [ "$(wc -l </tmp/sums)" -gt 100 ] || fail "too few files were copied"
     umount /tmp/mnt
     iscsi_logout
     stop_serving

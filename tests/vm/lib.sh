@@ -321,7 +321,7 @@ at_once() {
         pids+=($!)
     done
     for pid in "${pids[@]}"; do
-        wait "$pid" || fail "one of these did not succeed: $*"
+        wait "$pid" || fail "a command failed: $*"
     done
 }
 
@@ -331,7 +331,7 @@ ended() {
     wait_for 120 is_over "$1"
     local status=0
     wait "$1" || status=$?
-    [ "${2:-}" = any ] && [ $status -le 4 ] || [ $status = 0 ] || fail "process $1 ended with $status"
+    [ "${2:-}" = any ] && [ $status -le 4 ] || [ $status = 0 ] || fail "process $1 exited with status $status"
 }
 
 is_over() {
@@ -343,7 +343,7 @@ nothing_left() {
     local left
     left=$(rdma resource show)
     echo "$left"
-    grep -q 'pd 1 cq 1 qp 1 cm_id 0 mr 0 ctx 0 srq 0' <<<"$left" || fail "objects are left"
+    grep -q 'pd 1 cq 1 qp 1 cm_id 0 mr 0 ctx 0 srq 0' <<<"$left" || fail "objects were not removed"
 }
 
 # Creates two hosts, COUNT disks of SIZE MiB, and ib_srp with these module parameters, as used in
@@ -378,7 +378,7 @@ load() {
 loaded() {
     wait "$LOAD" || {
         cat "$KEEP"/fio-*.txt >&2
-        fail "the load met an error"
+        fail "the load reported an error"
     }
 }
 
@@ -604,6 +604,6 @@ refused() {
     shift 3
     text=$(riser_on "$provider" "$@" 2>&1) || got=$?
     echo "$text"
-    [ $got = "$status" ] || fail "exit status $got, not $status: riser $*"
-    [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "no '$words' in what riser $* says"
+    [ $got = "$status" ] || fail "exit status $got, expected $status: riser $*"
+    [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "the output of riser $* does not contain '$words'"
 }

@@ -88,7 +88,7 @@ libiscsi_expected() {
 # tests without the listed output, and listed tests that don't exist any more.
 libiscsi_unexpected() {
     local how name words listed
-    if grep -qx stopped "$OUTCOME/ended"; then echo "five tests in a row had no answer"; fi
+    if grep -qx stopped "$OUTCOME/ended"; then echo "five tests in a row received no response"; fi
     if [ "$(libiscsi_count passed)" -lt "$1" ]; then
         echo "$(libiscsi_count passed) tests passed, fewer than $1"
     fi
@@ -96,16 +96,16 @@ libiscsi_unexpected() {
         case $how in
         failed | died | hung)
             listed=$(libiscsi_expected | awk -v name="$name" '$2 == name { print $1 }')
-            [ -n "$listed" ] || echo "$name $how, and is not listed"
+            [ -n "$listed" ] || echo "$name $how, but is not listed"
             ;;
         esac
     done <"$OUTCOME/ended"
     while read -r how name words; do
         listed=$(awk -v name="$name" '$2 == name { print $1 }' "$OUTCOME/ended")
         if [ "$listed" != "$how" ]; then
-            echo "$name is listed as $how, and was ${listed:-not run}"
+            echo "$name is listed as $how, result: ${listed:-not run}"
         elif [ -n "$words" ] && ! grep -qF -- "$words" "$OUTCOME/said/$name"; then
-            echo "$name $how, but did not say: $words"
+            echo "$name $how, but its output does not contain: $words"
         fi
     done < <(libiscsi_expected)
 }
@@ -119,10 +119,10 @@ libiscsi_not_the_client() {
     while read -r how name words; do
         here=$(awk -v name="$name" '$2 == name { print $1 }' "$OUTCOME/ended")
         case $here in
-        passed) echo "$name is listed as $how, and passed here" ;;
+        passed) echo "$name is listed as $how, but passed" ;;
         "")
             if [ "$how" != died ] || ! grep -qx stopped "$OUTCOME/ended"; then
-                echo "$name is listed as $how, and was not run here"
+                echo "$name is listed as $how, but was not run"
             fi
             ;;
         esac

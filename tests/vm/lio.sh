@@ -79,10 +79,10 @@ find_and_describe() {
         echo "--- $provider"
         said=$(riser_on $provider discover "$SCHEME://10.99.0.1")
         echo "$said"
-        [[ $said == *$LIO_IQN* ]] || fail "the target is not found"
+        [[ $said == *$LIO_IQN* ]] || fail "the target was not found"
         said=$(riser_on $provider inquiry "$(lio_lun 0)")
         echo "$said"
-        [[ $said == *RIG-F0* ]] || fail "wrong serial number"
+        [[ $said == *RIG-F0* ]] || fail "unexpected serial number"
         dd if=/dev/urandom of=/tmp/in bs=1M count=3 status=none
         for lun in 0 1; do
             riser_on $provider write --overwrite "$(lio_lun $lun)" /tmp/in --offset 5000

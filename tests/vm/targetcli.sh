@@ -82,7 +82,7 @@ report_reservations() {
     iscsi_logout
     iscsiadm -m node -T $IQN -o delete
     sed -E "s/,i,0x[0-9a-f]{12}/,i,ISID/" /tmp/reserved >"$3"
-    grep -q "Initiator: $HOST,i,ISID" "$3" || fail "the host has not reserved the disk"
+    grep -q "Initiator: $HOST,i,ISID" "$3" || fail "the disk is not reserved by the host"
 }
 
 # Writes the responses of the kernel's target to lio.txt.
@@ -164,7 +164,7 @@ read_tree() {
 
 # Checks the contents of a file that was read: says FILE TEXT
 says() {
-    grep -qFx "$1:$2" /tmp/values || fail "$1 does not say $2"
+    grep -qFx "$1:$2" /tmp/values || fail "$1 does not contain $2"
 }
 
 # Prints the contents of a file that was read.
@@ -179,7 +179,7 @@ said() {
 counts() {
     local said
     said=$(said "$1")
-    [ "$said" -ge "$2" ] && [ "$said" -lt $((2 * $2)) ] || fail "$1 is $said, not $2 or a little more"
+    [ "$said" -ge "$2" ] && [ "$said" -lt $((2 * $2)) ] || fail "$1 is $said, expected $2 or slightly more"
 }
 
 # An initiator without the secret is rejected, and a session is shown until it's closed.
@@ -218,7 +218,7 @@ commands_are_counted() {
     says "$by_host/num_cmds" "$(said $img/num_cmds)"
     counts "$by_srp/num_cmds" 256
     # The iSCSI hosts also query this disk, but don't use it.
-    [ "$(said $ram/num_cmds)" -ge "$(said "$by_srp/num_cmds")" ] || fail "a disk has less than one of its hosts"
+    [ "$(said $ram/num_cmds)" -ge "$(said "$by_srp/num_cmds")" ] || fail "a disk counted less than one of its hosts"
     for lu in $img "$lun" "$by_host"; do
         says "$lu/read_mbytes" 5
         says "$lu/write_mbytes" 5

@@ -131,7 +131,7 @@ case $BOOT in
     systemctl daemon-reload
     systemctl start srv-disk1.mount srv-disk2.mount
     write_file
-    is_mounted || fail "the files are not there"
+    is_mounted || fail "the files of previous boots are missing"
     # Start the target at the next boot.
     ln -s ../rig-target.service $INSTALLED/etc/systemd/system/multi-user.target.wants
     ;;
@@ -141,7 +141,7 @@ case $BOOT in
     rm $INSTALLED/etc/systemd/system/multi-user.target.wants/rig-target.service
     ;;
 3)
-    ! mountpoint -q /srv/disk1 || fail "a file system of a target that is away is mounted"
+    ! mountpoint -q /srv/disk1 || fail "a file system is mounted without its target"
     systemctl start rig-target
     wait_for 120 is_mounted
     write_file

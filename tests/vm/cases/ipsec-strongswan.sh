@@ -70,8 +70,8 @@ tapped() {
 # Fails if a capture contains packets other than ESP, IKE, ARP and multicast group reports.
 only_esp() {
     local plain="not esp and not arp and not igmp and not (udp and (port 500 or port 4500))"
-    [ "$(tapped "$1" "$plain")" = 0 ] || fail "$1: in plain: $(tcpdump -c 10 -nr "/tmp/taps/$1.pcap" "$plain")"
-    ! grep -aq "$MARK" "/tmp/taps/$1.pcap" || fail "$1: the mark is seen"
+    [ "$(tapped "$1" "$plain")" = 0 ] || fail "$1: plain-text packets: $(tcpdump -c 10 -nr "/tmp/taps/$1.pcap" "$plain")"
+    ! grep -aq "$MARK" "/tmp/taps/$1.pcap" || fail "$1: the data are visible"
 }
 
 # Runs riser on the host.
@@ -101,7 +101,7 @@ no_way_in() {
         pids+=($!)
     done
     for pid in "${pids[@]}"; do
-        ! wait "$pid" || fail "the target can be read"
+        ! wait "$pid" || fail "a protocol reaches the target"
     done
 }
 
@@ -188,9 +188,9 @@ END
 tap without
 for url in $SRP $ISER $ISCSI; do marks "$url"; done
 end_tap
-grep -aq "$MARK" /tmp/taps/without.pcap || fail "no mark is seen"
-[ "$(tapped without udp port 4791)" -gt 100 ] || fail "no RDMA is seen"
-[ "$(tapped without tcp port 3260)" -gt 20 ] || fail "no iSCSI is seen"
+grep -aq "$MARK" /tmp/taps/without.pcap || fail "the data are not visible without a tunnel"
+[ "$(tapped without udp port 4791)" -gt 100 ] || fail "no RDMA packets are visible"
+[ "$(tapped without tcp port 3260)" -gt 20 ] || fail "no iSCSI packets are visible"
 
 # If only the target uses strongSwan, it must ignore all plain-text packets.
 strongswan_etc peer
@@ -199,21 +199,21 @@ strongswan peer
 tap target
 no_way_in
 end_tap
-[ "$(tapped target src 10.99.0.1 and udp port 4791)" -gt 0 ] || fail "the host has not tried RDMA"
-[ "$(tapped target src 10.99.0.1 and tcp port 3260)" -gt 0 ] || fail "the host has not tried iSCSI"
-[ "$(tapped target src 10.99.0.2 and not arp and not igmp)" = 0 ] || fail "the target answers"
+[ "$(tapped target src 10.99.0.1 and udp port 4791)" -gt 0 ] || fail "the host did not send RDMA packets"
+[ "$(tapped target src 10.99.0.1 and tcp port 3260)" -gt 0 ] || fail "the host did not send iSCSI packets"
+[ "$(tapped target src 10.99.0.2 and not arp and not igmp)" = 0 ] || fail "the target responded"
 
 # A certificate from the same CA for another name must be rejected.
 strongswan_etc host
 has host /tmp/other.conf other
 strongswan host
 tap other
-! swan host --initiate --child storage || fail "another host has keys"
+! swan host --initiate --child storage || fail "a host with another certificate has keys"
 no_way_in
 end_tap
 only_esp other
-[ "$(tapped other src 10.99.0.2 and udp port 4500)" -gt 0 ] || fail "the target has not seen the certificate"
-[ "$(tapped other esp)" = 0 ] && [ -z "$(spis)" ] || fail "another host has keys"
+[ "$(tapped other src 10.99.0.2 and udp port 4500)" -gt 0 ] || fail "the target did not receive the certificate"
+[ "$(tapped other esp)" = 0 ] && [ -z "$(spis)" ] || fail "a host with another certificate has keys"
 
 has host /tmp/host.conf host
 swan host --load-all --noprompt
@@ -235,14 +235,14 @@ LOAD=$!
 sleep 2
 swan host --rekey --child storage
 wait_for 10 has_others_than "$before"
-kill -0 $LOAD || fail "the load is over"
-wait $LOAD || fail "the load met an error"
+kill -0 $LOAD || fail "the load has already completed"
+wait $LOAD || fail "the load reported an error"
 verified $ISER --total 1m
 # Negotiate new keys after the other side has deleted all of them.
 before=$(spis)
 swan peer --terminate --ike storage
 verified $ISCSI --total 1m
-has_others_than "$before" || fail "the keys are those that were given up"
+has_others_than "$before" || fail "the deleted keys are still in use"
 end_tap
 only_esp both
 for address in 10.99.0.1 10.99.0.2; do

@@ -14,6 +14,6 @@ ONLY='Inquiry|Mandatory|ModeSense6|ExtendedCopy.Simple|Read[0-9]|ReadCapacity|Wr
 trap - EXIT
 LIMIT=30 libiscsi_suite "$TARGET/0"
 end_capture
-[ "$(libiscsi_count passed)" -ge 50 ] || fail "hardly a test passed"
+[ "$(libiscsi_count passed)" -ge 50 ] || fail "too few tests passed"
 wrong=$(libiscsi_not_the_client)
 [ -z "$wrong" ] || fail "$wrong"

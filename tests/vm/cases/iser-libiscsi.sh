@@ -16,7 +16,7 @@ serve </tmp/ram.yaml
 # check that it's still working.
 client_died() {
     timeout 60 env LD_PRELOAD="$OUTCOME/client.so" iscsi-inq "iser://$PORTAL/$IQN/0" | grep RISER ||
-        fail "riserd does not answer after the client's end"
+        fail "riserd does not respond after the client exited"
     kill_serving
     serve_again
 }

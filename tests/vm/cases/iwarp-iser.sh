@@ -20,7 +20,7 @@ start_iscsid
 # There is no TCP portal on this address that could be used for discovery.
 iscsi_node
 iscsi_login
-[ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "wrong size"
+[ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "unexpected size"
 verify "$DISK" 16m --bs=4k
 verify "$DISK" 32m --bs=256k --iodepth=8
 iscsi_logout

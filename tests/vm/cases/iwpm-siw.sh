@@ -57,7 +57,7 @@ PY
 # comes_to PORT PORT
 comes_to() {
     : >/tmp/first-bytes
-    timeout 30 rping -c -a 10.99.0.2 -I 10.99.0.1 -p "$1" -C 1 && fail "a connection with a program that closes it"
+    timeout 30 rping -c -a 10.99.0.2 -I 10.99.0.1 -p "$1" -C 1 && fail "connected to a program instead of an iWARP device"
     wait_for 20 grep -q "^$2 MPA ID Req Frame" /tmp/first-bytes
 }
 

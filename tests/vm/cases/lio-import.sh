@@ -21,7 +21,7 @@ corpus_clean() {
 import() {
     local status=0
     "$RISER_BIN/riserd-configfs" import "$1" 2>/tmp/notes || status=$?
-    [[ $status =~ ^[034]$ ]] || fail "import of $1 ended with $status"
+    [[ $status =~ ^[034]$ ]] || fail "import of $1 exited with status $status"
 }
 
 trap corpus_clean EXIT
@@ -48,4 +48,4 @@ for file in "$RISER_ROOT"/configfs-emu/tests/data/lio/*.json; do
     import "$KEEP/$name.json" >"$KEEP/$name.lio.yaml"
     python3 "$RISER_ROOT/tests/vm/imports.py" "$KEEP/$name.yaml" "$KEEP/$name.lio.yaml" || different+=" $name"
 done
-[ "$different" = "$EXPECTED" ] || fail "these differ:$different, not:$EXPECTED"
+[ "$different" = "$EXPECTED" ] || fail "differing objects:$different, expected:$EXPECTED"

@@ -85,7 +85,7 @@ load 0 5
 wait $LOAD
 operations 0
 
-echo "--- the server is cut off"
+echo "--- the server is disconnected"
 load 0 30
 REMOTE=$LOAD
 sleep 3
@@ -94,13 +94,13 @@ wait_for 60 reports_hang
 load 1 10
 wait $LOAD || fail "the load on the healthy disk failed"
 [ "$(operations 1)" -gt 100 ] || fail "the healthy disk is delayed"
-reports_hang || fail "the server is still cut off"
+reports_hang || fail "the server is still disconnected"
 # A new session must also be served.
 riser bench $DISKS/1 --rw randread --runtime 1s --warm-up 0s
-! riserd upgrade || fail "an upgrade began while a disk hangs"
+! riserd upgrade || fail "an upgrade started while a disk hangs"
 riser bench $DISKS/1 --rw randread --runtime 1s --warm-up 0s
 
-echo "--- the server returns"
+echo "--- the server is reconnected"
 ip -n files link set n1 up
 wait $REMOTE || fail "the load on the mount failed"
 operations 0

@@ -12,7 +12,7 @@ cat /tmp/readme.yaml
 serve </tmp/readme.yaml
 book initiators "Linux: SRP" sh | typed
 wait_for 30 find_disk 0
-[ "$(blockdev --getsize64 "$DISK")" = $((1 << 30)) ] || fail "wrong size"
+[ "$(blockdev --getsize64 "$DISK")" = $((1 << 30)) ] || fail "unexpected size"
 verify "$DISK" 4m --bs=64k
 echo 1 >/sys/class/srp_remote_ports/port-*/delete
 wait_for 30 no_hosts

@@ -10,5 +10,5 @@ passed() { cat "/sys/class/infiniband/rxe0/ports/1/hw_counters/$1_pkts"; }
 received=$(passed rcvd) sent=$(passed sent)
 # The kernel's CM must receive the request from our NIC, and reject a service that doesn't exist.
 refused roce 3 'log in' read "srp://10.99.0.1:5556/0?id_ext=1&ioc_guid=2"
-[ "$(passed rcvd)" -gt "$received" ] || fail "rdma_rxe has received nothing"
-[ "$(passed sent)" -gt "$sent" ] || fail "rdma_rxe has sent nothing"
+[ "$(passed rcvd)" -gt "$received" ] || fail "rdma_rxe received no packets"
+[ "$(passed sent)" -gt "$sent" ] || fail "rdma_rxe sent no packets"

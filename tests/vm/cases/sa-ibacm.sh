@@ -45,7 +45,7 @@ tail -n +2 /tmp/acme | tee /tmp/acme-ibacm
 
 before=$(packets)
 route fd99::1 fd99::2 | tee /tmp/by-ibacm
-[ "$(packets)" = "$before" ] || fail "the kernel has asked the administrator"
+[ "$(packets)" = "$before" ] || fail "the kernel sent a query to the administrator"
 
 # When riser-sa replaces ibacm, both queries must return the same result, except for the service
 # level, which is 0 in paths from ibacm.
@@ -55,5 +55,5 @@ answers --source fd99::1 --socket /tmp/riser-sa.socket
 resolves /tmp/riser-sa.socket
 tail -n +2 /tmp/acme | diff - /tmp/acme-ibacm
 route fd99::1 fd99::2 service=0 | diff - /tmp/by-ibacm
-[ "$(asked)" = 1 ] || fail "$(asked) questions"
-[ "$(packets)" = "$before" ] || fail "the kernel has asked the administrator"
+[ "$(asked)" = 1 ] || fail "$(asked) kernel queries"
+[ "$(packets)" = "$before" ] || fail "the kernel sent a query to the administrator"

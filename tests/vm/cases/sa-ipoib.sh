@@ -40,14 +40,14 @@ wait_for 60 grep -q 1 /sys/class/net/ib0/carrier
 wait_for 30 groups $BROADCAST ff12:401b:ffff::1 ff12:601b:ffff::1 ff12:601b:ffff::1:ff00:1
 cat /tmp/groups
 # MTU of the packets without the IPoIB header.
-ip link show ib0 | grep -q "mtu 2044" || fail "not the group's MTU"
+ip link show ib0 | grep -q "mtu 2044" || fail "the MTU differs from the group's MTU"
 
 # If the GID of the neighbour is known, the kernel requests the path and then sends packets.
 asked=$(asked) packets=$(packets)
 ip neighbour add fd77::2 lladdr 80:00:01:23:fd:99:00:00:00:00:00:00:00:00:00:00:00:00:00:02 dev ib0 nud permanent
 ping -q -c 2 -W 1 fd77::2 >/dev/null || true
-[ "$(asked)" = $((asked + 1)) ] || fail "$(asked) questions, after $asked"
-[ "$(packets)" -gt "$packets" ] || fail "nothing was sent"
+[ "$(asked)" = $((asked + 1)) ] || fail "$(asked) kernel queries, previously $asked"
+[ "$(packets)" -gt "$packets" ] || fail "no packet was sent"
 
 # rdma-core's rping finds our NIC on the neighbour using IPoIB addresses, and its path using
 # netlink.
@@ -55,17 +55,17 @@ pings
 asked=$(asked)
 timeout 100 rping -c -a fd77::2 -I fd77::1 -C 50 -S 1000 -V
 ended $PINGS
-[ "$(asked)" = $((asked + 1)) ] || fail "$(asked) questions, after $asked"
+[ "$(asked)" = $((asked + 1)) ] || fail "$(asked) kernel queries, previously $asked"
 
 # For a host behind a gateway, the kernel requests the GID and then the path.
 ip -6 route add fd88::/64 via fd77::2
 asked=$(asked)
 route /fd77::1 /fd88::5 | grep "dgid fd88::5 sgid fd99::1"
-[ "$(asked)" = $((asked + 2)) ] || fail "$(asked) questions, after $asked"
+[ "$(asked)" = $((asked + 2)) ] || fail "$(asked) kernel queries, previously $asked"
 # There is no path between addresses of different IP versions, which must also be reported by the
 # administrator.
 ip route add 10.88.0.0/16 via 10.77.0.2
-route /10.77.0.1 /10.88.0.5 >/tmp/route 2>&1 && fail "a path"
+route /10.77.0.1 /10.88.0.5 >/tmp/route 2>&1 && fail "a path was found"
 grep "ROUTE_ERROR status -22" /tmp/route
 
 # The kernel leaves its groups, and groups without any other member are removed.

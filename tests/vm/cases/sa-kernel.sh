@@ -9,20 +9,20 @@ administrator
 # Uses MADs, because no process on this host responds.
 before=$(packets)
 route fd99::1 fd99::2 class=0x20 | tee /tmp/by-mad
-[ "$(packets)" -gt "$before" ] || fail "no packet to the administrator"
+[ "$(packets)" -gt "$before" ] || fail "no packet was sent to the administrator"
 for words in "paths 1" "service 0x10615b3" "dgid fd99::2 sgid fd99::1" "hops 64 class 32" "reversible 1 pkey 0xffff" \
     "mtu 5"; do
-    grep -q "$words" /tmp/by-mad || fail "no $words in the path"
+    grep -q "$words" /tmp/by-mad || fail "the path does not contain $words"
 done
 
 # Uses netlink: the same path without any packet.
 answers --source fd99::1
 before=$(packets)
 route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
-[ "$(asked)" = 1 ] || fail "$(asked) questions"
+[ "$(asked)" = 1 ] || fail "$(asked) kernel queries"
 route fd99::1 fd99::2 class=0x20 count=100 | sort -u | diff - /tmp/by-mad
-[ "$(asked)" = 101 ] || fail "$(asked) questions"
-[ "$(packets)" = "$before" ] || fail "the administrator was asked as well"
+[ "$(asked)" = 101 ] || fail "$(asked) kernel queries"
+[ "$(packets)" = "$before" ] || fail "the administrator also received a query"
 
 # ib_srp requests the path to its target and reaches the target, which is a NIC without this service
 # (REJ reason 8).
@@ -31,9 +31,9 @@ modprobe ib_srp
 add=/sys/class/infiniband_srp/srp-ibrxe0-1/add_target
 wait_for 20 test -e $add
 id=0200c0ffee000001
-echo "id_ext=$id,ioc_guid=$id,dgid=fd990000000000000000000000000002,pkey=ffff,service_id=$id" >$add && fail "a login"
-[ "$(asked)" = 102 ] || fail "$(asked) questions"
-dmesg | grep "ib_srp: REJ received" || fail "no answer of the target"
+echo "id_ext=$id,ioc_guid=$id,dgid=fd990000000000000000000000000002,pkey=ffff,service_id=$id" >$add && fail "the login succeeded"
+[ "$(asked)" = 102 ] || fail "$(asked) kernel queries"
+dmesg | grep "ib_srp: REJ received" || fail "no response from the target"
 modprobe -r ib_srp
 
 # If the source is unknown, riser-sa rejects the query, and the kernel immediately sends it to the
@@ -42,7 +42,7 @@ answers_no_more
 answers
 before=$(asked)
 route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
-[ "$(asked)" -gt "$before" ] || fail "it was not asked"
+[ "$(asked)" -gt "$before" ] || fail "riser-sa received no query"
 answers_no_more
 
 # If there is no response, the kernel sends the query to the administrator after the configured
@@ -54,8 +54,8 @@ waits() {
     began=${EPOCHREALTIME/./}
     route fd99::1 fd99::2 class=0x20 timeout=60000 | diff - /tmp/by-mad
     took=$(((${EPOCHREALTIME/./} - began) / 1000))
-    echo "answered after $took ms with $1 ms"
-    [ $took -ge "$1" ] || fail "the kernel has not waited"
+    echo "response after $took ms with a timeout of $1 ms"
+    [ $took -ge "$1" ] || fail "the kernel did not wait for the timeout"
     kill -KILL $LOCAL
     wait $LOCAL || true
 }
@@ -76,6 +76,6 @@ for i in {1..4}; do
     answers --source fd99::1
 done
 wait $load
-[ "$(wc -l </tmp/load)" = 1200 ] || fail "$(wc -l </tmp/load) answers"
+[ "$(wc -l </tmp/load)" = 1200 ] || fail "$(wc -l </tmp/load) responses"
 sort -u /tmp/load | diff - /tmp/by-mad
-echo "figure: $(asked) of the kernel's questions by netlink, the others by MADs"
+echo "figure: $(asked) kernel queries with netlink, all others with MADs"

@@ -26,8 +26,8 @@ does_not_start() {
     shift
     timeout 60 "$@" "$RISER_BIN/riser-sa" --addr 127.0.0.1 >/tmp/sa.log 2>&1 || status=$?
     cat /tmp/sa.log
-    [ $status = 1 ] || fail "exit status $status, not 1"
-    grep -q -- "$words" /tmp/sa.log || fail "no '$words'"
+    [ $status = 1 ] || fail "exit status $status, expected 1"
+    grep -q -- "$words" /tmp/sa.log || fail "the output does not contain '$words'"
 }
 
 # Prints the number of NETLINK_RDMA (20) sockets of a process that have joined the kernel's group
@@ -39,7 +39,7 @@ members() {
 stays
 [ "$(members $SA)" = 1 ] || {
     cat /proc/net/netlink
-    fail "it is no member of the kernel's group"
+    fail "the process is not a member of the kernel's group"
 }
 # Another process with a separate address also joins the group.
 "$RISER_BIN/riser-sa" --addr 127.0.0.2 >/tmp/other.log 2>&1 &
@@ -63,8 +63,8 @@ acknowledged() {
     STARTED+=($sa)
     wait_for 120 grep -q 'is running' /tmp/sa.log
     grep -E 'nlmsg_type=(0x10|NLMSG_ERROR)' /tmp/strace.log || true
-    grep -Eq "$messages" /tmp/strace.log || fail "no message $messages"
-    grep -q 'NLMSG_ERROR.*error=0' /tmp/strace.log || fail "no acknowledgement"
+    grep -Eq "$messages" /tmp/strace.log || fail "message $messages is missing"
+    grep -q 'NLMSG_ERROR.*error=0' /tmp/strace.log || fail "the acknowledgement is missing"
     pkill -P $sa
     wait $sa || true
 }

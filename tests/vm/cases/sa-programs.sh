@@ -41,22 +41,22 @@ administrator --source 10.98.0.77 --hosts /mnt/hosts
 
 # Programs on the same host.
 finds i 10.98.0.1 10.98.0.2
-grep -q "mtu: 4" /mnt/acme || fail "not the MTU of the path"
+grep -q "mtu: 4" /mnt/acme || fail "the MTU differs from the path MTU"
 finds g ::ffff:10.98.0.1 ::ffff:10.98.0.3
 on a ib_acme -S /mnt/socket -f n -d third -v | grep -q "dgid: ::ffff:10.98.0.3"
 # From the additional address that was configured, but not from any other.
 finds i 10.98.0.77 10.98.0.2
 grep -q "sgid: ::ffff:10.98.0.77" /mnt/acme
-finds i 10.98.0.78 10.98.0.2 && fail "a source that is no address of this host"
+finds i 10.98.0.78 10.98.0.2 && fail "accepted a source that is not an address of this host"
 
 # Programs on other hosts, which can see each other's changes.
 asks b 2 saquery --sgid-to-dgid ::ffff:10.98.0.2-::ffff:10.98.0.3 | tee /mnt/path
 grep -q "dgid.*::ffff:10.98.0.3" /mnt/path
-has_group && fail "a group that none has made"
+has_group && fail "found a group that does not exist"
 asks b 2 python3 "$RISER_ROOT/tests/vm/sa.py" group ::ffff:239.255.9.9 ::ffff:10.98.0.2
 has_group
 asks c 3 saquery NR >/mnt/nodes
-for n in 1 2 3; do grep -q "10.98.0.$n" /mnt/nodes || fail "no host 10.98.0.$n in $(cat /mnt/nodes)"; done
+for n in 1 2 3; do grep -q "10.98.0.$n" /mnt/nodes || fail "10.98.0.$n is missing in $(cat /mnt/nodes)"; done
 
 # A second process with the same address or the same socket must fail with an error.
 refused on a "$RISER_BIN/riser-sa" --no-netlink --addr 10.98.0.1
@@ -71,7 +71,7 @@ kill -KILL $SA
 wait $SA || true
 administrator
 finds i 10.98.0.1 10.98.0.2
-has_group && fail "it has kept a group"
+has_group && fail "a group was not removed"
 asks b 2 python3 "$RISER_ROOT/tests/vm/sa.py" group ::ffff:239.255.9.9 ::ffff:10.98.0.2
 has_group
 # tcpdump receives packets with a delay of up to one second.

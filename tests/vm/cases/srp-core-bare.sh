@@ -20,7 +20,7 @@ says() {
     text=$("$@" 2>&1) || true
     echo "$text"
     # Ignore line breaks.
-    [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "no '$words' in what $* says"
+    [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "the output of $* does not contain '$words'"
 }
 for program in riserd riser; do
     says 'rdma_core: no devices: rdma-core is not installed: libibverbs.so.1' "$RISER_BIN/$program" devices

@@ -3,4 +3,4 @@
 #: limit: 300
 CORE=yes
 . "$RISER_ROOT/tests/vm/cases/srp-login.sh"
-"$RISER_BIN/riserd" devices | tee /dev/stderr | grep -q 'rdma_core: rxe1 at .*10.99.0.2' || fail "not listed"
+"$RISER_BIN/riserd" devices | tee /dev/stderr | grep -q 'rdma_core: rxe1 at .*10.99.0.2' || fail "the device is not listed"

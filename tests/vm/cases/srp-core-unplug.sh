@@ -34,7 +34,7 @@ for round in 1 2; do
     wait $load || true
     wait_for 10 said 'RDMA device was removed' $((2 * round))
     wait_for 60 no_hosts
-    kill -0 "$RISERD" || fail "riserd has ended"
+    kill -0 "$RISERD" || fail "riserd has exited"
     sleep 2
     rdma link add rxe0 type rxe netdev d0
     wait_for 20 gid_is_there rxe0 10.99.0.1

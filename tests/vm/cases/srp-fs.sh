@@ -19,7 +19,7 @@ serve_again
 srp_login ch_count=1
 fsck.ext4 -fn "$DISK"
 mount "$DISK" /tmp/mnt
-(cd /tmp/mnt && sha256sum --quiet -c /tmp/sums) || fail "other data"
+(cd /tmp/mnt && sha256sum --quiet -c /tmp/sums) || fail "the data differ"
 umount /tmp/mnt
 srp_logout
 stop_serving

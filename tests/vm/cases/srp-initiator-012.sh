@@ -7,6 +7,6 @@ modprobe -a mq-deadline bfq kyber-iosched
 queue=/sys/class/block/$(dmsetup info -c --noheadings -o blkdevname paths)/queue/scheduler
 for scheduler in none mq-deadline kyber bfq; do
     echo "$scheduler" >"$queue"
-    grep -qF "[$scheduler]" "$queue" || fail "no scheduler $scheduler"
+    grep -qF "[$scheduler]" "$queue" || fail "scheduler $scheduler is not available"
     verify /dev/mapper/paths 512k --bs=4k --iodepth=64 --iodepth_batch=32
 done

@@ -6,7 +6,7 @@ three_disks_rig
 load /dev/mapper/paths 15 --bs=16k
 for ((i = 0; i < 6; i++)); do
     sleep 1
-    sg_reset --no-esc -d "$DISK" || fail "no device reset"
+    sg_reset --no-esc -d "$DISK" || fail "the device reset failed"
     sleep 1
     # ib_srp doesn't support a bus reset, so this may fail.
     sg_reset --no-esc -b "$DISK" || true

@@ -25,7 +25,7 @@ for round in 1 2; do
     cp /tmp/one.yaml /tmp/riserd.yaml
     kill -HUP "$RISERD"
     wait_for 20 applied $((2 * round))
-    wait "$away" && fail "a unit that is gone still answers"
+    wait "$away" && fail "a removed unit still responds"
     echo 1 >"/sys/class/block/$(basename "$DISK")/device/delete"
     # Its image is no longer locked.
     wait_for 10 flock -n "$IMAGES/disk-more.img" true

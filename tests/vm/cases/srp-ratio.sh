@@ -37,7 +37,7 @@ disk_of() {
 wait_for 60 disk_of "RISER   "
 wait_for 60 disk_of "LIO-ORG "
 for vendor in "RISER   " "LIO-ORG "; do
-    cmp "$(disk_of "$vendor")" "$IMAGES/srpt.img" || fail "what $vendor serves is not what is in the file"
+    cmp "$(disk_of "$vendor")" "$IMAGES/srpt.img" || fail "the data of $vendor differ from the file"
 done
 
 measure() { # name, disk

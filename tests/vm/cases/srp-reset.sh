@@ -6,11 +6,11 @@ srp_login ch_count=2
 load "$DISK" 15
 for i in 1 2 3; do
     sleep 1
-    sg_reset --no-esc -d "$DISK" || fail "no device reset"
+    sg_reset --no-esc -d "$DISK" || fail "the device reset failed"
     sleep 1
     sg_reset -b "$DISK" || true
     sleep 1
-    sg_reset -H "$DISK" || fail "no host reset"
+    sg_reset -H "$DISK" || fail "the host reset failed"
 done
 loaded
 srp_logout

@@ -7,11 +7,11 @@ kernel_target
 for provider in roce rdma_core; do
     said=$(riser_on $provider discover "$(lun 0)")
     echo "$said"
-    [[ $said == *"96.00 MiB  LIO-ORG FILEIO"* ]] || fail "no file"
-    [[ $said == *"64.00 MiB  LIO-ORG RAMDISK"* ]] || fail "no memory"
+    [[ $said == *"96.00 MiB  LIO-ORG FILEIO"* ]] || fail "the file disk is missing"
+    [[ $said == *"64.00 MiB  LIO-ORG RAMDISK"* ]] || fail "the RAM disk is missing"
     said=$(riser_on $provider inquiry "$(lun 0)")
     echo "$said"
-    [[ $said == *RIG-F0* ]] || fail "wrong serial number"
+    [[ $said == *RIG-F0* ]] || fail "unexpected serial number"
     dd if=/dev/urandom of=/tmp/in bs=1M count=3 status=none
     for lun in 0 1; do
         riser_on $provider write --overwrite "$(lun $lun)&channels=4" /tmp/in --offset 5000
@@ -31,7 +31,7 @@ for provider in roce rdma_core; do
     SECONDS=0
     refused $provider 4 'log in' --timeout 3s read "srp://10.99.0.77/0?id_ext=$G&ioc_guid=$G"
     # Without this option it would take 30 s, and the guest is slow.
-    [ $SECONDS -le 20 ] || fail "a dead address took $SECONDS s"
+    [ $SECONDS -le 20 ] || fail "the timeout of an unreachable address took $SECONDS s"
     keep_out
     refused $provider 3 'log in' read "$(lun 0)"
     let_in

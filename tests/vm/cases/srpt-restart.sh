@@ -12,14 +12,14 @@ load() {
     sleep 2
 }
 under_load() {
-    kill -0 $LOAD || fail "the load ended too early"
+    kill -0 $LOAD || fail "the load completed too early"
     "$@"
 }
 service_off() {
     echo 0 >"$SRPT/enable"
 }
 for provider in roce rdma_core; do
-    echo "--- $provider: service off and on"
+    echo "--- $provider: service disabled and enabled"
     load $provider
     for round in 1 2; do
         under_load service_off
@@ -35,7 +35,7 @@ under_load far_link down
 sleep 4
 far_link up
 wait $LOAD
-echo "--- roce: the target's device goes and comes back"
+echo "--- roce: the target's device is removed and added"
 load roce
 under_load rdma link delete rxe0
 sleep 1

@@ -24,13 +24,13 @@ killed() { # role to kill: server or client; command prefix of the server, comma
     sleep 5
     doomed=$s survivor=$c
     [ "$who" = server ] || doomed=$c survivor=$s
-    kill -0 $doomed && kill -0 $survivor || fail "they do not ping"
+    kill -0 $doomed && kill -0 $survivor || fail "no pings were completed"
     kill -KILL $doomed
     SECONDS=0
     # The disconnected peer may or may not be treated as an error, depending on the operations in
     # flight.
     ended $survivor any
-    echo "$who on $server/$client killed: noticed after $SECONDS s"
+    echo "$who on $server/$client killed: detected after $SECONDS s"
     rping_on "$server" server
     s=$PID
     sleep 1

@@ -28,7 +28,7 @@ figure() {
     done
     if [ -z "$value" ]; then
         cat /tmp/server.log /tmp/client.log >&2
-        fail "$* from $client to $server has no figures"
+        fail "$* from $client to $server has no results"
     fi
     echo "$value"
 }
@@ -46,7 +46,7 @@ index_of() {
 }
 
 note() {
-    [ -n "$3" ] || fail "no figures"
+    [ -n "$3" ] || fail "there are no results"
     echo "$@"
 }
 

@@ -38,14 +38,14 @@ member c 10.98.0.3
 joined c 3
 wait_for 10 grep -q 'member restarted' "$KEEP/a.log"
 soon a 3
-[ "$(on c cat /sys/class/net/vnic0/address)" = "$before" ] || fail "the address has changed"
+[ "$(on c cat /sys/class/net/vnic0/address)" = "$before" ] || fail "the address changed"
 
 # If the user sets another address, this is distributed. Hosts continue to use the old address for
 # some time, as on any Ethernet.
 on b ip link set vnic0 address 06:11:22:33:44:55
 on a ip neighbour flush dev vnic0
 soon a 2
-on a ip neighbour show 192.168.50.2 | grep -q 06:11:22:33:44:55 || fail "the old address"
+on a ip neighbour show 192.168.50.2 | grep -q 06:11:22:33:44:55 || fail "the old address is still in use"
 
 # A host behind a member, whose address is only known from its frames.
 ip netns add behind
@@ -86,7 +86,7 @@ member a 10.98.0.1 --manage --interval 500ms --dead-after 2s
 joined a 1
 soon a 2
 soon a 3
-[ "$(addresses)" = "$before" ] || fail "the addresses have changed"
+[ "$(addresses)" = "$before" ] || fail "the addresses changed"
 
 # Another manager is rejected, and a member that only accepts its own manager has no carrier.
 member d 10.98.0.4 --manage --switch 9
@@ -96,7 +96,7 @@ reaches b 192.168.50.3
 leave d
 member d 10.98.0.4 --manager 10.98.0.77
 wait_for 15 grep -q 'not configured by a manager' "$KEEP/d.log"
-on d grep -q 1 /sys/class/net/vnic0/carrier 2>/dev/null && fail "orders of another manager"
+on d grep -q 1 /sys/class/net/vnic0/carrier 2>/dev/null && fail "accepted the configuration of another manager"
 leave d
 
 # An interface that is down doesn't accept any frames, and has no carrier if its network was
@@ -133,7 +133,7 @@ explained() { # words, host, option…
     refused on "$host" "$RISER_BIN/riser" vnic "$@"
     grep -q "$words" "$KEEP/refused" || {
         cat "$KEEP/refused"
-        fail "nothing says: $words"
+        fail "the log does not contain: $words"
     }
 }
 explained 'another process has a software NIC' b --addr 10.98.0.2 --name other
@@ -145,7 +145,7 @@ on d ip link set small up
 explained 'packets of 512 bytes' d --addr 10.97.0.4
 leave c
 on b ip link del vnic0
-wait "${MEMBER[b]}" && fail "a member without an interface goes on"
+wait "${MEMBER[b]}" && fail "a member without an interface continues to run"
 # The member uses the name that it had at the manager's last request.
 grep -Eq '(vnic|managed)0 was deleted' "$KEEP/b.log"
 leave a

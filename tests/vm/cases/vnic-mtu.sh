@@ -11,7 +11,7 @@ round() { # MTU of the virtual Ethernet, addresses of both
     joined a 1
     joined b 2
     soon a 2
-    [ "$(on b cat /sys/class/net/vnic0/mtu)" -eq "$mtu" ] || fail "the MTU is not $mtu"
+    [ "$(on b cat /sys/class/net/vnic0/mtu)" -eq "$mtu" ] || fail "the MTU differs from $mtu"
     # The maximum packet size, one byte more, and sizes around the length of a fragment.
     reaches a 192.168.50.2 -M do -s $((mtu - 28))
     reaches b fd50::1 -M do -s $((mtu - 48))

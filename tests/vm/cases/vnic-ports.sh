@@ -18,7 +18,7 @@ for host in a b; do
 done
 on a ip address add 192.168.60.1/24 dev far0
 on b ip address add 192.168.60.2/24 dev far0
-[ "$(on b cat /sys/class/net/vnic0/mtu) $(on b cat /sys/class/net/far0/mtu)" = '1500 9000' ] || fail "other MTUs"
+[ "$(on b cat /sys/class/net/vnic0/mtu) $(on b cat /sys/class/net/far0/mtu)" = '1500 9000' ] || fail "unexpected MTUs"
 soon a 2
 soon a 3
 soon b 3
@@ -37,7 +37,7 @@ on a iperf3 -u -b 0 -l 1400 -t 20 -c 192.168.50.3 >"$KEEP/flood" &
 flood=$!
 sleep 2
 on a ping -q -c 10 -i 0.3 -W 2 192.168.60.2 | tee "$KEEP/during" || true
-kill -0 $flood || fail "the flood is over"
+kill -0 $flood || fail "the flood has already completed"
 python3 - "$KEEP/during" <<'END'
 import re, sys
 received = int(re.search(r"(\d+) received", open(sys.argv[1]).read())[1])
@@ -48,8 +48,8 @@ wait $flood || true
 # Both interfaces are removed at the same time, and statistics are printed for both.
 leave b
 for name in vnic0 far0; do
-    grep -q "^$name: [1-9][0-9]* frames sent, [1-9][0-9]* received" "$KEEP/b.out" || fail "nothing about $name"
-    on b ip link show $name 2>/dev/null && fail "$name is still there"
+    grep -q "^$name: [1-9][0-9]* frames sent, [1-9][0-9]* received" "$KEEP/b.out" || fail "no statistics of $name"
+    on b ip link show $name 2>/dev/null && fail "$name was not removed"
 done
 reaches c 192.168.50.1
 
@@ -57,8 +57,8 @@ reaches c 192.168.50.1
 # member reports this.
 member b 10.98.0.2 --name vnic0 --name far0 --name third0
 wait_for 15 grep -q 'some interfaces are not configured by a manager' "$KEEP/b.log"
-on b grep -q 1 /sys/class/net/vnic0/carrier || fail "the first has no carrier"
-on b grep -q 1 /sys/class/net/third0/carrier 2>/dev/null && fail "the third has a carrier"
+on b grep -q 1 /sys/class/net/vnic0/carrier || fail "the first interface has no carrier"
+on b grep -q 1 /sys/class/net/third0/carrier 2>/dev/null && fail "the third interface has a carrier"
 leave b
 leave c
 leave a

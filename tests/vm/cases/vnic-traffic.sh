@@ -21,19 +21,19 @@ done
 
 # The address of a port contains its LID, which is the end of 10.98.0.2, and must be used in
 # responses from its host.
-on b cat /sys/class/net/vnic0/address | grep -q '^02:00:00:02:00:62$' || fail "another address"
+on b cat /sys/class/net/vnic0/address | grep -q '^02:00:00:02:00:62$' || fail "unexpected address"
 on a arping -I vnic0 -c 3 -W 1 192.168.50.3
 
 # All members must receive broadcast and multicast.
 on a sysctl -q -w net.ipv4.icmp_echo_ignore_broadcasts=0
 on b sysctl -q -w net.ipv4.icmp_echo_ignore_broadcasts=0
 on c sysctl -q -w net.ipv4.icmp_echo_ignore_broadcasts=0
-on a ping -c 3 -i 0.3 -b 192.168.50.255 >"$KEEP/broadcast" || fail "nothing answers a broadcast"
+on a ping -c 3 -i 0.3 -b 192.168.50.255 >"$KEEP/broadcast" || fail "no response to a broadcast"
 for n in 2 3; do
-    grep -q "from 192.168.50.$n" "$KEEP/broadcast" || fail "192.168.50.$n does not answer a broadcast"
+    grep -q "from 192.168.50.$n" "$KEEP/broadcast" || fail "no response to a broadcast from 192.168.50.$n"
 done
-on a ping -c 3 -i 0.3 -I vnic0 ff02::1 >"$KEEP/group" || fail "nothing answers a group"
-[ "$(grep -o 'from fe80[^%]*' "$KEEP/group" | sort -u | wc -l)" -eq 3 ] || fail "not all answer a group"
+on a ping -c 3 -i 0.3 -I vnic0 ff02::1 >"$KEEP/group" || fail "no response from the group"
+[ "$(grep -o 'from fe80[^%]*' "$KEEP/group" | sort -u | wc -l)" -eq 3 ] || fail "not all members of the group responded"
 
 # Frames with a VLAN tag must be received without changes, for all priorities and lengths. We use
 # raw sockets, because some kernels don't support VLANs (vnic-vlan uses a kernel that does).
@@ -78,7 +78,7 @@ wait $answering
 # The service class for a priority is a DSCP class selector.
 sleep 1
 tshark -r "$KEEP/a.pcap" -Y 'ip.dsfield.dscp == 40' 2>/dev/null | grep -q RRoCE ||
-    fail "no packet has the class of priority 5"
+    fail "no packet has the service class of priority 5"
 
 # Here, the maximum frame size needs two packets.
 reaches a 192.168.50.2 -M do -s 1472
@@ -108,9 +108,9 @@ tshark -r "$KEEP/opa.pcap" -T fields -e opa.mad.mgmtclass -e opa.mad.method -e o
 # malformed.
 for mad in '0x01.0x0001' '0x81.0x0001' '0x02.0x0001' '0x02.0x0011' '0x81.0x0011' '0x02.0x0012' \
     '0x81.0x0012' '0x81.0x0013' '0x05.0x0002' '0x02.0xff12'; do
-    grep -Eq "0x34.$mad.0x0000\s*$" "$KEEP/mads" || fail "Wireshark sees no datagram $mad"
+    grep -Eq "0x34.$mad.0x0000\s*$" "$KEEP/mads" || fail "Wireshark found no datagram $mad"
 done
-[ "$(grep -Ecv '0x34.0x[0-9a-f]{2}.0x[0-9a-f]{4}.0x0000\s*$' "$KEEP/mads")" -eq 0 ] || fail "a datagram is wrong"
+[ "$(grep -Ecv '0x34.0x[0-9a-f]{2}.0x[0-9a-f]{4}.0x0000\s*$' "$KEEP/mads")" -eq 0 ] || fail "a datagram is malformed"
 rm "$KEEP/opa.pcap"
 
 on b iperf3 -s -1 -D -p 5201
@@ -131,7 +131,7 @@ PY
 
 for host in c b a; do
     leave $host
-    grep -q 'frames sent' "$KEEP/$host.out" || fail "$host does not say what it has done"
+    grep -q 'frames sent' "$KEEP/$host.out" || fail "$host prints no statistics"
 done
-on a ip link show vnic0 2>/dev/null && fail "the interface is still there"
+on a ip link show vnic0 2>/dev/null && fail "the interface was not removed"
 exit 0

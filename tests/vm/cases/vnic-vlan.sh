@@ -30,7 +30,7 @@ refused on a ping -q -c 1 -W 1 192.168.94.2
 captured
 # The service class for a priority is a DSCP class selector.
 tshark -r "$KEEP/a.pcap" -Y 'ip.dsfield.dscp == 40' 2>/dev/null | grep -q RRoCE ||
-    fail "no packet has the class of priority 5"
+    fail "no packet has the service class of priority 5"
 leave b
 leave a
 # The next case in this boot will create these again.

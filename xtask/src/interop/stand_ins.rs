@@ -126,11 +126,11 @@ fn client_crash_in_all_tests_fails() {
     if let Some((ok, said)) = run_script("dies", &table, None, 60, &case()) {
         assert!(!ok, "{said}");
         for n in 0..9 {
-            let line = format!("Some.Test{n} died, and is not listed");
+            let line = format!("Some.Test{n} died, but is not listed");
             assert!(said.contains(&line), "{said}");
         }
         assert!(said.contains("0 tests passed"), "{said}");
-        let line = "Inquiry.AllocLength is listed as failed, and was died";
+        let line = "Inquiry.AllocLength is listed as failed, result: died";
         assert!(said.contains(line), "{said}");
     }
 }
@@ -144,7 +144,7 @@ fn client_hanging_in_most_tests_fails() {
     }
     if let Some((ok, said)) = run_script("hangs", &table, None, 1, &case()) {
         assert!(!ok, "{said}");
-        let line = "Some.Test0 hung, and is not listed";
+        let line = "Some.Test0 hung, but is not listed";
         assert!(said.contains(line), "{said}");
     }
 }
@@ -153,7 +153,10 @@ fn client_hanging_in_most_tests_fails() {
 fn target_rejecting_all_logins_fails() {
     let table: String = (0..9).map(|n| format!("Some.Test{n} refused\n")).collect();
     if let Some((_, said)) = run_script("refused", &table, Some(""), 60, JUDGE) {
-        assert!(said.contains("five tests in a row had no answer"), "{said}");
+        assert!(
+            said.contains("five tests in a row received no response"),
+            "{said}"
+        );
         assert!(!said.contains("Some.Test5"), "{said}");
     }
 }
@@ -168,17 +171,17 @@ fn difference_from_list_is_reported() {
     if let Some((_, said)) = run_script("named", table, Some(expected), 60, JUDGE) {
         let wrong: Vec<_> = said
             .lines()
-            .filter(|l| l.contains(" listed") || l.contains(" say: "))
+            .filter(|l| l.contains(" listed") || l.contains(" contain: "))
             .collect();
         assert_eq!(
             wrong,
             [
-                "B.Dies died, and is not listed",
-                "B.New failed, and is not listed",
-                "A.OtherWords failed, but did not say: these words",
-                "A.Passes is listed as failed, and was passed",
-                "A.Fails is listed as died, and was failed",
-                "A.Gone is listed as failed, and was not run",
+                "B.Dies died, but is not listed",
+                "B.New failed, but is not listed",
+                "A.OtherWords failed, but its output does not contain: these words",
+                "A.Passes is listed as failed, result: passed",
+                "A.Fails is listed as died, result: failed",
+                "A.Gone is listed as failed, result: not run",
             ]
         );
     }
@@ -194,8 +197,8 @@ fn unconfirmed_reason_is_reported() {
         assert_eq!(
             wrong,
             [
-                "A.One is listed as failed, and passed here",
-                "A.Four is listed as failed, and was not run here",
+                "A.One is listed as failed, but passed",
+                "A.Four is listed as failed, but was not run",
             ]
         );
     }
@@ -219,7 +222,7 @@ fn wedged_target_stops_suite() {
         writeln!(table, "A.Stops{n} refused").unwrap();
     }
     if let Some((_, said)) = run_script("stops", &table, Some(expected), 60, script) {
-        let line = "B.Two is listed as failed, and was not run here";
+        let line = "B.Two is listed as failed, but was not run";
         assert!(said.contains(line), "{said}");
     }
 }

@@ -49,14 +49,16 @@ impl Summary {
     }
 }
 
-/// Show a running riserd as a LIO configfs tree for targetcli, rtslib and scripts until it is
-/// unmounted. SIGTERM and SIGINT unmount the tree. Settings that cannot be shown, are rejected or
-/// have no effect are reported on standard error.
+/// Mount the configuration of a running riserd as a LIO configfs tree, for targetcli, rtslib and
+/// scripts
+///
+/// The tree is served until it is unmounted, or until SIGTERM or SIGINT. Settings that are
+/// rejected, have no effect or cannot be represented in the tree are reported on standard error.
 #[derive(Debug, Parser)]
 #[command(name = "riserd-configfs", version, after_help = manual::MOUNT)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 struct Cli {
-    /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
+    /// Use this admin socket of the daemon [default for root: /run/riserd/admin.sock].
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
     socket: Option<PathBuf>,
     /// Mount point, such as /sys/kernel/config.
@@ -68,37 +70,37 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Convert a targetcli saveconfig file to a riserd configuration and print it. Parts that
-    /// riserd cannot serve are left out and reported on standard error with the reason. The exit
-    /// code is 0 if nothing is reported, 4 if there are only notes (settings without an effect, and
-    /// parts that are also not served by LIO, such as disabled targets), and 3 if something served
-    /// by LIO is left out.
+    /// Convert a targetcli saveconfig file to a riserd configuration, and print it
+    ///
+    /// Objects that riserd cannot serve are omitted, and reported on standard error with the
+    /// reason. Notes report settings without an effect, and objects that LIO does not serve either,
+    /// such as disabled targets.
     #[command(after_help = manual::IMPORT)]
     Import {
         /// File to convert, such as /etc/target/saveconfig.json.
         file: PathBuf,
     },
-    /// Print a riserd configuration as a targetcli saveconfig file for use with targetctl restore.
-    /// Parts not supported by LIO are left out and reported on standard error; the exit code is
-    /// then 3.
+    /// Print a riserd configuration as a targetcli saveconfig file, for `targetctl restore`
+    ///
+    /// Objects that LIO does not support are omitted, and reported on standard error.
     #[command(after_help = manual::EXPORT)]
     Export {
-        /// Configuration file; by default, use the configuration of the running riserd.
+        /// Configuration file [default: the configuration of the running riserd].
         file: Option<PathBuf>,
-        /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
+        /// Use this admin socket of the daemon [default for root: /run/riserd/admin.sock].
         #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
         socket: Option<PathBuf>,
     },
     /// Print the completion script for a shell.
     #[command(hide = true)]
     Completions {
-        /// Shell to use.
+        /// Shell for the script.
         shell: Shell,
     },
     /// Print the manual page, or write all manual pages to a directory.
     #[command(hide = true)]
     Man {
-        /// Output directory.
+        /// Write all manual pages to this directory.
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },

@@ -25,8 +25,8 @@ Exit status:
   0  everything was converted
   1  the file cannot be read
   2  invalid usage
-  3  something served by LIO is omitted
-  4  only notes: settings without an effect, and parts that are also not served by LIO";
+  3  an object served by LIO was omitted
+  4  only notes: settings without an effect, and objects that LIO does not serve either";
 
 pub(crate) const EXPORT: &str = "\
 Examples:
@@ -37,7 +37,7 @@ Exit status:
   0  everything was converted
   1  the configuration cannot be read
   2  invalid usage
-  3  something not supported by LIO is omitted";
+  3  an object or setting not supported by LIO was omitted";
 
 /// Writes the manual page of a command to standard output, or the pages for the command and all of
 /// its subcommands to a directory.

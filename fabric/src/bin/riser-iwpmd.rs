@@ -19,10 +19,12 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_no_new_p
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 
-/// Runs the iWARP port mapper of this host. It reserves TCP ports for the kernel's iWARP devices,
-/// and queries the port mappers of other hosts (rdma-core's iwpmd or riser-iwpmd) at UDP port 3935.
-/// SIGUSR1 logs all mappings. riser-iwpmd drops all root capabilities except CAP_NET_ADMIN, which
-/// the kernel interface requires; with --no-kernel it drops all of them.
+/// Run the iWARP port mapper of this host
+///
+/// It reserves TCP ports for the kernel's iWARP devices, and queries the port mappers of other
+/// hosts (rdma-core's iwpmd or riser-iwpmd) at UDP port 3935. SIGUSR1 logs all mappings.
+/// riser-iwpmd drops all root capabilities except CAP_NET_ADMIN, which the kernel interface
+/// requires; with --no-kernel it drops all of them.
 #[derive(Debug, Parser)]
 #[command(name = "riser-iwpmd", version)]
 #[command(args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
@@ -35,25 +37,28 @@ struct Cli {
 
 #[derive(Debug, Args)]
 struct Serve {
-    /// Run without the kernel, and respond to other hosts for the addresses of --map only. Requires
-    /// neither privileges nor RDMA support in the kernel.
+    /// Do not serve the kernel, and respond to other hosts for the addresses of --map only
+    ///
+    /// This requires neither privileges nor RDMA support in the kernel.
     #[arg(long)]
     no_kernel: bool,
-    /// A local address with a TCP port, such as 192.0.2.1:3260, and the port at which other hosts
-    /// reach its listener. If the second port is omitted, one is reserved. Each mapping is printed
-    /// with its mapped address.
+    /// Map a local address and TCP port, such as 192.0.2.1:3260, to another port; can be repeated
+    ///
+    /// Other hosts reach the listener of the address at the second port. If it is omitted, a port
+    /// is reserved. Each mapping is printed with its mapped address.
     #[arg(long, value_name = "ADDRESS[=PORT]")]
     map: Vec<Map>,
-    /// IP address that receives datagrams from other hosts, at most one per IP version; all
-    /// addresses by default.
+    /// Receive datagrams from other hosts on this address, at most one per IP version [default: all
+    /// addresses].
     #[arg(long, value_name = "IP")]
     listen: Vec<IpAddr>,
 }
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Query the port mapper of a remote address, and print the mapped address. The exit code is 1
-    /// if there is no mapping or no response, and 2 if the query cannot be sent.
+    /// Query the port mapper of a remote address, and print the mapped address
+    ///
+    /// The exit code is 1 if there is no mapping or no response, and 2 if the query cannot be sent.
     Query {
         /// Local address of the connection, with its TCP port.
         local: SocketAddr,
@@ -63,7 +68,7 @@ enum Verb {
     /// Print the manual page.
     #[command(hide = true)]
     Man {
-        /// Write the pages of all commands into this directory instead.
+        /// Write the pages of all commands to this directory.
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },

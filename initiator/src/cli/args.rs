@@ -23,33 +23,34 @@ use crate::bench::job::Units;
 pub(super) const EXIT_STATUS: &str = "\
 Exit status:
   0  success
-  1  an I/O or protocol failure
+  1  I/O or protocol error
   2  invalid usage
   3  the target could not be reached or rejected the login
   4  timed out
   5  no such attachment, logical unit or path
-  6  busy, or in use already
+  6  the resource is busy or already in use
   7  the data read differs from the data written (bench)
   126, 127  the program cannot be executed, or does not exist (run); otherwise its own status
 
 Addresses:
   srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target
   iscsi://[USER[%PASSWORD]@]HOST[:PORT]/TARGET/LUN[?KEY=VALUE[&...]]
-                                           a logical unit of an iSCSI target; passwords are better
-                                           in RISER_CHAP_PASSWORD or in a file (password_file=)
+                                           a logical unit of an iSCSI target. Set the password in
+                                           RISER_CHAP_PASSWORD or a file (password_file=), because
+                                           command lines are visible to other users
   iser://...                               the same, over RDMA
-  ...&portal=HOST[:PORT]&portal=...        further portals of the target: all are used at once, and
-                                           if one is lost, its commands use the others
-  ...&paths=all                            every portal that an iSCSI target reports
-  KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
+  ...&portal=HOST[:PORT]&portal=...        additional portals: all are used, and if one fails, its
+                                           commands are retried over the others
+  ...&paths=all                            all portals reported by an iSCSI target
+  KEY=VALUE,...,dest=HOST:PORT             LUN 0 of a target, as written for the kernel's ib_srp
   nbd://HOST[:PORT]/EXPORT                 an export of an NBD server
   nbd+unix:///EXPORT?socket=PATH           the same on a Unix socket
   PATH, file:PATH[?direct=on]              a file or block device of this host; direct=on bypasses
                                            the page cache. PATH alone starts with /, ./ or ../
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, for testing exports
 
-Sizes and offsets are bytes, or have a suffix K, M, G or T, alone or as KiB to TiB (powers of 1024),
-or KB to TB (powers of 1000). Durations are seconds, or have a suffix ms, s, m or h.";
+Sizes and offsets are in bytes, or have a suffix: K, M, G, T or KiB to TiB (powers of 1024), or KB
+to TB (powers of 1000). Durations are in seconds, or have a suffix: ms, s, m or h.";
 
 /// Find, attach, mount and benchmark remote SCSI logical units in user space.
 #[derive(Debug, Parser)]
@@ -81,8 +82,8 @@ pub struct Global {
     /// Select the output format of results
     #[arg(short, long, global = true, value_enum, default_value = "text")]
     pub output: Format,
-    /// Limit the time to log in, to complete a command, or to start or stop an export; does not
-    /// apply to local file I/O
+    /// Set the timeout for a login, for a command, and to start or stop an export; does not apply
+    /// to local file I/O
     #[arg(long, global = true, value_name = "DURATION", default_value = "30s", value_parser = units::duration)]
     pub timeout: Duration,
     /// Increase the log level: once for info, twice for debug, three times for trace
@@ -158,13 +159,13 @@ pub struct RpingArgs {
 /// Provider for connections to a target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ProviderChoice {
-    /// Software NIC using UDP; does not need hardware or privileges
+    /// Software NIC over UDP; requires neither hardware nor privileges
     #[default]
     Roce,
     /// RDMA device with the local address, using libibverbs and librdmacm
     #[value(name = "rdma_core", alias = "rdma-core")]
     RdmaCore,
-    /// Shared memory without any packets, only for a target on this host
+    /// Shared memory without packets, only for a target on this host
     Shm,
     /// iWARP (RDMA over TCP), only for iSER
     Iwarp,
@@ -192,7 +193,7 @@ pub struct ConnectOptions {
     /// the source address of the route to the target]
     #[arg(long, value_name = "IP")]
     pub addr: Option<IpAddr>,
-    /// Set the number of channels for the session, if supported by the target
+    /// Set the number of channels per SRP session, if supported by the target [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub channels: Option<u8>,
     /// Inject faults into the software NIC for tests: a comma-separated list of loss, duplication,
@@ -227,14 +228,13 @@ pub enum Verb {
     Discover(DiscoverArgs),
     /// List the attachments of this host
     List,
-    /// Attach a logical unit to this host as a file (FUSE), a network block device (NBD) or a block
-    /// device (ublk)
+    /// Attach a logical unit as a file (FUSE), an NBD export or a block device (ublk)
     #[command(after_help = examples::ATTACH)]
     Attach(AttachArgs),
-    /// Detach an attachment and remove its disk
+    /// Stop an attachment and remove its file, socket or block device
     #[command(after_help = examples::DETACH)]
     Detach(DetachArgs),
-    /// Mount the file system on a logical unit using FUSE and a loop device; requires root
+    /// Mount the file system of a logical unit, using FUSE and a loop device; requires root
     #[command(after_help = examples::MOUNT)]
     Mount(MountArgs),
     /// Show all information reported by a logical unit
@@ -245,18 +245,18 @@ pub enum Verb {
     /// Copy a file or standard input to a range of a logical unit
     #[command(after_help = examples::WRITE)]
     Write(WriteArgs),
-    /// Measure a disk, compare results, or measure the network
+    /// Benchmark a disk or the network, or compare results
     #[command(after_help = examples::BENCH)]
     Bench(Box<BenchArgs>),
-    /// Ping a host over RDMA, or respond to pings, to test a new network
+    /// Test RDMA connectivity with pings, as client or server
     #[command(subcommand, after_help = examples::RPING)]
     Rping(Rping),
-    /// Join a virtual Ethernet over the software NIC, using a network interface on this host, until
-    /// a signal is received
+    /// Join a virtual Ethernet over the software NIC with a network interface of this host, until a
+    /// signal is received
     Vnic(VnicArgs),
     /// Run an unmodified RDMA program on the software NIC, without an adapter, driver or root
     Run(RunArgs),
-    /// Query or configure the target daemon on this host, using `riserd` with these arguments
+    /// Query or configure the target daemon of this host, by running `riserd` with these arguments
     #[command(disable_help_flag = true)]
     Target {
         /// Verb of riserd and its arguments; use `--help` to list all verbs
@@ -361,12 +361,12 @@ pub struct AttachArgs {
     /// Attach as a file: PATH/lun0 if PATH is a directory, or PATH itself if it is a file
     #[arg(long, value_name = "PATH")]
     pub fuse: Option<PathBuf>,
-    /// Attach as an NBD export using a Unix socket
+    /// Attach as an NBD export on this Unix socket
     #[arg(long, value_name = "SOCKET")]
     pub nbd: Option<PathBuf>,
-    /// Attach as the block device /dev/ublkbN, or use an unused number; requires root and the
-    /// driver ublk_drv. If device N remains after riser was killed, it is taken over if it has the
-    /// same address
+    /// Attach as the block device /dev/ublkbN, by default with an unused number; requires root and
+    /// the driver ublk_drv. If riser was killed and left device N with the same address, the device
+    /// is recovered
     #[arg(
         long,
         value_name = "N",
@@ -379,7 +379,7 @@ pub struct AttachArgs {
     /// Options for the process that serves the attachment.
     #[command(flatten)]
     pub serve: ServeArgs,
-    /// Let the kernel cache the file and use readahead; not safe if other hosts write to the disk
+    /// Enable caching and readahead of the kernel; not safe if other hosts write to the disk
     #[arg(long, requires = "fuse")]
     pub cache: bool,
     /// Allow other users to access the file
@@ -412,22 +412,21 @@ impl UblkNumber {
 /// Options for the process that serves an attachment.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
-    /// Stay in the foreground until a signal or unmount
+    /// Stay in the foreground until a signal is received or the disk is unmounted
     #[arg(long)]
     pub foreground: bool,
-    /// Fail reads, writes and flushes after this time, including reconnections, or use "never" to
-    /// wait indefinitely; `riser detach --force` then aborts pending operations. If a connected
-    /// target does not respond, riser aborts the command, and then resets the unit and the target,
-    /// which takes up to 15 s longer. After an error, a file system cannot be used until it is
-    /// mounted again [default: 60s, or --timeout if that is longer]
+    /// Fail reads, writes and flushes after this time, including reconnections; "never" waits until
+    /// `riser detach --force` aborts them. If a connected target does not respond, riser aborts the
+    /// command and then resets the unit and the target, which takes up to 15 s longer. After an
+    /// error, a file system must be mounted again [default: 60s, or --timeout if that is longer]
     #[arg(long, value_name = "DURATION", value_parser = units::patience)]
     pub io_timeout: Option<Duration>,
-    /// Attach a logical unit even if it is already attached for writing on this host; only for
-    /// programs that coordinate their writes
+    /// Allow several writable attachments of a logical unit on this host; only for programs that
+    /// coordinate their writes
     #[arg(long)]
     pub shared: bool,
-    /// Use this log file for the background process [default: in the same directory as the list of
-    /// attachments, limited to 2 MiB]
+    /// Write the log of the background process to this file [default: in the directory of the list
+    /// of attachments, limited to 2 MiB]
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Report on standard output to the process that started this one. Standard error is this file.
@@ -470,7 +469,7 @@ pub struct DetachArgs {
     /// ID, directory, file, socket or device of the attachment
     #[arg(value_name = "ID|PATH")]
     pub what: String,
-    /// Detach even if it is in use; pending and later I/O fails
+    /// Detach even if the disk is in use; pending and later I/O fails
     #[arg(long)]
     pub force: bool,
 }
@@ -484,10 +483,10 @@ pub struct ReadArgs {
     /// File to write to, or "-" for standard output
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
-    /// Start reading at this offset
+    /// Start reading at this offset of the logical unit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
     pub offset: u64,
-    /// Read this number of bytes [default: to the end]
+    /// Read this number of bytes [default: up to the end]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub length: Option<u64>,
     /// Options for the connection.
@@ -504,13 +503,13 @@ pub struct WriteArgs {
     /// File to read from, or "-" for standard input
     #[arg(value_name = "FILE", default_value = "-")]
     pub file: PathBuf,
-    /// Start writing at this offset
+    /// Start writing at this offset of the logical unit
     #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
     pub offset: u64,
-    /// Write this number of bytes [default: to the end of the file]
+    /// Write this number of bytes [default: up to the end of the file]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub length: Option<u64>,
-    /// Do not flush the cache of the target at the end
+    /// Do not flush the cache of the target after the last write
     #[arg(long)]
     pub no_flush: bool,
     /// Write even if the logical unit is attached on this host, or contains a file system or
@@ -559,9 +558,9 @@ fn job_option(name: &'static str) -> impl Fn(&str) -> Result<String, String> + C
 /// Verbs of `riser bench`.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum BenchVerb {
-    /// Compare results, and show which differences are significant
+    /// Compare results, and show significant differences
     Compare(CompareArgs),
-    /// Measure the limits of this machine or network for RoCEv2 packets
+    /// Measure the RoCEv2 packet rate of this machine or a network
     Wire(WireArgs),
 }
 
@@ -575,7 +574,7 @@ pub struct ResultsArgs {
     /// Write results over time as CSV
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
-    /// Write latency distributions over time as a HdrHistogram log
+    /// Write latency distributions over time as an HdrHistogram log
     #[arg(long, value_name = "FILE")]
     pub hdr_log: Option<PathBuf>,
     /// Include all latency distributions in the JSON output, as in fio's json+ format
@@ -593,7 +592,7 @@ pub struct BenchArgs {
     /// Address of the disk, or a fio job file with a name ending in .fio
     #[arg(value_name = "URL", required = true)]
     pub target: Option<BenchTarget>,
-    /// Address for all jobs in the file, which replaces their filename and directory
+    /// Disk address for all jobs of the job file, instead of their filename and directory
     #[arg(value_name = "URL")]
     pub url: Option<Address>,
     /// Write even if the logical unit is attached on this host, or contains a file system or
@@ -603,7 +602,7 @@ pub struct BenchArgs {
     /// Workload specified on the command line.
     #[command(flatten)]
     pub workload: WorkloadArgs,
-    /// Open this number of connections to the device, and distribute jobs over them [default: 1]
+    /// Open this number of sessions with the disk, and distribute the jobs over them [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub sessions: Option<u32>,
     /// Record the acknowledged blocks and their contents in this file, so that they can be verified
@@ -613,14 +612,14 @@ pub struct BenchArgs {
     /// Only verify the blocks recorded in a state file, and do not write
     #[arg(long, alias = "verify_only", requires = "state")]
     pub verify_only: bool,
-    /// Run once for each value, or for each combination if there are multiple options: bs=4k,64k
-    /// depth=1..64 (powers of two)
+    /// Run once for each value or combination of values, such as bs=4k,64k depth=1..64 (powers of
+    /// two)
     #[arg(long, value_name = "OPTION=VALUE,...", num_args = 1..)]
     pub sweep: Vec<String>,
     /// Repeat all runs this number of times
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub rounds: u32,
-    /// Set the length of intervals for results over time
+    /// Set the interval for results over time
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = units::duration)]
     pub interval: Duration,
     /// Include the CPU usage of the local process that serves the disk
@@ -644,16 +643,16 @@ pub struct WorkloadArgs {
     /// offset [default: randread]
     #[arg(long, alias = "readwrite", value_name = "RW", value_parser = job_option("rw"))]
     pub rw: Option<String>,
-    /// Set the percentage of reads if there are reads and writes [default: 50]
+    /// Set the percentage of reads in mixed workloads [default: 50]
     #[arg(long, visible_alias = "rwmixread", value_name = "PERCENT", value_parser = job_option("rwmixread"))]
     pub mix: Option<String>,
     /// Set the block size; READ,WRITE,TRIM for different sizes [default: 4K]
     #[arg(long, visible_alias = "block-size", value_name = "SIZE", value_parser = job_option("bs"))]
     pub bs: Option<String>,
-    /// Set a range of block sizes, using multiples of the minimum: 4K-64K
+    /// Use random block sizes in a range, in multiples of the minimum, such as 4K-64K
     #[arg(long, value_name = "RANGE", conflicts_with_all = ["bs", "bssplit"], value_parser = job_option("bsrange"))]
     pub bsrange: Option<String>,
-    /// Set block sizes and their percentages: 4K/60:64K/40
+    /// Use block sizes with these percentages, such as 4K/60:64K/40
     #[arg(long, value_name = "SPLIT", conflicts_with = "bs", value_parser = job_option("bssplit"))]
     pub bssplit: Option<String>,
     /// Set the number of operations in flight for each job [default: 32]
@@ -662,13 +661,13 @@ pub struct WorkloadArgs {
     /// Set the number of jobs, each with its own offsets [default: 1]
     #[arg(long, visible_alias = "numjobs", value_name = "N", value_parser = job_option("numjobs"))]
     pub jobs: Option<String>,
-    /// Start this number of operations per second for each job; READ,WRITE,TRIM for different
-    /// rates. Operations are started at planned times, and the time they are delayed by previous
-    /// operations is included in the latency
+    /// Limit each job to this number of operations per second; READ,WRITE,TRIM for different rates.
+    /// Operations start at planned times, and latencies include delays by previous operations
+    /// [default: unlimited]
     #[arg(long, alias = "rate_iops", value_name = "N", value_parser = job_option("rate_iops"))]
     pub rate_iops: Option<String>,
-    /// Transfer this number of bytes per second for each job, using planned times as for
-    /// --rate-iops
+    /// Limit each job to this number of bytes per second, with planned times as for --rate-iops
+    /// [default: unlimited]
     #[arg(long, value_name = "SIZE", conflicts_with = "rate_iops", value_parser = job_option("rate"))]
     pub rate: Option<String>,
     /// Set the distribution of planned times: linear or poisson [default: linear]
@@ -691,28 +690,29 @@ pub struct WorkloadArgs {
     /// Run this number of operations for each job; with --runtime, stop at the first limit
     #[arg(long, alias = "number_ios", value_name = "N", value_parser = job_option("number_ios"))]
     pub number_ios: Option<String>,
-    /// Run for this time before the measurement [default: 1s]
+    /// Warm up for this time before the measurement [default: 1s]
     #[arg(long, visible_alias = "ramp-time", alias = "ramp_time", value_name = "DURATION", value_parser = units::duration)]
     pub warm_up: Option<Duration>,
-    /// Start the region at this byte or percentage of the device [default: 0]
+    /// Start the tested region at this byte or percentage of the disk [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = job_option("offset"))]
     pub offset: Option<String>,
-    /// Set the length of the region in bytes or as a percentage of the device [default: to the end]
+    /// Set the size of the tested region in bytes or as a percentage of the disk [default: up to
+    /// the end]
     #[arg(long, value_name = "SIZE", value_parser = job_option("size"))]
     pub size: Option<String>,
-    /// Flush after every N writes
+    /// Flush after every N writes [default: never]
     #[arg(long, value_name = "N", value_parser = job_option("fsync"))]
     pub fsync: Option<String>,
-    /// Wait until each write is on stable storage
+    /// Write with FUA: each write completes when it is on stable storage
     #[arg(long)]
     pub fua: bool,
     /// Generate new contents for each write
     #[arg(long, alias = "refill_buffers")]
     pub refill_buffers: bool,
-    /// Set the percentage of the contents that can be removed by compression
+    /// Set the compressible percentage of the contents [default: 0]
     #[arg(long, alias = "buffer_compress_percentage", value_name = "PERCENT", value_parser = job_option("buffer_compress_percentage"))]
     pub buffer_compress_percentage: Option<String>,
-    /// Repeat this pattern in all blocks: 0xdeadbeef, a number or "text" in double quotes
+    /// Fill all blocks with this pattern: a number, such as 0xdeadbeef, or "text" in double quotes
     #[arg(long, alias = "buffer_pattern", value_name = "PATTERN", value_parser = job_option("buffer_pattern"))]
     pub buffer_pattern: Option<String>,
     /// Add a header with a checksum (crc32c, crc32 or crc64) to each block, verify all reads, and

@@ -143,7 +143,7 @@ mod tests {
             );
         }
         assert!(page.contains("riser attach srp://192.0.2.10/0 \\-\\-fuse /mnt/disk"));
-        assert!(page.contains("  6  busy, or in use already"));
+        assert!(page.contains("  6  the resource is busy or already in use"));
         assert_eq!(literal(".a\\b-c"), "\\&.a\\eb\\-c");
     }
 }

@@ -17,24 +17,24 @@ pub struct VnicArgs {
     /// Use this local address for the software NIC
     #[arg(long, value_name = "IP")]
     pub addr: IpAddr,
-    /// Set the name of the interface; repeat to add interfaces for the manager's next switches
+    /// Set the name of the interface; repeat to add interfaces for further switches of the manager
     #[arg(long, value_name = "NAME", default_value = "vnic0")]
     pub name: Vec<String>,
-    /// Use this multicast group; members only find each other in the same group [default:
-    /// 239.255.86.78, or ff15::564e for an IPv6 address]
+    /// Use this multicast group, which must be the same for all members [default: 239.255.86.78, or
+    /// ff15::564e for an IPv6 address]
     #[arg(long, value_name = "IP")]
     pub group: Option<IpAddr>,
     /// Set the MAC address of the first interface [default: assigned by the manager]
     #[arg(long, value_name = "MAC", value_parser = mac)]
     pub mac: Option<Mac>,
-    /// Only accept the manager at this address [default: the first one found]
+    /// Only accept the manager at this address [default: the first manager found]
     #[arg(long, value_name = "IP")]
     pub manager: Option<IpAddr>,
-    /// Also act as the manager of the Ethernet; there must only be one
+    /// Also act as the manager of the Ethernet, which must only have one
     #[arg(long)]
     pub manage: bool,
-    /// Set the number of the virtual switch, 1 to 4095; repeat to add switches for further
-    /// interfaces of the members
+    /// Set the ID of the virtual switch, 1 to 4095; repeat to add switches for further interfaces
+    /// of the members
     #[arg(long, value_name = "N", default_value = "1", requires = "manage",
           value_parser = clap::value_parser!(u16).range(1..=MAX_VESW_ID as i64))]
     pub switch: Vec<u16>,
@@ -43,7 +43,7 @@ pub struct VnicArgs {
     #[arg(long, value_name = "BYTES", default_value = "1500", requires = "manage",
           value_parser = clap::value_parser!(u16).range(MIN_MTU..=MAX_ETH_MTU as i64))]
     pub mtu: Vec<u16>,
-    /// Search for members at this interval, 100 ms to 5 s
+    /// Query members at this interval, 100 ms to 5 s
     #[arg(long, value_name = "DURATION", default_value = "1s", requires = "manage",
           value_parser = units::duration)]
     pub interval: Duration,

@@ -8,7 +8,7 @@ use super::units;
 /// Arguments of `riser bench wire`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WireArgs {
-    /// Respond to measurements from another host at this local address, until a signal is received
+    /// Respond to measurements by another host at this local address, until a signal is received
     #[arg(long, value_name = "IP", conflicts_with_all = ["to", "runtime", "warm_up", "mtu"])]
     pub listen: Option<IpAddr>,
     /// Measure the network to the responder at this address, instead of loopback on this machine

@@ -23,11 +23,11 @@ const GENERATIONS: u32 = 9;
 /// Options for a request to a running daemon.
 #[derive(Debug, clap::Args)]
 pub(super) struct ClientOptions {
-    /// Admin socket of the daemon. The default for root is /run/riserd/admin.sock.
+    /// Use this admin socket of the daemon [default for root: /run/riserd/admin.sock].
     // If the environment variable is empty, use the default.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET", value_parser = OsStringValueParser::new().map(PathBuf::from))]
     pub(super) socket: Option<PathBuf>,
-    /// Output format.
+    /// Select the output format.
     #[arg(long, short, value_enum, default_value_t)]
     pub(super) output: Output,
 }

@@ -61,11 +61,11 @@ const MISTAKE: u8 = 2;
 /// Exit code of `diff` if there are differences.
 const DIFFERENT: u8 = 3;
 
-/// Serves files and block devices as SCSI disks over RDMA (SRP, iSER) and TCP (iSCSI).
+/// Serve files and block devices as SCSI disks over RDMA (SRP, iSER) and TCP (iSCSI).
 #[derive(Debug, Parser)]
 #[command(name = "riserd", version, after_help = EXIT_CODES)]
 struct Cli {
-    /// Format of results and errors.
+    /// Select the format of results and errors.
     #[arg(long, short, global = true, value_enum, default_value_t)]
     output: Output,
     #[command(subcommand)]
@@ -85,22 +85,26 @@ const EXIT_STATUS: [(&str, &str); 4] = [
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Start serving a configuration, until SIGTERM or SIGINT. SIGHUP reloads the file. Logs are
-    /// written to standard error, and RUST_LOG overrides the log filter in the file.
+    /// Serve a configuration until SIGTERM or SIGINT
+    ///
+    /// SIGHUP reloads the file. Logs are written to standard error; RUST_LOG overrides the log
+    /// filter of the file.
     Run {
         /// Path of the configuration file.
         #[arg(long, short, value_name = "FILE", required_unless_present = "serve")]
         config: Option<PathBuf>,
-        /// Serve this file or block device without a configuration file, to all initiators that can
-        /// reach the addresses of --listen. `create` creates a file, which requires its size. If
-        /// this option is repeated, the disks are LUN 0, 1, and so on.
+        /// Serve this file or block device without a configuration file
+        ///
+        /// The disk is accessible to all initiators that can reach the addresses of --listen.
+        /// `create` creates the file, and requires `size`. Repeat this option to serve further
+        /// disks as LUN 1, 2, and so on.
         #[arg(
             long,
             value_name = "PATH[,size=SIZE][,create][,read_only]",
             conflicts_with_all = ["config", "restore"]
         )]
         serve: Vec<serve::Disk>,
-        /// Addresses of the iSCSI, iSER and SRP portals of --serve.
+        /// Listen on this address with the iSCSI, iSER and SRP portals of --serve; can be repeated.
         #[arg(
             long,
             value_name = "ADDRESS",
@@ -108,105 +112,117 @@ enum Command {
             requires = "serve"
         )]
         listen: Vec<IpAddr>,
-        /// Restore the configuration that was last applied, from the state directory. The file is
-        /// only used if it has changed since it was last read, or if no configuration was applied.
+        /// Restore the last applied configuration from the state directory
+        ///
+        /// The file is only used if it was changed after it was last read, or if no configuration
+        /// was applied.
         #[arg(long)]
         restore: bool,
     },
-    /// Check a configuration file, and optionally whether its resources can be opened on this host.
+    /// Check a configuration file, and with --open also whether its resources can be opened.
     Check {
         /// Path of the configuration file.
         file: PathBuf,
-        /// Open backends, read secrets and bind portal addresses for a moment. This does not change
-        /// anything, but resources of a running daemon are reported as in use.
+        /// Also open backends, read secrets and bind portal addresses temporarily
+        ///
+        /// This does not change anything. Resources of a running daemon are reported as in use.
         #[arg(long)]
         open: bool,
-        /// Format of the result.
+        /// Select the format of the result.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
-    /// Show the connections of the daemon, with initiators, addresses and login parameters.
+    /// List the connections of sessions, with initiators, addresses and login parameters.
     Sessions(ClientOptions),
-    /// Show the targets of the daemon.
+    /// List the targets, with portals and logical units.
     Targets(ClientOptions),
-    /// Show the status of the daemon.
+    /// Show the status of the running daemon.
     Status(ClientOptions),
-    /// Reload the configuration file and show the changes. Changes that were not saved are
-    /// reverted.
+    /// Reload the configuration file and show the changes; unsaved changes are reverted.
     Reload(ClientOptions),
-    /// Apply a configuration file to the daemon as a single change, and show the differences.
+    /// Apply a configuration file as a single change, and show the differences.
     Apply {
         /// Path of the configuration file.
         file: PathBuf,
-        /// Apply the configuration without backends, portals and a metrics address that are not
-        /// available. `riserd status` shows them as NOT SERVED, and they are retried.
+        /// Apply the configuration even if backends, portals or the metrics address are not
+        /// available
+        ///
+        /// These are retried, and shown as NOT SERVED by `riserd status`.
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Show what `apply` would change.
+    /// Show the differences that `apply` would make, without applying them.
     Diff {
         /// Path of the configuration file.
         file: PathBuf,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Save the current configuration of the daemon, including secrets, as YAML or JSON.
+    /// Save the current configuration, including secrets, as YAML or JSON.
     Save {
-        /// File to write. The default is standard output.
+        /// File to write [default: standard output].
         file: Option<PathBuf>,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Restore a previous configuration of the daemon and show the changes. This is a normal
-    /// change, which can be rolled back.
+    /// Restore a previous configuration and show the changes
+    ///
+    /// This is a normal change, which can be rolled back as well.
     Rollback {
         /// Number of configurations to go back.
         #[arg(default_value_t = 1)]
         back: usize,
-        /// Apply the configuration without backends, portals and a metrics address that are not
-        /// available. `riserd status` shows them as NOT SERVED, and they are retried.
+        /// Apply the configuration even if backends, portals or the metrics address are not
+        /// available
+        ///
+        /// These are retried, and shown as NOT SERVED by `riserd status`.
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Replace the daemon with another binary, usually after an update. The process, pending
-    /// connections, reservations and RAM disks are kept, and initiators log in again. If the binary
-    /// does not support the current configuration, the daemon is not changed.
+    /// Replace the running daemon with another binary, usually after an update
+    ///
+    /// The process, pending connections, reservations and RAM disks are kept, and initiators log in
+    /// again. If the binary does not support the current configuration, the daemon continues
+    /// unchanged.
     Upgrade {
-        /// Path of the binary. The default is the original path of the daemon. Only root and the
-        /// user of the daemon can specify a path.
+        /// Execute this binary; only for root and the user of the daemon [default: the original
+        /// path of the daemon].
         #[arg(long, value_name = "PATH")]
         binary: Option<PathBuf>,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// List the previous configurations of the daemon.
+    /// List the previous configurations.
     History(ClientOptions),
-    /// Measure backends again, after a file or device was extended.
+    /// Update the sizes of backends after a file or device was resized.
     Rescan(ClientOptions),
-    /// Clear a recorded flush failure, so that flushes can succeed again. Acknowledged writes may
-    /// be lost: check or restore the data on the unit first.
+    /// Clear a recorded flush failure, so that flushes can succeed again
+    ///
+    /// Acknowledged writes may be lost: check or restore the data on the unit first.
     ClearFlushFailure {
-        /// Serial number of the unit. The default is all units.
+        /// Serial number of the unit [default: all units].
         serial: Option<String>,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Disconnect an initiator from the daemon. It can log in again immediately, unless it is
-    /// blocked.
+    /// Disconnect an initiator
+    ///
+    /// It can log in again immediately unless it is blocked.
     Disconnect {
-        /// iSCSI name or initiator port, as shown by `riserd sessions`, or session number: `nexus`
-        /// in `riserd sessions -o json` and in the audit log.
+        /// iSCSI name, initiator port or session number
+        ///
+        /// `riserd sessions` shows names and ports. The session number is `nexus` in `riserd
+        /// sessions -o json` and in the audit log.
         #[arg(value_name = "INITIATOR|SESSION")]
         session: String,
-        /// Prevent the initiator from logging in, with any of its ports and to any target, until it
-        /// is unblocked.
+        /// Block logins from all ports of the initiator to all targets.
         #[arg(long)]
         block: bool,
-        /// Duration of the block, such as 10m or 2h.
+        /// Unblock the initiator after this time, such as 10m or 2h [default: never].
         #[arg(long = "for", value_name = "TIME", requires = "block", value_parser = block_time)]
         duration: Option<Duration>,
         #[command(flatten)]
@@ -214,15 +230,16 @@ enum Command {
     },
     /// Allow a blocked initiator to log in again.
     Unblock {
-        /// Initiator as shown by `riserd status`.
+        /// Initiator, as shown by `riserd status`.
         initiator: String,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Show live activity: commands, bytes and times by logical unit and session. With JSON, print
-    /// a document per interval.
+    /// Show live rates and latencies by logical unit and session
+    ///
+    /// With JSON output, a document is printed per interval.
     Top {
-        /// Interval between updates in seconds.
+        /// Update at this interval, in seconds.
         #[arg(long, short, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
         interval: f64,
         /// Show a single interval and exit.
@@ -231,29 +248,29 @@ enum Command {
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Trace individual commands in the daemon, and show when each of them reached which stage.
+    /// Trace individual commands, with the time of each processing stage.
     Trace(Trace),
     #[command(flatten)]
     Verb(Verb),
-    /// Print the JSON Schema for configuration files, which editors use for checks and completion.
+    /// Print the JSON Schema of the configuration file, for editors.
     Schema,
     /// Print a shell completion script.
     Completions {
-        /// Shell to generate the script for.
+        /// Shell for the script.
         shell: Shell,
     },
-    /// Print a manual page, or write all of them to a directory.
+    /// Print a manual page, or write all pages to a directory.
     Man {
         /// Page to print.
         #[arg(value_enum, default_value_t, conflicts_with = "dir")]
         page: manual::Page,
-        /// Write the pages for the configuration file and for all commands to this directory.
+        /// Write the pages of the configuration file and of all commands to this directory.
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
-    /// List addresses and RDMA devices that can be used by portals.
+    /// List addresses and RDMA devices for portals.
     Devices {
-        /// Format of the list.
+        /// Select the format of the list.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },

@@ -20,11 +20,10 @@ pub(super) struct Trace {
     /// Only trace commands to this logical unit number.
     #[arg(long, value_name = "N")]
     lun: Option<u16>,
-    /// Only trace commands from this initiator port, or from all ports with this prefix, as shown
-    /// by `sessions`.
+    /// Only trace commands from initiator ports with this prefix, as shown by `riserd sessions`.
     #[arg(long, value_name = "NAME")]
     initiator: Option<String>,
-    /// Only trace commands with this tag, in decimal, or hexadecimal with 0x.
+    /// Only trace commands with this tag, in decimal or with 0x in hexadecimal.
     #[arg(long, value_name = "TAG", value_parser = tag)]
     tag: Option<u64>,
     /// Only trace commands that take at least this time, such as 5ms.
@@ -33,7 +32,7 @@ pub(super) struct Trace {
     /// Stop after this number of commands.
     #[arg(long, value_name = "N", default_value_t = 100)]
     count: usize,
-    /// Stop after this time, such as 10s.
+    /// Stop after this time.
     #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = time)]
     patience: Duration,
     #[command(flatten)]

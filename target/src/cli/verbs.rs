@@ -35,19 +35,19 @@ visible to all users who can list processes; use a file instead (secret_file).";
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Verb {
-    /// Show the objects of the daemon as a tree, with their configuration and state.
+    /// Show objects as a tree, with configuration and state.
     #[command(after_help = PATHS)]
     Ls {
-        /// Object to start at.
+        /// Path of the root of the tree.
         #[arg(default_value = "/")]
         path: ObjectPath,
-        /// Number of levels to show.
+        /// Show at most this number of levels [default: all].
         #[arg(long, short, value_name = "N")]
         depth: Option<usize>,
         #[command(flatten)]
         ask: ClientOptions,
     },
-    /// Show the value of an object or a key in the daemon's configuration.
+    /// Show the configured value of an object or a key.
     #[command(after_help = PATHS)]
     Get {
         /// Path of the object or key.
@@ -75,10 +75,10 @@ pub(super) enum Verb {
         #[command(flatten)]
         change: Change,
     },
-    /// Create an object: a backend, a target, a portal, a logical unit, or a rule.
+    /// Create an object: a backend, target, portal, logical unit or rule.
     #[command(after_help = KEYS)]
     Create {
-        /// Path of the object. To append to a list, use its path, such as /targets/demo/access.
+        /// Path of the object; to append to a list, its path, such as /targets/demo/access.
         path: ObjectPath,
         /// Keys with their values.
         #[arg(value_name = "KEY=VALUE", value_parser = pair)]
@@ -110,8 +110,9 @@ pub(super) struct Change {
     /// Show the differences without applying the change.
     #[arg(long)]
     dry_run: bool,
-    /// Apply the configuration without backends, portals and a metrics address that are not
-    /// available. `riserd status` shows them as NOT SERVED, and they are retried.
+    /// Apply the configuration even if backends, portals or the metrics address are not available
+    ///
+    /// These are retried, and shown as NOT SERVED by `riserd status`.
     #[arg(long)]
     allow_unavailable: bool,
     #[command(flatten)]

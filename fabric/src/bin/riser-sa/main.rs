@@ -54,11 +54,11 @@ const QUIET: Duration = Duration::from_secs(60);
 /// Serve subnet administration at a RoCE address, and resolve paths for its host
 ///
 /// Hosts query paths, services, multicast groups and notices at queue pair 1 of the address. The
-/// kernel sends requests over netlink. Programs such as ib_acme and users of librdmacm send
+/// kernel sends requests over netlink. Programs, such as ib_acme and users of librdmacm, send
 /// requests over a Unix socket, as they do with ibacm.
 ///
-/// A service manager may pass the sockets for netlink and for programs. No netlink socket is opened
-/// then.
+/// A service manager may pass the sockets for programs and for netlink. In this case, riser-sa does
+/// not open a netlink socket itself.
 #[derive(Parser)]
 #[command(name = "riser-sa", version, disable_help_subcommand = true)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
@@ -74,7 +74,7 @@ enum Verb {
     /// Print the manual page
     #[command(hide = true)]
     Man {
-        /// Write it into this directory instead
+        /// Write it to this directory
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
     },
@@ -82,33 +82,37 @@ enum Verb {
 
 #[derive(Args)]
 struct Serve {
-    /// Address of this host at which to serve
+    /// Serve at this address of the host
     #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     addr: IpAddr,
-    /// Additional address of this host, such as the address of a kernel device: the kernel and
-    /// programs may request paths from it as well
+    /// Accept this additional address of the host as the source of paths; can be repeated
+    ///
+    /// Use this for addresses of kernel devices, so that the kernel and programs can request paths
+    /// from them.
     #[arg(long, value_name = "ADDRESS", value_parser = host_addr)]
     source: Vec<IpAddr>,
-    /// Serve programs of all users at this Unix socket
+    /// Serve programs of all users at this Unix socket [default: none]
     ///
     /// ibacm uses /run/ibacm-unix.sock.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Read host names from this file; each line contains an address and its names
+    /// Read host names from this file, which has an address and its names on each line
     ///
     /// Programs may request a path to a name. The file is read at startup.
     #[arg(long, value_name = "FILE", default_value = "/etc/hosts")]
     hosts: PathBuf,
-    /// Save registrations of hosts to this file, to restore them after a restart
+    /// Save registrations of hosts in this file, and restore them after a restart [default: not
+    /// saved]
     ///
-    /// Hosts do not notice a restart and do not register again. The services, groups and
-    /// subscriptions of hosts that are still present are restored immediately.
+    /// Hosts do not detect a restart and do not register again. The services, groups and
+    /// subscriptions of hosts that still respond are restored.
     #[arg(long, value_name = "FILE", overrides_with = "state")]
     state: Option<PathBuf>,
     /// Do not serve the kernel, which requires CAP_NET_ADMIN and RDMA support in the kernel
     #[arg(long)]
     no_netlink: bool,
-    /// Time that the kernel waits for a response, in milliseconds, from 100 to 200000
+    /// Set the time that the kernel waits for a response, 100 to 200000 ms [default: not changed;
+    /// the kernel's default is 2000]
     #[arg(long, value_name = "MILLISECONDS", value_parser = clap::value_parser!(u32).range(
         *TIMEOUTS.start() as i64..=*TIMEOUTS.end() as i64
     ))]

@@ -164,7 +164,7 @@ fn failures_have_status_and_message() {
             2,
             "must be from 1 to 4096",
         ),
-        (&["detach", "7"], 5, "nothing is attached as 7"),
+        (&["detach", "7"], 5, "no attachment `7`"),
         (&["write", "mem:1M", &gone], 5, "gone"),
         (&["attach", "mem:1M", "--fuse", &gone], 5, "gone"),
         (
@@ -192,7 +192,7 @@ fn error_format_is_stable() {
     let (_, text) = home.fails(&["detach", "7"]);
     assert_eq!(
         text,
-        "  × nothing is attached as 7\n  help: use `riser list` to list attachments\n"
+        "  × no attachment `7`\n  help: use `riser list` to list attachments\n"
     );
     let (status, text) = home.fails(&["-o", "json", "detach", "7"]);
     assert_eq!(status, 5);
@@ -200,7 +200,7 @@ fn error_format_is_stable() {
         text,
         r#"{
   "error": {
-    "message": "nothing is attached as 7",
+    "message": "no attachment `7`",
     "causes": [],
     "help": "use `riser list` to list attachments",
     "exit_status": 5
@@ -247,7 +247,9 @@ fn nbd_attachment_lives_until_detached() {
     let text = home.ok(&["attach", "mem:1M,4096", "--nbd", &socket, "--read-only"]);
     assert_eq!(
         text,
-        format!("0: mem:1048576,4096 is at nbd+unix:///lun0?socket={socket} (1.00 MiB)\n")
+        format!(
+            "0: mem:1048576,4096 is available at nbd+unix:///lun0?socket={socket} (1.00 MiB)\n"
+        )
     );
     let list: serde_json::Value = serde_json::from_str(&home.ok(&["list", "-o", "json"])).unwrap();
     assert_eq!(list[0]["export"]["kind"], "nbd");
@@ -443,7 +445,7 @@ fn killed_process_is_cleaned_up() {
         Duration::from_secs(30),
         || !is_alive(pid),
     );
-    assert_eq!(home.ok(&["list"]), "nothing is attached\n");
+    assert_eq!(home.ok(&["list"]), "no attachments\n");
     assert!(!Path::new(&socket).exists());
     home.ok(&["attach", "mem:1M", "--nbd", &socket]);
     home.ok(&["detach", &socket]);

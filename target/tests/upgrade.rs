@@ -239,7 +239,10 @@ fn vanished_program_keeps_old_one_serving() {
     let gone = format!("rm \"$0\"; exec {} \"$@\"", *RISERD);
     let gone = script(&daemon.dir, "gone", &gone);
     let said = refused(&daemon, &gone);
-    assert!(said.contains("cannot execute it: No such file"), "{said}");
+    assert!(
+        said.contains("cannot execute the program: No such file"),
+        "{said}"
+    );
     let status = daemon.json("status");
     assert_eq!(status["pid"], daemon.process.id());
     assert_eq!(status["upgrades"], 0);
@@ -247,7 +250,7 @@ fn vanished_program_keeps_old_one_serving() {
         status["upgrade_error"]
             .as_str()
             .unwrap()
-            .contains("cannot execute it")
+            .contains("cannot execute the program")
     );
     let check = || {
         let mut a = log_in(HOST, 1);

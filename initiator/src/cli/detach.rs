@@ -109,11 +109,8 @@ fn find(args: &DetachArgs, global: &Global) -> Result<Attachment, CliError> {
 }
 
 fn not_found(args: &DetachArgs) -> CliError {
-    CliError::new(
-        Exit::NotFound,
-        format!("nothing is attached as {}", args.what),
-    )
-    .help("use `riser list` to list attachments")
+    CliError::new(Exit::NotFound, format!("no attachment `{}`", args.what))
+        .help("use `riser list` to list attachments")
 }
 
 /// Returns whether an ID still refers to the same attachment, either with the same process or after

@@ -226,6 +226,6 @@ impl From<BenchError> for CliError {
             } => Exit::Timeout,
             _ => Exit::Failure,
         };
-        Self::new(exit, "the benchmark was not finished").because(error)
+        Self::new(exit, "the benchmark failed").because(error)
     }
 }

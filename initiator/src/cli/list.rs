@@ -17,15 +17,15 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
     output::result(&attachments, global, |out| {
         if attachments.is_empty() {
-            return writeln!(out, "nothing is attached");
+            return writeln!(out, "no attachments");
         }
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| d.as_secs());
         writeln!(
             out,
-            "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} WHERE, WHAT",
-            "ID", "KIND", "STATE", "SIZE", "PID", "FOR"
+            "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} LOCATION, ADDRESS",
+            "ID", "KIND", "STATE", "SIZE", "PID", "AGE"
         )?;
         for a in &attachments {
             writeln!(

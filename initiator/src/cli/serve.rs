@@ -332,7 +332,7 @@ fn print(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
         };
         writeln!(
             out,
-            "{}: {} is at {usable} ({})",
+            "{}: {} is available at {usable} ({})",
             attachment.id,
             attachment.url,
             units::show_size(attachment.capacity)

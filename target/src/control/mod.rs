@@ -651,7 +651,9 @@ impl Control<'_> {
         let refused = |why| Err(Failure::Refused { why, errno: None });
         let blocklist = self.server.blocklist();
         let Some(initiator) = Initiator::parse(name) else {
-            return refused(format!("`{name}` is not an initiator"));
+            return refused(format!(
+                "invalid initiator `{name}`: `riserd status` lists blocked initiators"
+            ));
         };
         match blocklist.unblock(&initiator) {
             Ok(true) => audit::unblocked(who, &initiator),
@@ -673,8 +675,10 @@ impl Control<'_> {
                 luns.any(|lun| lun.serial == serial)
             };
             let why = match serial {
-                None => "no flush has failed".to_owned(),
-                Some(serial) if is_known(serial) => format!("no flush of unit {serial} has failed"),
+                None => "no flush failure is recorded".to_owned(),
+                Some(serial) if is_known(serial) => {
+                    format!("no flush failure of unit {serial} is recorded")
+                }
                 Some(serial) => format!("no unit has the serial number {serial}"),
             };
             return Err(Failure::Refused { why, errno: None });

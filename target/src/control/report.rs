@@ -132,7 +132,7 @@ fn limits(limits: &LimitsView) -> String {
         .iter()
         .map(|(name, rate)| format!("{name}={rate}"));
     format!(
-        "limits: {} burst={}ms; {} command(s) waited {} ms in all",
+        "limits: {} burst={}ms; {} command(s) waited {} ms in total",
         rates.collect::<Vec<_>>().join(" "),
         limits.burst_ms,
         limits.waits,
@@ -156,7 +156,7 @@ pub fn status(status: &Status) -> String {
     let upgrade_record = &status.upgrade_record;
     if let Some(from) = &upgrade_record.upgraded_from {
         lines.push(format!(
-            "upgraded from riserd {from}, {} time(s) in all",
+            "upgraded from riserd {from}, {} time(s) in total",
             upgrade_record.upgrades
         ));
     }
@@ -229,7 +229,7 @@ pub fn changes(changes: &Changes) -> String {
     let mut lines: Vec<String> = changes.changes.iter().map(difference).collect();
     lines.extend(changes.written.drift.iter().map(drift));
     if lines.is_empty() {
-        lines.push("no difference".to_owned());
+        lines.push("no differences".to_owned());
     }
     lines.extend(changes.warnings.iter().map(|w| format!("warning: {w}")));
     lines.extend(standing(&changes.written));

@@ -455,7 +455,7 @@ fn unknown_attachment_prevents_overwriting() {
     );
     // This must not hide the other attachments.
     let (code, out, errors) = ended(&mut pair.command(&["list"]));
-    assert_eq!((code, out.as_str()), (0, "nothing is attached\n"));
+    assert_eq!((code, out.as_str()), (0, "no attachments\n"));
     assert!(errors.contains(name), "{errors}");
     fs::remove_file(unknown).unwrap();
     // If a user has no directory for attachments, there are no attachments.

@@ -42,15 +42,15 @@ pub(super) struct Candidate {
 pub(super) enum CandidateError {
     #[error("the path of the program must be absolute")]
     NotAbsolute,
-    #[error("cannot execute it: {0}")]
+    #[error("cannot execute the program: {0}")]
     NotThere(#[source] std::io::Error),
     #[error("not a regular file")]
     NotAFile,
-    #[error("cannot run it to check the configuration: {0}")]
+    #[error("cannot run the program to check the configuration: {0}")]
     NotAsked(#[source] std::io::Error),
-    #[error("timed out waiting for it to check the configuration after {} s", PATIENCE.as_secs())]
+    #[error("the configuration check timed out after {} s", PATIENCE.as_secs())]
     Silent,
-    #[error("it rejected the current configuration: {0}")]
+    #[error("the program rejected the current configuration: {0}")]
     Refuses(String),
     #[error("not a riserd that supports upgrades of a running daemon; restart the service instead")]
     Stranger,

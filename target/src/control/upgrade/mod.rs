@@ -348,7 +348,7 @@ impl<'a> Control<'a> {
             }
             Err(error) => error,
         };
-        let error = format!("{program}: cannot execute it: {error}");
+        let error = format!("{program}: cannot execute the program: {error}");
         tracing::error!(%error, "handover failed; continuing to serve");
         // Restore RAM disks first: without their content, a server would return zeros.
         server_state.restore(files).map_err(ServerError::TakeBack)?;

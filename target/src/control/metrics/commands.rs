@@ -48,7 +48,7 @@ fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
     );
     let mut info = Family::gauge(
         "riser_lun_info",
-        "Backend and serial number of a logical unit; the value is 1.",
+        "Backend and serial number of a logical unit; the value is always 1.",
     );
     let mut attentions = Family::counter(
         "riser_unit_attentions_total",
@@ -66,7 +66,7 @@ fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
     let mut depth = Family::gauge("riser_lun_queue_depth", "Commands in flight.");
     let mut limited = Family::gauge(
         "riser_lun_limit_waiting",
-        "Commands for the backend of a logical unit that are waiting for limits.",
+        "Commands for the backend of a logical unit that are waiting for rate limits.",
     );
     let mut size = Family::gauge("riser_lun_size_bytes", "Size of a logical unit, in bytes.");
     let mut failed = Family::gauge(

@@ -37,11 +37,14 @@ fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
             refused.add((protocol, reason), 0);
         }
     }
-    let mut logins = Family::counter("riser_logins_total", "Logins accepted.");
+    let mut logins = Family::counter("riser_logins_total", "Accepted logins, by protocol.");
     for (protocol, n) in accepted.iter() {
         logins.add(&[("protocol", &protocol.to_string())], n as f64);
     }
-    let mut failures = Family::counter("riser_login_failures_total", "Logins refused, by reason.");
+    let mut failures = Family::counter(
+        "riser_login_failures_total",
+        "Rejected logins, by protocol and reason.",
+    );
     for ((protocol, reason), n) in refused.iter() {
         let protocol = protocol.to_string();
         failures.add(&[("protocol", &protocol), ("reason", reason)], n as f64);
@@ -107,7 +110,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
         ),
         counter(
             "riser_worker_parks_total",
-            "Times that a worker went to sleep.",
+            "Number of times that a worker went to sleep.",
             |s| s.parks as f64,
         ),
         gauge(
@@ -122,7 +125,7 @@ fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
         ),
         gauge(
             "riser_buffer_pool_lowest_free_bytes",
-            "Minimum of free data buffers since the start, in bytes.",
+            "Lowest amount of free data buffers since the start, in bytes.",
             |s| s.pool_lowest as f64,
         ),
         gauge(

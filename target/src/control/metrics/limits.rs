@@ -50,7 +50,7 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
     let mut backends = Families {
         rates: Family::gauge(
             "riser_backend_limit",
-            "A limit of a backend, in commands or bytes per second.",
+            "Rate limit of a backend, in commands or bytes per second.",
         ),
         waits: Family::counter(
             "riser_backend_limit_waits_total",
@@ -67,7 +67,7 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
     let mut initiators = Families {
         rates: Family::gauge(
             "riser_initiator_limit",
-            "A limit of an initiator at a target, while it has a session, in commands or bytes per \
+            "Rate limit of an initiator at a target, while it has a session, in commands or bytes per \
              second.",
         ),
         waits: Family::counter(

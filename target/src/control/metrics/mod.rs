@@ -93,7 +93,10 @@ pub fn text(
 }
 
 fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Family> {
-    let mut build = Family::gauge("riser_build_info", "The version of riserd; the value is 1.");
+    let mut build = Family::gauge(
+        "riser_build_info",
+        "Version of riserd; the value is always 1.",
+    );
     build.add(&[("version", env!("CARGO_PKG_VERSION"))], 1.0);
     let mut up = Family::gauge(
         "riser_uptime_seconds",
@@ -120,18 +123,18 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     sessions.add(&[], server.sessions() as f64);
     let mut most = Family::gauge(
         "riser_sessions_limit",
-        "The largest number of I_T nexuses: limits.max_sessions.",
+        "Maximum number of I_T nexuses (limits.max_sessions).",
     );
     most.add(&[], f64::from(server.config().limits.max_sessions));
     let mut of_address = Family::gauge(
         "riser_sessions_per_address",
-        "The largest number of I_T nexuses from one address.",
+        "Largest current number of I_T nexuses from a single address.",
     );
     let registry = &server.shared().registry;
     of_address.add(&[], registry.most_per_address().into());
     let mut address_limit = Family::gauge(
         "riser_sessions_per_address_limit",
-        "The largest number of I_T nexuses from one address: limits.sessions_per_address.",
+        "Maximum number of I_T nexuses from a single address (limits.sessions_per_address).",
     );
     address_limit.add(&[], server.config().limits.sessions_per_address.into());
     vec![
@@ -149,7 +152,7 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
 fn configuration(config: ConfigState) -> Vec<Family> {
     let mut unsaved = Family::gauge(
         "riser_config_unsaved",
-        "1 if the configuration file does not have the served configuration, else 0.",
+        "1 if the configuration file differs from the running configuration, else 0.",
     );
     unsaved.add(&[], f64::from(u8::from(config.is_unsaved)));
     let Reload {
@@ -158,12 +161,12 @@ fn configuration(config: ConfigState) -> Vec<Family> {
     } = config.reload;
     let mut successful = Family::gauge(
         "riser_config_last_reload_successful",
-        "1 if the configuration file was loaded when that was last requested, else 0.",
+        "1 if the last requested load of the configuration file succeeded, else 0.",
     );
     successful.add(&[], f64::from(u8::from(is_successful)));
     let mut at = Family::gauge(
         "riser_config_last_reload_success_timestamp_seconds",
-        "Time at which the configuration file was last loaded, in seconds since 1970.",
+        "Time of the last successful load of the configuration file, in seconds since the Unix epoch.",
     );
     let seconds = succeeded_at.duration_since(UNIX_EPOCH).unwrap_or_default();
     at.add(&[], seconds.as_secs_f64());

@@ -21,7 +21,7 @@ struct NicMetric {
 pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut open = Family::gauge(
         "riser_device_open",
-        "1 if a worker's network device works, else 0.",
+        "1 if a network device of a worker is open, else 0.",
     );
     // We create all families first: the series of a family must be contiguous, but we iterate over
     // workers and devices.
@@ -66,14 +66,14 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_bytes_total",
-        help: "Bytes of these packets.",
+        help: "Bytes of packets of the software NIC or in shared memory, by direction.",
         label: Some("direction"),
         series: |n| vec![("in", n.nic.rx_bytes), ("out", n.nic.tx_bytes)],
     },
     NicMetric {
         kind: COUNTER,
         name: "riser_device_icrc_errors_total",
-        help: "Packets whose invariant CRC was wrong.",
+        help: "Packets with an invalid ICRC.",
         label: None,
         series: |n| vec![("", n.nic.rx_icrc_errors)],
     },
@@ -186,7 +186,7 @@ const METRICS: &[NicMetric] = &[
     NicMetric {
         kind: COUNTER,
         name: "riser_device_refused_queue_pairs_total",
-        help: "Queue pairs refused because their peer already had the maximum.",
+        help: "Queue pairs rejected because their peer already had the maximum number.",
         label: None,
         series: |n| vec![("", n.nic.refused_qps)],
     },

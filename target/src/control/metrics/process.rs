@@ -43,14 +43,11 @@ pub(super) fn families() -> Vec<Family> {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     gauge(
         "process_start_time_seconds",
-        "Start time of the process, in seconds since 1970.",
+        "Start time of the process, in seconds since the Unix epoch.",
         start_time(&stat),
     );
     if let Some(seconds) = cpu_time(&stat) {
-        let mut family = Family::counter(
-            "process_cpu_seconds_total",
-            "Processor time used, in seconds.",
-        );
+        let mut family = Family::counter("process_cpu_seconds_total", "CPU time used, in seconds.");
         family.add(&[], seconds);
         families.push(family);
     }

@@ -366,7 +366,9 @@ impl Importer<'_> {
         }
         let seen = Value::Object(seen.ok_or("the tree does not serve it")?);
         if self.meaning(doc) != self.meaning(&seen) {
-            return Err("LIO cannot represent its portals, units and access rules exactly".to_owned());
+            return Err(
+                "LIO cannot represent its portals, units and access rules exactly".to_owned(),
+            );
         }
         tree.set(tpg, origin::SEEN, seen.to_string());
         tree.set(tpg, origin::ORIGINAL, doc.to_string());

@@ -119,7 +119,7 @@ wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
 on b ip link set vnic0 down
 on b ip link set vnic0 name managed0
 on b ip link set managed0 up
-wait_for 5 grep -q 'another name.*managed0' "$KEEP/b.log"
+wait_for 5 grep -q 'the interface was renamed.*managed0' "$KEEP/b.log"
 wait_for 10 on a ping -q -c 1 -W 1 192.168.50.2
 on b ip link set managed0 down
 on b ip link set managed0 name vnic0

@@ -76,8 +76,8 @@ fn page_shows_activity_and_lost_daemon() {
     assert_eq!(
         browser.value(banner),
         "bad NOT SERVED: backend a|warn FAILING: backend b|bad 1 of 2 workers respond|\
-         warn FILLING: backend c|warn UNSAVED: the configuration file does not have the served configuration; \
-         `riserd save FILE` writes it"
+         warn FILLING: backend c|warn UNSAVED: the configuration file differs from the running configuration; \
+         `riserd save FILE` saves it"
     );
     let ranks = "[{ state: 'FAILING' }, {}].map(lun => rank(lun, undefined)).join()";
     assert_eq!(browser.value(ranks), "0,3");
@@ -120,7 +120,7 @@ fn page_shows_activity_and_lost_daemon() {
         std::fs::write(Path::new(&file), browser.picture()).unwrap();
     }
     served.pair.kill();
-    browser.wait_for("$('state').textContent.startsWith('no answer')");
+    browser.wait_for("$('state').textContent.startsWith('no response')");
     served.pair.serve();
     browser.wait_for("$('state').textContent === 'ready'");
     assert!(browser.exceptions.is_empty(), "{:?}", browser.exceptions);

@@ -384,7 +384,7 @@ impl Control<'_> {
                         HandoverEnd::Back(same) => self = same,
                         HandoverEnd::Ended => {
                             notify(&[NotifyState::Stopping]);
-                            tracing::info!("ended");
+                            tracing::info!("stopped");
                             return Ok(());
                         }
                     }
@@ -939,7 +939,7 @@ impl Control<'_> {
         self.history.note_ending();
         self.notify_sessions();
         self.server.shutdown()?;
-        tracing::info!("ended");
+        tracing::info!("stopped");
         Ok(())
     }
 

@@ -50,9 +50,9 @@ administrator() {
     wait_for 60 grep -q 'is running' "$KEEP/administrator.log"
 }
 
-# Starts riser-sa for the kernel, with a socket in this namespace: answers OPTION …. The kernel's
+# Starts riser-sa for the kernel, with a socket in this namespace: start_sa OPTION …. The kernel's
 # timeout is long enough for a busy machine, or $WAIT milliseconds.
-answers() {
+start_sa() {
     local before
     before=$(grep -c ' is running ' "$KEEP/local.log" 2>/dev/null || true)
     RISER_LOG=debug python3 "$RISER_ROOT/tests/vm/sa.py" given -- ip netns exec local \
@@ -66,7 +66,7 @@ says_more() {
     [ "$(grep -c ' is running ' "$KEEP/local.log")" -gt "$1" ]
 }
 
-answers_no_more() {
+stop_sa() {
     kill "$LOCAL"
     wait "$LOCAL" || true
 }
@@ -80,7 +80,7 @@ pings() {
 }
 
 # Prints the number of kernel queries received so far.
-asked() {
+kernel_queries() {
     grep -c 'received a kernel request' "$KEEP/local.log" || true
 }
 

@@ -25,17 +25,17 @@ listens_at_3935() {
 }
 
 # Queries the mapping for an address on the kernel's side, as seen from the other side.
-asked() {
+query_mapping() {
     on_peer "$RISER_BIN/riser-iwpmd" query 10.99.0.2:40000 "10.99.0.1:$1"
 }
 
 is_mapped() {
-    [ "$(asked "$1" 2>/dev/null)" = "10.99.0.1:$1" ]
+    [ "$(query_mapping "$1" 2>/dev/null)" = "10.99.0.1:$1" ]
 }
 
 is_rejected() {
     local why
-    why=$(asked "$1" 2>&1) && return 1
+    why=$(query_mapping "$1" 2>&1) && return 1
     [[ $why == *"no mapping"* ]]
 }
 

@@ -14,8 +14,8 @@ ip -n local address add fd99::1/64 dev d0 nodad
 OURS=(nsenter --net=/run/netns/local env RISER_LINK_LAYER=infiniband "$RISER_BIN/riser" run --addr fd99::1 --)
 
 # The kernel waits for ibacm with the same timeout as for riser-sa.
-answers
-answers_no_more
+start_sa
+stop_sa
 
 mkdir /tmp/ibacm
 cat >/tmp/ibacm/opts <<'OPTS'
@@ -51,9 +51,9 @@ route fd99::1 fd99::2 | tee /tmp/by-ibacm
 # level, which is 0 in paths from ibacm.
 kill $IBACM
 wait $IBACM || true
-answers --source fd99::1 --socket /tmp/riser-sa.socket
+start_sa --source fd99::1 --socket /tmp/riser-sa.socket
 resolves /tmp/riser-sa.socket
 tail -n +2 /tmp/acme | diff - /tmp/acme-ibacm
 route fd99::1 fd99::2 service=0 | diff - /tmp/by-ibacm
-[ "$(asked)" = 1 ] || fail "$(asked) kernel queries"
+[ "$(kernel_queries)" = 1 ] || fail "$(kernel_queries) kernel queries"
 [ "$(packets)" = "$before" ] || fail "the kernel sent a query to the administrator"

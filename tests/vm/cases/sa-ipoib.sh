@@ -6,7 +6,7 @@
 ib_hosts
 trap no_ib_hosts EXIT
 administrator
-answers --source fd99::1
+start_sa --source fd99::1
 
 # Runs a program that uses libibumad on the other host to query the administrator.
 umad() {
@@ -43,25 +43,25 @@ cat /tmp/groups
 ip link show ib0 | grep -q "mtu 2044" || fail "the MTU differs from the group's MTU"
 
 # If the GID of the neighbour is known, the kernel requests the path and then sends packets.
-asked=$(asked) packets=$(packets)
+before=$(kernel_queries) packets=$(packets)
 ip neighbour add fd77::2 lladdr 80:00:01:23:fd:99:00:00:00:00:00:00:00:00:00:00:00:00:00:02 dev ib0 nud permanent
 ping -q -c 2 -W 1 fd77::2 >/dev/null || true
-[ "$(asked)" = $((asked + 1)) ] || fail "$(asked) kernel queries, previously $asked"
+[ "$(kernel_queries)" = $((before + 1)) ] || fail "$(kernel_queries) kernel queries, previously $before"
 [ "$(packets)" -gt "$packets" ] || fail "no packet was sent"
 
 # rdma-core's rping finds our NIC on the neighbour using IPoIB addresses, and its path using
 # netlink.
 pings
-asked=$(asked)
+before=$(kernel_queries)
 timeout 100 rping -c -a fd77::2 -I fd77::1 -C 50 -S 1000 -V
 ended $PINGS
-[ "$(asked)" = $((asked + 1)) ] || fail "$(asked) kernel queries, previously $asked"
+[ "$(kernel_queries)" = $((before + 1)) ] || fail "$(kernel_queries) kernel queries, previously $before"
 
 # For a host behind a gateway, the kernel requests the GID and then the path.
 ip -6 route add fd88::/64 via fd77::2
-asked=$(asked)
+before=$(kernel_queries)
 route /fd77::1 /fd88::5 | grep "dgid fd88::5 sgid fd99::1"
-[ "$(asked)" = $((asked + 2)) ] || fail "$(asked) kernel queries, previously $asked"
+[ "$(kernel_queries)" = $((before + 2)) ] || fail "$(kernel_queries) kernel queries, previously $before"
 # There is no path between addresses of different IP versions, which must also be reported by the
 # administrator.
 ip route add 10.88.0.0/16 via 10.77.0.2

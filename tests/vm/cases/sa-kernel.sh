@@ -16,12 +16,12 @@ for words in "paths 1" "service 0x10615b3" "dgid fd99::2 sgid fd99::1" "hops 64 
 done
 
 # Uses netlink: the same path without any packet.
-answers --source fd99::1
+start_sa --source fd99::1
 before=$(packets)
 route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
-[ "$(asked)" = 1 ] || fail "$(asked) kernel queries"
+[ "$(kernel_queries)" = 1 ] || fail "$(kernel_queries) kernel queries"
 route fd99::1 fd99::2 class=0x20 count=100 | sort -u | diff - /tmp/by-mad
-[ "$(asked)" = 101 ] || fail "$(asked) kernel queries"
+[ "$(kernel_queries)" = 101 ] || fail "$(kernel_queries) kernel queries"
 [ "$(packets)" = "$before" ] || fail "the administrator also received a query"
 
 # ib_srp requests the path to its target and reaches the target, which is a NIC without this service
@@ -32,24 +32,24 @@ add=/sys/class/infiniband_srp/srp-ibrxe0-1/add_target
 wait_for 20 test -e $add
 id=0200c0ffee000001
 echo "id_ext=$id,ioc_guid=$id,dgid=fd990000000000000000000000000002,pkey=ffff,service_id=$id" >$add && fail "the login succeeded"
-[ "$(asked)" = 102 ] || fail "$(asked) kernel queries"
+[ "$(kernel_queries)" = 102 ] || fail "$(kernel_queries) kernel queries"
 dmesg | grep "ib_srp: REJ received" || fail "no response from the target"
 modprobe -r ib_srp
 
 # If the source is unknown, riser-sa rejects the query, and the kernel immediately sends it to the
 # administrator.
-answers_no_more
-answers
-before=$(asked)
+stop_sa
+start_sa
+before=$(kernel_queries)
 route fd99::1 fd99::2 class=0x20 | diff - /tmp/by-mad
-[ "$(asked)" -gt "$before" ] || fail "riser-sa received no query"
-answers_no_more
+[ "$(kernel_queries)" -gt "$before" ] || fail "riser-sa received no query"
+stop_sa
 
 # If there is no response, the kernel sends the query to the administrator after the configured
 # timeout.
 waits() {
     local began took
-    WAIT=$1 answers --source fd99::1
+    WAIT=$1 start_sa --source fd99::1
     kill -STOP $LOCAL
     began=${EPOCHREALTIME/./}
     route fd99::1 fd99::2 class=0x20 timeout=60000 | diff - /tmp/by-mad
@@ -65,7 +65,7 @@ waits 6000
 
 # If riser-sa is restarted during queries, each query must get a response from either of them.
 WAIT=500
-answers --source fd99::1
+start_sa --source fd99::1
 (for i in {1..12}; do route fd99::1 fd99::2 class=0x20 count=100 timeout=60000; done) >/tmp/load &
 load=$!
 for i in {1..4}; do
@@ -73,9 +73,9 @@ for i in {1..4}; do
     kill -KILL $LOCAL
     wait $LOCAL || true
     sleep 1
-    answers --source fd99::1
+    start_sa --source fd99::1
 done
 wait $load
 [ "$(wc -l </tmp/load)" = 1200 ] || fail "$(wc -l </tmp/load) responses"
 sort -u /tmp/load | diff - /tmp/by-mad
-echo "figure: $(asked) kernel queries with netlink, all others with MADs"
+echo "figure: $(kernel_queries) kernel queries with netlink, all others with MADs"

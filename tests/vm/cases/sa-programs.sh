@@ -15,8 +15,8 @@ administrator() {
     wait_for 60 grep -q 'is running' "$KEEP/a.log"
 }
 
-# Runs a program that uses libibumad on a host to query riser-sa: asks NAME NUMBER COMMAND …
-asks() {
+# Runs a program that uses libibumad on a host to query riser-sa: query_from NAME NUMBER COMMAND …
+query_from() {
     local host=$1 n=$2
     shift 2
     RISER_SA=10.98.0.1 RISER_LINK_LAYER=infiniband on "$host" \
@@ -31,7 +31,7 @@ finds() {
 
 # Returns whether other hosts can see a group that was created by one of them.
 has_group() {
-    asks c 3 saquery -g >/mnt/groups
+    query_from c 3 saquery -g >/mnt/groups
     grep -q "MGID.*::ffff:239.255.9.9" /mnt/groups
 }
 
@@ -50,12 +50,12 @@ grep -q "sgid: ::ffff:10.98.0.77" /mnt/acme
 finds i 10.98.0.78 10.98.0.2 && fail "accepted a source that is not an address of this host"
 
 # Programs on other hosts, which can see each other's changes.
-asks b 2 saquery --sgid-to-dgid ::ffff:10.98.0.2-::ffff:10.98.0.3 | tee /mnt/path
+query_from b 2 saquery --sgid-to-dgid ::ffff:10.98.0.2-::ffff:10.98.0.3 | tee /mnt/path
 grep -q "dgid.*::ffff:10.98.0.3" /mnt/path
 has_group && fail "found a group that does not exist"
-asks b 2 python3 "$RISER_ROOT/tests/vm/sa.py" group ::ffff:239.255.9.9 ::ffff:10.98.0.2
+query_from b 2 python3 "$RISER_ROOT/tests/vm/sa.py" group ::ffff:239.255.9.9 ::ffff:10.98.0.2
 has_group
-asks c 3 saquery NR >/mnt/nodes
+query_from c 3 saquery NR >/mnt/nodes
 for n in 1 2 3; do grep -q "10.98.0.$n" /mnt/nodes || fail "10.98.0.$n is missing in $(cat /mnt/nodes)"; done
 
 # A second process with the same address or the same socket must fail with an error.
@@ -72,7 +72,7 @@ wait $SA || true
 administrator
 finds i 10.98.0.1 10.98.0.2
 has_group && fail "a group was not removed"
-asks b 2 python3 "$RISER_ROOT/tests/vm/sa.py" group ::ffff:239.255.9.9 ::ffff:10.98.0.2
+query_from b 2 python3 "$RISER_ROOT/tests/vm/sa.py" group ::ffff:239.255.9.9 ::ffff:10.98.0.2
 has_group
 # tcpdump receives packets with a delay of up to one second.
 sleep 1.2

@@ -41,7 +41,7 @@ kill -0 $flood || fail "the flood has already completed"
 python3 - "$KEEP/during" <<'END'
 import re, sys
 received = int(re.search(r"(\d+) received", open(sys.argv[1]).read())[1])
-assert received >= 5, f"{received} of 10 pings beside a flood"
+assert received >= 5, f"{received} of 10 pings received during a flood"
 END
 wait $flood || true
 

@@ -48,7 +48,7 @@ wire.settimeout(10)
 own = wire.getsockname()[4]
 
 def tagged():
-    """The next frame of the test with its tag, which the kernel keeps beside it."""
+    """Returns the next frame of the test with its tag, which the kernel passes separately."""
     while True:
         frame, beside, _, address = wire.recvmsg(2000, 100)
         if frame[12:14] != struct.pack(">H", TYPE) or address[2] == socket.PACKET_OUTGOING:
@@ -124,7 +124,7 @@ import json, sys
 tcp, udp = (json.load(open(path))["end"] for path in sys.argv[1:])
 rate = tcp["sum_received"]["bits_per_second"] / 1e6
 lost = udp["sum"]["lost_percent"]
-print(f"figure: TCP {rate:.0f} Mbit/s, UDP loses {lost:.1f} % of 20 Mbit/s")
+print(f"figure: TCP {rate:.0f} Mbit/s, UDP loss {lost:.1f} % at 20 Mbit/s")
 assert rate > 10, rate
 assert lost < 20, lost
 PY

@@ -15,19 +15,25 @@ const RISERD: &str = "riserd";
 
 /// Common verbs. All verbs are listed in its help.
 const VERBS: [(&str, &str); 13] = [
-    ("ls", "Show the target daemon's objects as a tree"),
-    ("get", "Show the configured value of an object or key"),
-    ("info", "Show all information about an object"),
+    ("ls", "Show objects as a tree, with configuration and state"),
+    ("get", "Show the configured value of an object or a key"),
+    (
+        "info",
+        "Show an object in full: values, unset keys and state",
+    ),
     ("set", "Set keys of an object"),
     (
         "create",
-        "Create a backend, target, portal, logical unit or rule",
+        "Create an object: a backend, target, portal, logical unit or rule",
     ),
-    ("delete", "Delete an object"),
-    ("sessions", "Show the sessions of initiators"),
-    ("targets", "Show the targets being served"),
-    ("status", "Show the status of the daemon"),
-    ("top", "Show the current activity of the daemon"),
+    ("delete", "Delete an object, or reset a key to its default"),
+    ("sessions", "List the connections of sessions"),
+    (
+        "targets",
+        "List the targets, with portals and logical units",
+    ),
+    ("status", "Show the status of the running daemon"),
+    ("top", "Show live rates and latencies"),
     ("apply", "Apply a configuration file"),
     ("history", "List previous configurations"),
     ("rollback", "Restore a previous configuration"),

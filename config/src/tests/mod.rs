@@ -12,8 +12,8 @@ mod edit;
 mod schema;
 mod write;
 
-const MINIMAL: &str = include_str!("../../../../deploy/examples/minimal.yaml");
-const FULL: &str = include_str!("../../../../deploy/examples/full.yaml");
+const MINIMAL: &str = include_str!("../../../deploy/examples/minimal.yaml");
+const FULL: &str = include_str!("../../../deploy/examples/full.yaml");
 
 fn parse(text: &str) -> Config {
     Config::parse(text, "test.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
@@ -29,7 +29,7 @@ fn with(backend: &str, target: &str, rest: &str) -> String {
 
 #[test]
 fn examples_are_valid() {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy/examples");
+    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../deploy/examples");
     let mut seen = 0;
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();

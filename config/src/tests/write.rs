@@ -276,7 +276,7 @@ proptest! {
 #[test]
 fn examples_match_schema() {
     let schema = schema();
-    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/examples");
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/examples");
     let mut seen = 0;
     for entry in std::fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -427,7 +427,7 @@ fn full_example_contains_all_keys() {
     let mut names = std::collections::BTreeSet::new();
     properties(&schema(), &mut names);
     assert!(names.len() > 50, "{names:?}");
-    let text = include_str!("../../../../deploy/examples/full.yaml");
+    let text = include_str!("../../../deploy/examples/full.yaml");
     let is_key = |name: &str, line: &str| {
         let line = line.split(" #").next().unwrap_or_default();
         let key = format!("{name}:");

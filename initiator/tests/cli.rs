@@ -1072,7 +1072,7 @@ fn unrunnable_program_has_shell_exit_status() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("/gone.so"), "{text}");
     assert!(
-        text.contains("cargo build --release -p riser-drop-in"),
+        text.contains("cargo build --release -p riser-rdma-compat"),
         "{text}"
     );
     // A signal terminates the program itself.

@@ -34,7 +34,7 @@ const PACKAGES: [&str; 5] = [
     "riser-target",
     "riser-initiator",
     "riser-configfs-emu",
-    "riser-drop-in",
+    "riser-rdma-compat",
     "riser-fabric",
 ];
 

@@ -231,7 +231,7 @@ fn find_library(
     let places: Vec<_> = places.iter().map(|p| p.display().to_string()).collect();
     let what = format!("cannot find {LIBRARY} at {}", places.join(" or "));
     let help = format!(
-        "build it with `cargo build --release -p riser-drop-in`, or set {DROP_IN} to its path"
+        "build it with `cargo build --release -p riser-rdma-compat`, or set {DROP_IN} to its path"
     );
     Err(CliError::new(Exit::NotFound, what).help(help))
 }

@@ -16,7 +16,7 @@ use crate::umem;
 use crate::verbs::*;
 
 /// Vendor and part id of `rdma_rxe`, which doesn't report to user space which key was invalidated
-/// by a receive. Our own libraries (`riser-drop-in`) use the same vendor id with a different part
+/// by a receive. Our own libraries (`riser-rdma-compat`) use the same vendor id with a different part
 /// id.
 const RXE: (u32, u32) = (0x00ff_ffff, 0);
 

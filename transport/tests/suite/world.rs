@@ -35,7 +35,7 @@ pub(crate) trait World {
     }
 
     /// Returns whether the device is `rdma_rxe`, whose differences are documented in that module.
-    /// Our own libraries (`riser-drop-in`) have no differences.
+    /// Our own libraries (`riser-rdma-compat`) have no differences.
     fn is_rxe(&mut self, end: End) -> bool {
         self.is_rdma_core(end) && self.provider(end).device_attr().name.starts_with("rxe")
     }

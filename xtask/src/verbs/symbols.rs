@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn function_list_contains_missing_functions() {
-        let table = std::fs::read_to_string(crate::root().join("transport/drop-in/symbols.txt"));
+        let table = std::fs::read_to_string(crate::root().join("rdma-compat/symbols.txt"));
         let table = table.unwrap();
         let lines = table.lines().filter(|line| !line.starts_with('#'));
         let absent: Vec<_> = lines

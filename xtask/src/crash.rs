@@ -1,13 +1,8 @@
 //! `cargo xtask crash`: a longer run of `tests/tests/crash`, using the `release` profile.
 
-use std::process::Command;
-
-use riser_testkit::programs::ARE_BUILT;
-
-use crate::daemon::{self, RELEASE};
+use crate::harnesses::run_long;
 use crate::packages::{Need, ensure, need};
-use crate::tally::{noted, skip_log};
-use crate::{Failure, interop, sh, skip};
+use crate::{Failure, interop};
 
 /// Used to kill the daemon before a given system call.
 const NEEDS: &[Need] = &[need(
@@ -65,49 +60,11 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_POWER_IMAGES", IMAGES),
         ("RISER_POWER_WHOLE", WHOLE),
     ];
-    long("crash", &numbers, options.name.as_deref())?;
+    run_long("crash", &numbers, options.name.as_deref())?;
     match options.name {
         None if options.kernel_rounds > 0 => {
             interop::run(&interop::Options::for_kills(options.kernel_rounds))
         }
         _ => Ok(()),
     }
-}
-
-/// Runs a test with the `release` profile, using the given variables to increase its size. The
-/// test functions run sequentially.
-pub(crate) fn long(test: &str, numbers: &[(&str, u64)], name: Option<&str>) -> Result<(), Failure> {
-    let mut command = release_test(test)?;
-    command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
-    command.args(name);
-    command.args(["--test-threads=1", "--nocapture"]);
-    run_whole(&mut command)
-}
-
-/// Runs a test and returns an error if any of its parts were skipped. The test harness would report
-/// this as success.
-pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
-    // Discard skips that were left by an earlier process with the same ID.
-    let _ = noted();
-    let result = sh::run(command.env(skip::LOG, skip_log()));
-    let skips = noted();
-    result?;
-    if skips.is_empty() {
-        return Ok(());
-    }
-    let lines = skips
-        .iter()
-        .map(|skip| format!("\n{}: {}", skip.name, skip.why));
-    Err(format!("system calls not tested:{}", lines.collect::<String>()).into())
-}
-
-/// Returns a Cargo command to run a test with the `release` profile; the caller can add arguments
-/// for the test. We build all programs first because Cargo doesn't build programs from other
-/// packages for a test, so any existing programs may be out of date.
-pub(crate) fn release_test(test: &str) -> Result<Command, Failure> {
-    daemon::build()?;
-    let args = ["test", "--profile", RELEASE, "--workspace", "--test"];
-    let mut command = sh::cargo(args);
-    command.env(ARE_BUILT, "1").args([test, "--"]);
-    Ok(command)
 }

@@ -15,7 +15,7 @@ use riser_testkit::programs::ARE_BUILT;
 use serde_json::Value;
 
 use crate::daemon::{self, RELEASE};
-use crate::tally::{Counts, skip_log};
+use crate::tally::{Counts, noted, skip_log};
 use crate::{Failure, sh, skip};
 
 /// Prefix to start a program in a new network namespace with just a loopback interface.
@@ -118,21 +118,61 @@ impl Results {
 
 /// Runs `cargo test` with the given arguments.
 pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
-    let mut command = sh::cargo(["test", "--no-fail-fast"]);
-    command
-        .args(args)
-        .env(skip::LOG, skip_log())
-        .envs(env.iter().copied());
-    Results::of(sh::output(&mut command))
+    let mut command = testing(args);
+    Results::of(sh::output(command.envs(env.iter().copied())))
 }
 
-/// Builds the programs, and runs tests with the `release` profile. The arguments select the tests.
-pub(crate) fn release_test(args: &[&str], env: &[(&str, &str)]) -> Results {
-    if let Err(e) = daemon::build() {
-        return Results::of(Err(e));
+fn testing(args: &[&str]) -> Command {
+    let mut command = sh::cargo(["test", "--no-fail-fast"]);
+    command.args(args).env(skip::LOG, skip_log());
+    command
+}
+
+/// Builds the programs, and returns a command for tests with the `release` profile. The arguments
+/// select the tests. We have to build the programs first, because Cargo doesn't build programs of
+/// other packages for a test, so any existing programs may be out of date.
+pub(crate) fn release_test(args: &[&str]) -> Result<Command, Failure> {
+    daemon::build()?;
+    let mut command = testing(&[&RELEASE_TESTS, args].concat());
+    command.env(ARE_BUILT, "1");
+    Ok(command)
+}
+
+/// Runs tests with the `release` profile and returns their results.
+pub(crate) fn run_release(args: &[&str], env: &[(&str, &str)]) -> Results {
+    let command = release_test(args);
+    Results::of(command.and_then(|mut command| sh::output(command.envs(env.iter().copied()))))
+}
+
+/// Runs a test with the `release` profile, using the given variables to increase its size. The
+/// test functions run sequentially, so that each can use the whole machine.
+pub(crate) fn run_long(
+    test: &str,
+    numbers: &[(&str, u64)],
+    name: Option<&str>,
+) -> Result<(), Failure> {
+    let mut command = release_test(&["--test", test, "--"])?;
+    command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
+    command.args(name);
+    command.args(["--test-threads=1", "--nocapture"]);
+    run_whole(&mut command)
+}
+
+/// Runs a test and returns an error if any of its parts were skipped. The test harness would report
+/// this as success.
+pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
+    // Discard skips that were left by an earlier process with the same ID.
+    let _ = noted();
+    let result = sh::run(command);
+    let skips = noted();
+    result?;
+    if skips.is_empty() {
+        return Ok(());
     }
-    let env = [env, &[(ARE_BUILT, "1")]].concat();
-    cargo_test(&[&RELEASE_TESTS, args].concat(), &env)
+    let lines = skips
+        .iter()
+        .map(|skip| format!("\n{}: {}", skip.name, skip.why));
+    Err(format!("system calls not tested:{}", lines.collect::<String>()).into())
 }
 
 /// Returns a Cargo command to build tests with the `release` profile, including any programs in

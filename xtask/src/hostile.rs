@@ -1,8 +1,9 @@
 //! `cargo xtask hostile`: sends almost valid messages of every protocol to a busy daemon
 //! (`tests/tests/adversary/hostile.rs`) and checks how this affects the latency of its other work.
 
+use crate::harnesses::{release_test, run_whole};
 use crate::packages::{Need, ensure, need};
-use crate::{Failure, crash, sh};
+use crate::{Failure, sh};
 
 const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 
@@ -34,7 +35,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {
         return Err("creating network namespaces requires root".into());
     }
-    let mut command = crash::release_test("adversary")?;
+    let mut command = release_test(&["--test", "adversary", "--"])?;
     command.args(["--ignored", "--nocapture"]);
     command.arg("almost_valid_messages_spare_other_sessions");
     command.env("RISER_HOSTILE_MESSAGES", options.messages.to_string());
@@ -44,5 +45,5 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if let Some(protocol) = &options.protocol {
         command.env("RISER_HOSTILE_PROTOCOL", protocol);
     }
-    crash::run_whole(&mut command)
+    run_whole(&mut command)
 }

@@ -1,7 +1,8 @@
 //! `cargo xtask linear`: a longer run of `tests/tests/linear`, using the `release` profile.
 
+use crate::harnesses::run_long;
 use crate::packages::{Need, ensure, need};
-use crate::{Failure, crash, sh};
+use crate::{Failure, sh};
 
 const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 
@@ -26,5 +27,5 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_LINEAR_OPERATIONS", options.operations),
         ("RISER_LINEAR_SEED", options.seed),
     ];
-    crash::long("linear", &numbers, None)
+    run_long("linear", &numbers, None)
 }

@@ -1,6 +1,7 @@
 //! `cargo xtask soak`: a longer run of `tests/tests/soak`, using the `release` profile.
 
-use crate::{Failure, crash, sh};
+use crate::harnesses::run_long;
+use crate::{Failure, sh};
 
 /// Options of `cargo xtask soak`.
 #[derive(clap::Args)]
@@ -27,5 +28,5 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         ("RISER_SOAK_SESSIONS", options.sessions),
         ("RISER_SOAK_SEED", options.seed),
     ];
-    crash::long("soak", &numbers, None)
+    run_long("soak", &numbers, None)
 }

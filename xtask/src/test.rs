@@ -4,7 +4,7 @@
 //! which use other builds, large sizes or foreign peers, run with `--full`.
 
 use crate::daemon::RELEASE;
-use crate::harnesses::{self, Results, SIMULATOR, cargo_test, release_test};
+use crate::harnesses::{self, Results, SIMULATOR, cargo_test, run_release};
 use crate::packages::{Need, need};
 use crate::steps::{
     self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, Suite, TIDY, check, step,
@@ -158,7 +158,7 @@ const STEPS: &[Step] = &[
     }),
     full("simulation of a million messages", |_| again(&MILLION)),
     full("tests of the simulator", |_| {
-        functions(release_test(&SIMULATOR, &[]))
+        functions(run_release(&SIMULATOR, &[]))
     }),
     full("a thousand seeds of the simulator", |_| {
         Outcome::of(sim::thousand())
@@ -222,7 +222,7 @@ fn functions(results: Results) -> Outcome {
 /// is skipped if any function is skipped.
 fn again(long: &Long) -> Outcome {
     let args = [&["--test", long.test, "--"], long.args].concat();
-    let run = release_test(&args, &[long.size]);
+    let run = run_release(&args, &[long.size]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
         (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),

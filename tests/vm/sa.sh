@@ -1,6 +1,6 @@
 # Functions for an InfiniBand port on Linux that requests paths, and for the services that respond.
 
-# Creates two hosts: v0 has the ib_rxe port (xtask/src/interop/modules.rs) with GID fd99::1, and
+# Creates two hosts: v0 has the ib_rxe port (xtask/cases/modules.toml) with GID fd99::1, and
 # namespace `peer` has the addresses fd99::2 and fd99::200:0:0:2, which is used by the
 # administrator. Namespace `local` is for programs on the kernel's host with their own InfiniBand
 # device.

@@ -5,8 +5,9 @@
 //! peer, root or a network namespace.
 
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, Suite, TIDY, check, step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Run, Selection, Step, Suite, TIDY, check, step,
 };
+use crate::tally::Outcome;
 use crate::{Failure, sh};
 
 const STEPS: &[Step] = &[

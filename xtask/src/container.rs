@@ -2,8 +2,9 @@
 
 use std::fs;
 
-use crate::packages::{ensure, install, need};
+use crate::packages::{ensure, install, needs};
 use crate::sh::{self, cmd};
+use crate::tally::Outcome;
 use crate::{Failure, root};
 
 /// Supported container engines, which all use the same arguments. The preferred engine is first.
@@ -24,30 +25,16 @@ const TRIED: [&[&str]; 7] = [
     &["riser", "run", "--", "true"],
 ];
 
-/// Result of this step.
-pub(crate) enum Ended {
-    /// The image was built and its programs start.
-    Tried(String),
-    /// There is no working engine or no base image.
-    Unavailable(String),
-}
-
 /// Builds the image. Returns an error if it can't be tested here.
 pub(crate) fn run() -> Result<(), Failure> {
-    match build_and_try()? {
-        Ended::Tried(said) => {
-            println!("{said}");
-            Ok(())
-        }
-        Ended::Unavailable(why) => Err(why.into()),
-    }
+    build_and_try()?.into_result()
 }
 
 /// Builds the image, if this machine supports it, and starts its programs.
-pub(crate) fn build_and_try() -> Result<Ended, Failure> {
+pub(crate) fn build_and_try() -> Result<Outcome, Failure> {
     let Some(engine) = engine() else {
         let why = format!("no usable container engine: tried {}", ENGINES.join(", "));
-        return Ok(Ended::Unavailable(why));
+        return Ok(Outcome::skipped(why));
     };
     let file = root().join("deploy/container/Containerfile");
     let bases = bases(&fs::read_to_string(&file)?);
@@ -63,7 +50,7 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
             let e = e.to_string();
             let last = e.lines().last().unwrap_or_default();
             let why = format!("{engine} cannot pull the base image {base}: {last}");
-            return Ok(Ended::Unavailable(why));
+            return Ok(Outcome::skipped(why));
         }
     }
     let try_it = ["run", "--rm", "--network", "none"];
@@ -73,17 +60,16 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
             let e = e.to_string();
             let last = e.lines().last().unwrap_or_default();
             let why = format!("{engine} cannot run a container: {last}");
-            return Ok(Ended::Unavailable(why));
+            return Ok(Outcome::skipped(why));
         }
     }
     let mut build = cmd(engine, ["build", "--tag", IMAGE, "--file"]);
     sh::run(build.arg(&file).arg(root()))?;
-    let mut said = Vec::new();
     for command in TRIED {
         let mut run = cmd(engine, try_it);
-        said.push(sh::output(run.arg(IMAGE).args(command))?.trim().to_owned());
+        println!("{}", sh::output(run.arg(IMAGE).args(command))?.trim());
     }
-    Ok(Ended::Tried(said.join("\n")))
+    Ok(Ok(()).into())
 }
 
 /// Returns a working engine. If no engine works, we try to install the first one.
@@ -91,8 +77,7 @@ fn engine() -> Option<&'static str> {
     let works = |engine: &&str| sh::output(&mut cmd(*engine, ["info"])).is_ok();
     let found = || ENGINES.into_iter().find(works);
     found().or_else(|| {
-        let first = need("podman", "podman", "the container's image");
-        if ensure([&first]).is_empty() {
+        if ensure(needs("container")).is_empty() {
             // Required to run a container, but only recommended by the package.
             let more = ["crun", "netavark", "aardvark-dns"];
             install(&more.map(|package| (package, "running a container".to_owned())));

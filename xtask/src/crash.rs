@@ -1,15 +1,8 @@
 //! `cargo xtask crash`: a longer run of `tests/tests/crash`, using the `release` profile.
 
 use crate::harnesses::run_long;
-use crate::packages::{Need, ensure, need};
-use crate::{Failure, interop};
-
-/// Used to kill the daemon before a given system call.
-const NEEDS: &[Need] = &[need(
-    "strace",
-    "strace",
-    "killing riserd before each system call on its state",
-)];
+use crate::packages::{ensure, needs};
+use crate::{Failure, interop, parse_options};
 
 /// Options of `cargo xtask crash`.
 #[derive(clap::Args)]
@@ -48,7 +41,7 @@ const WHOLE: u64 = 2;
 
 /// Runs the tests sequentially, so that every test can use the whole machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    ensure(NEEDS);
+    ensure(needs("crash"));
     let numbers = [
         ("RISER_CRASH_ROUNDS", options.rounds.div_ceil(COMBINATIONS)),
         ("RISER_CRASH_SEED", options.seed),
@@ -63,7 +56,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     run_long("crash", &numbers, options.name.as_deref())?;
     match options.name {
         None if options.kernel_rounds > 0 => {
-            interop::run(&interop::Options::for_kills(options.kernel_rounds))
+            let rounds = options.kernel_rounds.to_string();
+            interop::run(&parse_options(&["crash", "--rounds", &rounds]))
         }
         _ => Ok(()),
     }

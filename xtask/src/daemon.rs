@@ -144,17 +144,13 @@ impl Daemon {
     /// Sends SIGTERM and waits until the daemon has exited.
     pub(crate) fn stop(mut self) -> Result<(), Failure> {
         terminate(self.child.id());
-        let asked = Instant::now();
-        while asked.elapsed() < PATIENCE {
-            match self.child.try_wait()? {
-                Some(status) if status.success() => return Ok(()),
-                Some(status) => {
-                    return Err(format!("riserd exited with {status}:\n{}", self.tail()).into());
-                }
-                None => std::thread::sleep(Duration::from_millis(20)),
+        match sh::wait_for_exit(&mut self.child, PATIENCE)? {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => Err(format!("riserd exited with {status}:\n{}", self.tail()).into()),
+            None => {
+                Err(format!("riserd did not stop within {PATIENCE:?}:\n{}", self.tail()).into())
             }
         }
-        Err(format!("riserd did not stop within {PATIENCE:?}:\n{}", self.tail()).into())
     }
 
     fn tail(&self) -> String {

@@ -10,15 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::daemon::{self, Daemon, TARGET, URL};
-use crate::packages::{Need, ensure, need};
+use crate::packages::{ensure, needs};
 use crate::{Failure, sh, tree};
-
-pub(crate) const NEEDS: &[Need] = &[
-    need("mkfs.ext4", "e2fsprogs", "the file system"),
-    need("e2fsck", "e2fsprogs", "checking the file system"),
-    need("fusermount3", "fuse3", "attaching without root"),
-    need("losetup", "mount", "mounting the attached LUN"),
-];
 
 /// Options of `cargo xtask demo`.
 #[derive(clap::Args)]
@@ -31,22 +24,12 @@ pub(crate) struct Options {
     bench_seconds: u32,
 }
 
-impl Options {
-    /// Options for the test command, which uses the defaults.
-    pub(crate) fn for_test() -> Self {
-        Self {
-            tree_mb: 200,
-            bench_seconds: 5,
-        }
-    }
-}
-
 /// Faults of the lossy link, as a percentage of packets in both directions.
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
 /// Runs the demo and prints the results as a table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let missing = ensure(NEEDS);
+    let missing = ensure(needs("demo"));
     if let Some(n) = missing.first() {
         return Err(format!("the demo requires {} ({})", n.program, n.package).into());
     }

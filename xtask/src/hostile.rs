@@ -2,10 +2,8 @@
 //! (`tests/tests/adversary/hostile.rs`) and checks how this affects the latency of its other work.
 
 use crate::harnesses::{release_test, run_whole};
-use crate::packages::{Need, ensure, need};
+use crate::packages::{ensure, needs};
 use crate::{Failure, sh};
-
-const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 
 /// Options of `cargo xtask hostile`.
 #[derive(clap::Args)]
@@ -31,7 +29,7 @@ pub(crate) struct Options {
 /// latency to more than twice the value seen when we send the same messages to another daemon on
 /// this machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    ensure(NEEDS);
+    ensure(needs("networks"));
     if !sh::is_root() {
         return Err("creating network namespaces requires root".into());
     }

@@ -17,17 +17,6 @@ pub(crate) struct Options {
     name: String,
 }
 
-impl Options {
-    /// Options for the test command, using a number of runs that only takes seconds.
-    pub(crate) fn for_test() -> Self {
-        Self {
-            runs: 500,
-            seed: 1,
-            name: "interleavings".to_owned(),
-        }
-    }
-}
-
 /// Runs all interleaving tests, which are found by their common name.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let args = "test --lib --features riser-sync/shuttle -p riser-reactor -p riser-scsi -p riser-target --";

@@ -1,10 +1,8 @@
 //! `cargo xtask linear`: a longer run of `tests/tests/linear`, using the `release` profile.
 
 use crate::harnesses::run_long;
-use crate::packages::{Need, ensure, need};
+use crate::packages::{ensure, needs};
 use crate::{Failure, sh};
-
-const NEEDS: &[Need] = &[need("ip", "iproute2", "network namespaces")];
 
 /// Options of `cargo xtask linear`.
 #[derive(clap::Args)]
@@ -19,7 +17,7 @@ pub(crate) struct Options {
 
 /// Runs this test as root, because we need to create networks.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    ensure(NEEDS);
+    ensure(needs("networks"));
     if !sh::is_root() {
         return Err("creating network namespaces requires root".into());
     }

@@ -8,7 +8,9 @@ use std::fs;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
+
+use serde::Deserialize;
 
 use crate::{Failure, sh};
 
@@ -36,48 +38,46 @@ impl Options {
 }
 
 /// A required program, the package that provides it, and its purpose.
+#[derive(Debug, Deserialize)]
 pub(crate) struct Need {
     /// Name of the program, or the path of a file.
-    pub(crate) program: &'static str,
+    pub(crate) program: String,
     /// Debian package that contains the program.
-    pub(crate) package: &'static str,
+    pub(crate) package: String,
     /// Work that is skipped if the program is missing.
-    pub(crate) purpose: &'static str,
+    pub(crate) purpose: String,
 }
 
-/// Creates a need; used to keep tables short.
-pub(crate) const fn need(
-    program: &'static str,
-    package: &'static str,
-    purpose: &'static str,
-) -> Need {
-    Need {
-        program,
-        package,
-        purpose,
-    }
+static NEEDS: LazyLock<BTreeMap<String, Vec<Need>>> = LazyLock::new(|| {
+    let needs = toml::from_str(include_str!("../cases/packages.toml"));
+    needs.unwrap_or_else(|e| panic!("packages.toml: {e}"))
+});
+
+/// Returns the needs with these names in `packages.toml`, which are separated by spaces.
+pub(crate) fn needs(names: &str) -> impl Iterator<Item = &'static Need> {
+    names.split_whitespace().flat_map(|name| &NEEDS[name])
 }
 
 /// Installs any missing packages, if allowed, and returns the needs that are still missing.
-pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
-    let needs: Vec<&Need> = needs.into_iter().collect();
-    let mut lacking = missing(needs.iter().copied());
+pub(crate) fn ensure(needs: impl IntoIterator<Item = &'static Need>) -> Vec<&'static Need> {
+    let needs: Vec<_> = needs.into_iter().collect();
     // Installing a package may downgrade another package and so remove programs provided by the
     // newer version, so we check again.
     for _ in 0..2 {
-        let mut packages = BTreeMap::<_, Vec<_>>::new();
+        let lacking = missing(needs.iter().copied());
+        let mut packages = BTreeMap::<&str, Vec<&str>>::new();
         for need in &lacking {
-            let purposes = packages.entry(need.package).or_default();
-            if !purposes.contains(&need.purpose) {
-                purposes.push(need.purpose);
+            let purposes = packages.entry(&need.package).or_default();
+            if !purposes.contains(&need.purpose.as_str()) {
+                purposes.push(&need.purpose);
             }
         }
         let packages = packages
             .iter()
             .map(|(p, purposes)| (*p, purposes.join(", ")));
         install(&packages.collect::<Vec<_>>());
-        lacking = missing(needs.iter().copied());
     }
+    let lacking = missing(needs);
     for n in &lacking {
         println!(
             "missing: {} (Debian package {}): {}",
@@ -88,12 +88,9 @@ pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a N
 }
 
 /// Returns the needs that are currently missing.
-pub(crate) fn missing<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
+pub(crate) fn missing(needs: impl IntoIterator<Item = &'static Need>) -> Vec<&'static Need> {
+    let is_missing = |need: &&Need| sh::which(&need.program).is_none();
     needs.into_iter().filter(is_missing).collect()
-}
-
-fn is_missing(need: &&Need) -> bool {
-    sh::which(need.program).is_none()
 }
 
 /// Installs packages, listed with their purpose, if allowed. A package can be a name,

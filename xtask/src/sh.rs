@@ -1,8 +1,10 @@
 //! Runs other programs.
 
 use std::ffi::OsStr;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use crate::Failure;
 
@@ -95,6 +97,21 @@ pub(crate) fn ending_with_us(command: Command, signal: &str) -> Command {
     match which("setpriv") {
         Some(setpriv) => behind(cmd(setpriv, ["--pdeathsig", signal, "--"]), &command),
         None => command,
+    }
+}
+
+/// Waits until a process exits. Returns `None` if it's still running after this time.
+pub(crate) fn wait_for_exit(
+    child: &mut Child,
+    patience: Duration,
+) -> io::Result<Option<ExitStatus>> {
+    let began = Instant::now();
+    loop {
+        let status = child.try_wait()?;
+        if status.is_some() || began.elapsed() >= patience {
+            return Ok(status);
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

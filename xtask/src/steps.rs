@@ -6,33 +6,10 @@ use std::fs;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::packages::{Need, ensure, have_program, missing};
-use crate::tally::{Kind, Skip, Tally, noted, skip_log};
+use crate::cases::select;
+use crate::packages::{Need, ensure, have_program, missing, needs};
+use crate::tally::{Kind, Outcome, Skip, Tally, noted, skip_log};
 use crate::{Failure, sh, tidy};
-
-/// Result of a step.
-pub(crate) enum Outcome {
-    /// The step has run. Contains its counts, and an error message if it failed.
-    Ran(Tally, Option<String>),
-    /// The step could not run. Contains the skipped things, if the step has more than one check,
-    /// and the reason.
-    Skipped(Vec<(Kind, String)>, String),
-}
-
-impl Outcome {
-    /// Creates the outcome of a single check from its result.
-    pub(crate) fn of(result: Result<(), Failure>) -> Self {
-        Self::Ran(
-            Tally::check(result.is_ok()),
-            result.err().map(|e| e.to_string()),
-        )
-    }
-
-    /// Creates the outcome of a check that could not run.
-    pub(crate) fn skipped(why: String) -> Self {
-        Self::Skipped(Vec::new(), why)
-    }
-}
 
 /// Selects the steps of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,10 +42,10 @@ impl Suite {
 pub(crate) struct Step {
     pub(crate) name: &'static str,
     suite: Suite,
-    /// Programs to use if available.
-    needs: &'static [&'static [Need]],
+    /// Programs to use if available, by their names in `packages.toml`.
+    needs: &'static str,
     /// Programs that must be available; otherwise the step is skipped.
-    required: &'static [Need],
+    required: &'static str,
     /// Crate program that must be available; otherwise the step is skipped.
     of_crate: Option<&'static str>,
     run: fn(&Run) -> Outcome,
@@ -86,8 +63,8 @@ pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
     Step {
         name,
         suite: Suite::Everyday,
-        needs: &[],
-        required: &[],
+        needs: "",
+        required: "",
         of_crate: None,
         run,
     }
@@ -101,12 +78,12 @@ impl Step {
 
     /// Sets the programs used by this step. If a program is missing, the step skips just the tests
     /// that need it.
-    pub(crate) const fn needing(self, needs: &'static [&'static [Need]]) -> Self {
+    pub(crate) const fn needing(self, needs: &'static str) -> Self {
         Self { needs, ..self }
     }
 
     /// Sets the programs that must be available to run this step.
-    pub(crate) const fn requiring(self, required: &'static [Need]) -> Self {
+    pub(crate) const fn requiring(self, required: &'static str) -> Self {
         Self { required, ..self }
     }
 
@@ -118,31 +95,35 @@ impl Step {
         }
     }
 
-    fn all_needs(&self) -> impl Iterator<Item = &'static Need> {
-        self.needs.iter().copied().flatten().chain(self.required)
+    pub(crate) fn all_needs(&self) -> impl Iterator<Item = &'static Need> {
+        needs(self.needs).chain(needs(self.required))
     }
 
     /// Returns the reason why this step can't run here, if any. We check this before the step
     /// builds anything, but after missing packages were installed.
     fn obstacle(&self) -> Option<String> {
-        let missing = missing(self.required);
-        if !missing.is_empty() {
-            let programs = missing.iter().map(|need| need.program);
-            let programs = programs.collect::<Vec<_>>().join(", ");
-            return Some(format!("missing: {programs}"));
+        let programs = missing_programs(needs(self.required));
+        if programs.is_some() {
+            return programs;
         }
         let lacking = |name| have_program(name).err().map(|e| e.to_string());
         self.of_crate.and_then(lacking)
     }
 }
 
+/// Returns a message with the missing programs, if any.
+fn missing_programs(needs: impl Iterator<Item = &'static Need>) -> Option<String> {
+    let missing = missing(needs);
+    let programs: Vec<_> = missing.iter().map(|need| need.program.as_str()).collect();
+    (!programs.is_empty()).then(|| format!("missing: {}", programs.join(", ")))
+}
+
 pub(crate) const FMT: Step = step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"])));
 pub(crate) const CLIPPY: Step = step("clippy", |_| check(clippy()));
 pub(crate) const DOC: Step = step("doc", |_| check(doc()));
-pub(crate) const TIDY: Step = step("tidy", |_| Outcome::of(tidy::check()));
-pub(crate) const DEPENDENCIES: Step = step("unused dependencies", |_| {
-    Outcome::of(tidy::check_dependencies())
-});
+pub(crate) const TIDY: Step = step("tidy", |_| tidy::check().into());
+pub(crate) const DEPENDENCIES: Step =
+    step("unused dependencies", |_| tidy::check_dependencies().into());
 
 pub(crate) fn clippy() -> Command {
     let args = "clippy -q --workspace --all-targets -- -D warnings";
@@ -163,13 +144,6 @@ pub(crate) struct Selection {
     /// List the steps.
     #[arg(long)]
     list: bool,
-}
-
-impl Selection {
-    /// Returns true if the user did not select specific steps.
-    fn is_whole(&self) -> bool {
-        self.only.is_empty()
-    }
 }
 
 /// Runs the steps and returns an error if any step failed.
@@ -237,25 +211,16 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     }
 }
 
-/// Returns the steps to run. A word that doesn't match any step must be an error; otherwise such a
-/// run would succeed without running anything.
+/// Returns the steps to run. A step selected by name always runs.
 fn chosen<'a>(
     steps: &'a [Step],
     selection: &Selection,
     run: &Run,
 ) -> Result<Vec<&'a Step>, Failure> {
-    let only = &selection.only;
-    for word in only {
-        if !steps.iter().any(|step| step.name.contains(word)) {
-            return Err(format!("unknown step \"{word}\"; --list shows all steps").into());
-        }
-    }
-    let is_wanted = |step: &&Step| {
-        let named = only.iter().any(|word| step.name.contains(word));
-        // A step selected by name will always run.
-        named || (selection.is_whole() && run.suite.includes(step.suite))
-    };
-    Ok(steps.iter().filter(is_wanted).collect())
+    let is_named = |step: &&Step, word: &str| step.name.contains(word);
+    let mut chosen = select(steps, &selection.only, "step", is_named)?;
+    chosen.retain(|step| !selection.only.is_empty() || run.suite.includes(step.suite));
+    Ok(chosen)
 }
 
 /// Creates the counts of a step that could not run: everything in it is counted as skipped.
@@ -287,13 +252,12 @@ fn failure(name: &str, why: &str) -> String {
 
 /// Runs a program as a single check.
 pub(crate) fn check(mut command: Command) -> Outcome {
-    Outcome::of(sh::output(&mut command).map(drop))
+    sh::output(&mut command).map(drop).into()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packages::need;
     use crate::{conformance, interop};
 
     /// A step that makes the test fail if it's ever run.
@@ -349,23 +313,27 @@ mod tests {
 
     #[test]
     fn step_without_program_is_skipped() {
-        const LACKING: &[Need] = &[
-            need("sh", "dash", "nothing"),
-            need("no-such-program", "no-such-package", "nothing"),
-        ];
-        const HERE: &[Need] = &[need("sh", "dash", "nothing")];
-        let why = NEVER.requiring(LACKING).obstacle();
+        let missing = |programs: &[&str]| {
+            let need = |program: &&str| -> &'static Need {
+                Box::leak(Box::new(Need {
+                    program: (*program).to_owned(),
+                    package: "no-such-package".to_owned(),
+                    purpose: "nothing".to_owned(),
+                }))
+            };
+            missing_programs(programs.iter().map(need))
+        };
+        let why = missing(&["sh", "no-such-program"]);
         assert_eq!(why.as_deref(), Some("missing: no-such-program"));
-        assert_eq!(NEVER.requiring(HERE).obstacle(), None);
-        assert_eq!(NEVER.needing(&[LACKING]).obstacle(), None);
+        assert_eq!(missing(&["sh"]), None);
     }
 
     #[test]
     fn skipped_step_skips_its_checks() {
-        let cases = interop::names(&interop::Options::for_test(true)).unwrap();
+        let cases = interop::case::load(&[], false).unwrap();
         assert!(cases.len() > 50, "{}", cases.len());
         let number = cases.len() as u64;
-        let cases = cases.into_iter().map(|name| (Kind::Case, name)).collect();
+        let cases = cases.iter().map(|case| (Kind::Case, case.path())).collect();
         let tally = without("interop", cases, "no kernel");
         assert_eq!(tally.skipped(Kind::Case), number);
         assert_eq!(tally.skipped(Kind::Check), 0);

@@ -10,7 +10,7 @@ use std::fs;
 use std::ops::AddAssign;
 use std::path::PathBuf;
 
-use crate::skip;
+use crate::{Failure, skip};
 
 /// Kinds of tests that we count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -205,6 +205,49 @@ impl Tally {
             format!("skipped  {title}: {} ({why})", names.join(", "))
         };
         reasons.into_iter().map(line).collect()
+    }
+}
+
+/// Result of a step of `cargo xtask test`, or of a command with several tests.
+pub(crate) enum Outcome {
+    /// The tests have run. Contains their counts, and an error message if any failed.
+    Ran(Tally, Option<String>),
+    /// The tests can't run here. Contains the skipped tests, if there is more than one check, and
+    /// the reason.
+    Skipped(Vec<(Kind, String)>, String),
+}
+
+impl Outcome {
+    /// Creates the outcome of a single check that failed.
+    pub(crate) fn failed(why: impl Into<Failure>) -> Self {
+        Err::<(), _>(why.into()).into()
+    }
+
+    /// Creates the outcome of a check that can't run here.
+    pub(crate) fn skipped(why: impl Into<String>) -> Self {
+        Self::Skipped(Vec::new(), why.into())
+    }
+
+    /// Converts the outcome to the result of a command, for which a skip is a failure.
+    pub(crate) fn into_result(self) -> Result<(), Failure> {
+        match self {
+            Self::Ran(_, None) => Ok(()),
+            Self::Ran(_, Some(why)) | Self::Skipped(_, why) => Err(why.into()),
+        }
+    }
+}
+
+/// Creates the outcome of a single check from its result.
+impl From<Result<(), Failure>> for Outcome {
+    fn from(result: Result<(), Failure>) -> Self {
+        let why = result.err().map(|e| e.to_string());
+        Self::Ran(Tally::check(why.is_none()), why)
+    }
+}
+
+impl From<Result<Self, Failure>> for Outcome {
+    fn from(result: Result<Self, Failure>) -> Self {
+        result.unwrap_or_else(Self::failed)
     }
 }
 

@@ -5,63 +5,14 @@
 
 use crate::daemon::RELEASE;
 use crate::harnesses::{self, Results, SIMULATOR, cargo_test, run_release};
-use crate::packages::{Need, need};
 use crate::steps::{
-    self, CLIPPY, DEPENDENCIES, DOC, FMT, Outcome, Run, Selection, Step, Suite, TIDY, check, step,
+    self, CLIPPY, DEPENDENCIES, DOC, FMT, Run, Selection, Step, Suite, TIDY, check, step,
 };
-use crate::tally::{Counts, Kind, Tally, note, noted};
+use crate::tally::{Counts, Kind, Outcome, Tally, note, noted};
 use crate::{
-    Failure, conformance, container, demo, instructions, interleavings, interop, package, sh, sim,
-    verbs,
+    Failure, conformance, container, demo, instructions, interleavings, interop, package,
+    parse_options, sh, sim, verbs,
 };
-
-/// Programs used by the tests, in addition to the Rust toolchain.
-const NEEDS: &[Need] = &[
-    need(
-        "tshark",
-        "tshark",
-        "checking captures with Wireshark's dissectors",
-    ),
-    need(
-        "qemu-img",
-        "qemu-utils",
-        "checking the NBD export with qemu-img and qemu-io",
-    ),
-    need(
-        "nbdcopy",
-        "libnbd-bin",
-        "checking the NBD export with nbdcopy and nbdinfo",
-    ),
-    need("fio", "fio", "fio with its nbd engine"),
-    need(
-        "strace",
-        "strace",
-        "killing riserd before each system call on its state",
-    ),
-    need("tgtd", "tgt", "the iSCSI initiator against another target"),
-    need("fusermount3", "fuse3", "FUSE exports without root"),
-    need("mkfs.ext4", "e2fsprogs", "file systems on attached LUNs"),
-    need("losetup", "mount", "loop devices over FUSE exports"),
-    need("ip", "iproute2", "network namespaces"),
-    need("wg", "wireguard-tools", "a target behind WireGuard"),
-    // Used if the kernel doesn't support WireGuard.
-    need("wireguard-go", "wireguard-go", "a target behind WireGuard"),
-    need(
-        "promtool",
-        "prometheus",
-        "metrics and alert rules in Prometheus",
-    ),
-    need("prometheus", "prometheus", "the dashboard in Prometheus"),
-    need("chromium", "chromium", "the status page in a browser"),
-    need("targetcli", "targetcli-fb", "targetcli on LIO's tree"),
-    need("dbus-run-session", "dbus-daemon", "targetcli on LIO's tree"),
-    // We check for a file here because this package has no program.
-    need(
-        "/usr/lib/python3/dist-packages/rtslib_fb/__init__.py",
-        "python3-rtslib-fb",
-        "rtslib on LIO's tree",
-    ),
-];
 
 /// Benchmarks of parsers, a connection and the planner. There is a separate step to count
 /// instructions.
@@ -147,21 +98,22 @@ const STEPS: &[Step] = &[
     FMT,
     TIDY,
     DEPENDENCIES,
-    step("tests", |run| functions(harnesses::run_all(run.lanes))).needing(&[NEEDS]),
+    step("tests", |run| functions(harnesses::run_all(run.lanes))).needing("test"),
     CLIPPY.suite(Suite::Full),
     DOC.suite(Suite::Full),
-    full("book", |_| Outcome::of(book())).requiring_crate("mdbook"),
+    full("book", |_| book().into()).requiring_crate("mdbook"),
     full("benchmarks, once each", |_| benchmarks()),
     full("deny", |_| deny()).requiring_crate("cargo-deny"),
     full("interleavings of threads", |_| {
-        Outcome::of(interleavings::run(&interleavings::Options::for_test()))
+        // With this number of runs, it only takes seconds.
+        interleavings::run(&parse_options(&["--runs=500"])).into()
     }),
     full("simulation of a million messages", |_| again(&MILLION)),
     full("tests of the simulator", |_| {
         functions(run_release(&SIMULATOR, &[]))
     }),
     full("a thousand seeds of the simulator", |_| {
-        Outcome::of(sim::thousand())
+        sim::thousand().into()
     }),
     full("sessions and connection cycles", |_| again(&CYCLES)),
     full("configuration changes during I/O", |_| again(&CHANGES)),
@@ -171,32 +123,39 @@ const STEPS: &[Step] = &[
         let args: Vec<_> = args.split(' ').collect();
         functions(cargo_test(&args, &[("RISER_ADVERSARY_SECONDS", "12")]))
     }),
-    full("demo", |_| {
-        Outcome::of(demo::run(&demo::Options::for_test()))
-    })
-    .requiring(demo::NEEDS),
+    full("demo", |_| demo::run(&parse_options(&[])).into()).requiring("demo"),
     // Uses the programs built by the demo.
-    full("instructions of reads and writes", |_| instructions_step())
-        .requiring(instructions::NEEDS),
-    full("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
+    full("instructions of reads and writes", |_| {
+        instructions::compare_all().into()
+    })
+    .requiring("instructions"),
+    full("iSCSI conformance", |_| {
+        conformance::run_all(&parse_options(&["--no-peer"])).into()
+    })
+    .needing(conformance::NEEDS),
     full("RDMA programs on our libraries", |_| {
-        match verbs::run_all(&verbs::Options::for_test()) {
-            Ok((tally, failure)) => Outcome::Ran(tally, failure),
-            Err(e) => Outcome::of(Err(e)),
-        }
+        verbs::run_all(&parse_options(&[])).into()
     })
     .needing(verbs::NEEDS),
-    full("interop with the kernel", interop_step).needing(&[interop::NEEDS, interop::NEEDS_HERE]),
+    full("interop with the kernel", |run| {
+        let cases: &[_] = if run.suite == Suite::All {
+            &[]
+        } else {
+            &["--short"]
+        };
+        interop::run_cases(&parse_options(cases)).into()
+    })
+    .needing("interop interop-here"),
     extra("package", |_| package_step())
-        .requiring(package::NEEDS)
+        .requiring("package")
         .requiring_crate(package::SUBCOMMAND),
     extra("sessions that come and go", |_| again(&SOAK)),
     extra("sequences of RDMA calls", |_| again(&SEQUENCES)),
-    extra("container", |_| container_step()),
+    extra("container", |_| container::build_and_try().into()),
     extra("instructions of counting", |_| {
-        Outcome::of(instructions::counting())
+        instructions::counting().into()
     })
-    .requiring(instructions::NEEDS),
+    .requiring("instructions"),
 ];
 
 /// Runs the steps and returns an error if any step failed.
@@ -225,8 +184,8 @@ fn again(long: &Long) -> Outcome {
     let run = run_release(&args, &[long.size]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
-        (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),
-        (failure, _) => Outcome::of(failure.map_or(Ok(()), |why| Err(why.into()))),
+        (None, None) if run.counts.passed == 0 => Outcome::failed("no function ran"),
+        (failure, _) => failure.map_or_else(|| Ok(()).into(), Outcome::failed),
     }
 }
 
@@ -261,12 +220,12 @@ fn deny() -> Outcome {
         sh::output(command.args(what))
     };
     if let Err(why) = deny(&["bans", "licenses", "sources"]) {
-        return Outcome::of(Err(why));
+        return Outcome::failed(why);
     }
     if sh::output(&mut sh::cargo(["deny", "-L", "error", "fetch", "db"])).is_err() {
         let why = "cannot fetch the advisory database";
         note(Kind::Check, "deny advisories", why);
-        return Outcome::of(Ok(()));
+        return Ok(()).into();
     }
     let mut both = Tally::check(true);
     let advisories = deny(&["advisories"]);
@@ -274,59 +233,26 @@ fn deny() -> Outcome {
     Outcome::Ran(both, advisories.err().map(|e| e.to_string()))
 }
 
-/// Compares the instruction count of reads and writes with the count that was accepted for this
-/// type of machine.
-fn instructions_step() -> Outcome {
-    match instructions::compare_all() {
-        Ok(instructions::Ended::Compared(result)) => Outcome::of(result),
-        Ok(instructions::Ended::Unavailable(why)) => Outcome::skipped(why),
-        Err(e) => Outcome::of(Err(e)),
-    }
-}
-
-/// Runs the whole libiscsi suite against our target only.
-fn conformance_step() -> Outcome {
-    match conformance::run_all(&conformance::Options::for_test()) {
-        Ok(conformance::Ended::Ran(tally, failure)) => Outcome::Ran(tally, failure),
-        Ok(conformance::Ended::Unavailable(why)) => Outcome::Skipped(conformance::parts(), why),
-        Err(e) => Outcome::of(Err(e)),
-    }
-}
-
-/// Runs the short cases, or all cases, if the rig is available.
-fn interop_step(run: &Run) -> Outcome {
-    match interop::run_cases(&interop::Options::for_test(run.suite == Suite::All)) {
-        Ok(interop::Ended::Ran(counts, failure)) => {
-            Outcome::Ran(Tally::of(Kind::Case, counts), failure)
-        }
-        Ok(interop::Ended::Unavailable(cases, why)) => {
-            let case = |name| (Kind::Case, name);
-            Outcome::Skipped(cases.into_iter().map(case).collect(), why)
-        }
-        Err(e) => Outcome::of(Err(e)),
-    }
-}
-
 /// Tests the package using the programs built for tests. A release build only adds link-time
 /// optimization, but this would take minutes.
 fn package_step() -> Outcome {
     if !sh::is_root() {
-        return Outcome::skipped(package::WANTS_ROOT.to_owned());
+        return Outcome::skipped(package::WANTS_ROOT);
     }
-    Outcome::of(package::build_and_install(RELEASE))
-}
-
-fn container_step() -> Outcome {
-    match container::build_and_try() {
-        Ok(container::Ended::Tried(_)) => Outcome::of(Ok(())),
-        Ok(container::Ended::Unavailable(why)) => Outcome::skipped(why),
-        Err(e) => Outcome::of(Err(e)),
-    }
+    package::build_and_install(RELEASE).into()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn steps_have_known_needs() {
+        for step in STEPS {
+            // This panics for an unknown name.
+            let _ = step.all_needs().count();
+        }
+    }
 
     #[test]
     fn step_without_functions_fails() {

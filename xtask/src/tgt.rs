@@ -8,7 +8,6 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::daemon::terminate;
-use crate::packages::{Need, need};
 use crate::{Failure, sh};
 
 /// Number of the daemon's management socket, set so that we don't conflict with another instance.
@@ -16,11 +15,6 @@ const CONTROL: &str = "3917";
 
 /// The only unit with data, because `tgtd` creates a controller as LUN 0.
 const UNIT: [&str; 6] = ["--mode", "logicalunit", "--tid", "1", "--lun", "1"];
-
-/// Returns the programs needed to run tgt.
-pub(crate) const fn needs(purpose: &'static str) -> [Need; 2] {
-    [need("tgtd", "tgt", purpose), need("tgtadm", "tgt", purpose)]
-}
 
 /// A running `tgtd`. The daemon will be stopped on drop.
 pub(crate) struct Tgt {
@@ -92,12 +86,12 @@ pub(crate) fn free_port() -> Result<u16, Failure> {
 impl Drop for Tgt {
     fn drop(&mut self) {
         terminate(self.child.id());
-        let asked = Instant::now();
-        while matches!(self.child.try_wait(), Ok(None)) {
-            if asked.elapsed() > Duration::from_secs(3) {
-                let _ = self.child.kill();
-            }
-            std::thread::sleep(Duration::from_millis(50));
+        if !matches!(
+            sh::wait_for_exit(&mut self.child, Duration::from_secs(3)),
+            Ok(Some(_))
+        ) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
         }
     }
 }

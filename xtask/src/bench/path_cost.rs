@@ -17,7 +17,7 @@ use super::rig::{Rig, Setup};
 use super::select;
 use super::systems::{Server, System};
 use super::workloads::Workload;
-use crate::packages::{ensure, need};
+use crate::packages::{ensure, needs};
 use crate::{Failure, sh};
 
 /// Tracepoint directory.
@@ -75,7 +75,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {
         return Err("tracepoints need root".into());
     }
-    if !ensure(&[need("perf", "linux-perf", "counting events")]).is_empty() {
+    if !ensure(needs("path-cost")).is_empty() {
         return Err("perf is missing".into());
     }
     if !Path::new(EVENTS).is_dir() {

@@ -10,18 +10,8 @@ use super::reading::Reading;
 use super::servers::{Place, Served};
 use super::systems::{Client, System};
 use super::workloads::Load;
-use crate::packages::{Need, ensure, need};
+use crate::packages::{ensure, needs};
 use crate::{Failure, daemon, sh};
-
-const NEEDS: &[Need] = &[
-    need("fio", "fio", "filling the file, and the clients of peers"),
-    need("nbdkit", "nbdkit", "nbdkit as a peer"),
-    need("qemu-nbd", "qemu-utils", "qemu-nbd as a peer"),
-    need("tgtd", "tgt", "tgt as a peer"),
-    need("tgtadm", "tgt", "tgt as a peer"),
-    need("iscsi-perf", "libiscsi-bin", "the client of tgt"),
-    need("fusermount3", "fuse3", "riser attach --fuse"),
-];
 
 /// Maximum number of units per target.
 pub(super) const MAX_UNITS: usize = 64;
@@ -72,7 +62,7 @@ impl Rig {
             let mut programs = systems.iter().flat_map(|system| system.programs());
             program == "fio" || programs.any(|wanted| wanted == program)
         };
-        let needs = NEEDS.iter().filter(|need| wants(need.program));
+        let needs = needs("bench").filter(|need| wants(&need.program));
         if ensure(needs).iter().any(|need| need.program == "fio") {
             return Err("fio is required to fill the file".into());
         }

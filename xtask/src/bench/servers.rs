@@ -290,16 +290,14 @@ impl Drop for Program {
             return;
         }
         terminate(self.child.id());
-        let asked = Instant::now();
-        while matches!(self.child.try_wait(), Ok(None)) {
-            if asked.elapsed() > PATIENCE {
-                let _ = self.child.kill();
-                // When a FUSE server is killed, its mount is left behind.
-                if let Some(mount) = &self.mount {
-                    let _ = sh::output(sh::cmd("fusermount3", ["-u", "-z"]).arg(mount));
-                }
-            }
-            std::thread::sleep(Duration::from_millis(10));
+        if matches!(sh::wait_for_exit(&mut self.child, PATIENCE), Ok(Some(_))) {
+            return;
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        // When a FUSE server is killed, its mount is left behind.
+        if let Some(mount) = &self.mount {
+            let _ = sh::output(sh::cmd("fusermount3", ["-u", "-z"]).arg(mount));
         }
     }
 }

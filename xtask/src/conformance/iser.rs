@@ -11,12 +11,11 @@
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::suite::{Run, Test, Verdict};
+use super::suite::Run;
 use super::{CLIENT, IQN, Options};
+use crate::cases::{Test, Verdict, in_parallel};
 use crate::daemon::Daemon;
 use crate::verbs::{Ended, Rig};
 use crate::{Failure, root, sh};
@@ -114,7 +113,7 @@ pub(super) fn run(
 
 /// Returns the tests supported by the client, without the family name.
 fn chosen(options: &Options) -> Result<Vec<String>, Failure> {
-    let list = sh::cmd(CLIENT.program, ["--list"]).output()?;
+    let list = sh::cmd(CLIENT, ["--list"]).output()?;
     let list = String::from_utf8_lossy(&list.stdout).into_owned();
     let wanted = options.tests.as_deref().unwrap_or("ALL");
     let is_chosen = |name: &&str| {
@@ -157,30 +156,14 @@ impl Stage<'_> {
     /// Runs the tests in parallel. Start with the listed tests, because some of them have to wait
     /// for a long time.
     fn run_all(&self, names: &[String]) -> Result<Run, Failure> {
-        let mut order: Vec<usize> = (0..names.len()).collect();
-        order.sort_by_key(|&i| self.place(&names[i]).is_none());
-        let next = AtomicUsize::new(0);
-        let done = Mutex::new(Vec::new());
+        let mut order: Vec<_> = names.iter().enumerate().collect();
+        order.sort_by_key(|(_, name)| self.place(name).is_none());
         let began = Instant::now();
-        let lane = |lane: usize| {
-            while let Some(&i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let test = self.run_one(lane, &names[i]);
-                let mut done = done
-                    .lock()
-                    .unwrap_or_else(std::sync::PoisonError::into_inner);
-                done.push((i, test));
-            }
-        };
-        std::thread::scope(|scope| {
-            for number in 0..LANES {
-                scope.spawn(move || lane(number));
-            }
+        let mut done = in_parallel(LANES, order, |lane, (i, name)| {
+            (i, self.run_one(lane, name))
         });
-        println!(
-            "iSER: {:.1} s, {LANES} clients at once",
-            began.elapsed().as_secs_f64()
-        );
-        let mut done = done.into_inner().unwrap_or_default();
+        let seconds = began.elapsed().as_secs_f64();
+        println!("iSER: {seconds:.1} s, {LANES} clients at once");
         done.sort_by_key(|(i, _)| *i);
         let tests = done.into_iter().map(|(_, test)| test);
         let run = Run {
@@ -228,12 +211,9 @@ impl Stage<'_> {
         let process = self.rig.start(command, name);
         let mut process = process.map_err(|error| format!("{name}: {error}"))?;
         let ended = process.finish(Instant::now() + PATIENCE);
-        let (suite, test) = name.split_once('.').unwrap_or((name, ""));
-        Ok(Test {
-            suite: suite.to_owned(),
-            name: test.to_owned(),
-            verdict: verdict_of(place.map(|place| &self.listed[place]), &ended),
-        })
+        let verdict = verdict_of(place.map(|place| &self.listed[place]), &ended);
+        let name = name.to_owned();
+        Ok(Test { name, verdict })
     }
 }
 
@@ -244,9 +224,7 @@ fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
             return match listed {
                 // This must fail, so that we remove the test from the list when the client is
                 // fixed.
-                Some(_) => {
-                    Verdict::Failed(vec![format!("it is listed, but its result is {verdict:?}")])
-                }
+                Some(_) => Verdict::Failed(format!("it is listed, but its result is {verdict:?}")),
                 None => verdict,
             };
         }
@@ -254,9 +232,7 @@ fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
     };
     match listed {
         Some(listed) if listed.how == how && ended.said.contains(&listed.words) => {
-            Verdict::Skipped(vec![
-                "not supported by libiscsi's client over iSER".to_owned(),
-            ])
+            Verdict::Skipped("not supported by libiscsi's client over iSER".to_owned())
         }
         _ => {
             // Return the reason given by the test, or the last line of output.
@@ -265,7 +241,7 @@ fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
             let why = lines
                 .find(|line| line.starts_with("[FAILED]"))
                 .or_else(last);
-            Verdict::Failed(vec![format!("{how:?}: {}", why.unwrap_or_default().trim())])
+            Verdict::Failed(format!("{how:?}: {}", why.unwrap_or_default().trim()))
         }
     }
 }
@@ -275,10 +251,11 @@ fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
 fn outcome(ended: &Ended) -> Result<Verdict, How> {
     let run = Run::parse(&ended.said);
     let verdict = run.tests.into_iter().next().map(|test| test.verdict);
-    match verdict {
-        Some(Verdict::Failed(_)) => return Err(How::Failed),
-        Some(Verdict::Unfinished) if ended.said.contains("[FAILED]") => return Err(How::Failed),
-        _ => {}
+    let is_unfinished = verdict == Some(Verdict::unfinished());
+    if matches!(verdict, Some(Verdict::Failed(_)))
+        && (!is_unfinished || ended.said.contains("[FAILED]"))
+    {
+        return Err(How::Failed);
     }
     let Some(status) = ended.status else {
         return Err(How::Hung);

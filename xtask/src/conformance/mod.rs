@@ -20,15 +20,18 @@ mod suite;
 use std::fs::{self, File};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use serde::Deserialize;
+use suite::Run;
+
+use crate::cases::{Row, Test, Verdict, count, print_skips};
 use crate::daemon::{self, Daemon};
-use crate::packages::{Need, ensure, need};
-use crate::tally::{Counts, Kind, Tally, note, noted};
+use crate::packages::{ensure, needs};
+use crate::tally::{Kind, Outcome, note, noted};
 use crate::tgt::free_port;
-use crate::{Failure, sh};
-use suite::{Run, Verdict};
+use crate::{Failure, cases, sh};
 
 /// Options of `cargo xtask conformance`.
 #[derive(clap::Args)]
@@ -57,19 +60,6 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Options for `cargo xtask test`, which should only test our target.
-    pub(crate) fn for_test() -> Self {
-        Self {
-            no_peer: true,
-            no_iser: false,
-            tests: None,
-            minutes: 15,
-            programs: None,
-            libiscsi: None,
-            log: None,
-        }
-    }
-
     /// Returns the path of a libiscsi program, if available.
     fn client(&self, program: &str) -> Option<PathBuf> {
         let Some(folder) = &self.libiscsi else {
@@ -82,23 +72,11 @@ impl Options {
     }
 }
 
-/// Result of a run.
-pub(crate) enum Ended {
-    /// The run was completed. Contains the counts of the suite and of additional checks, and an
-    /// error message if anything failed.
-    Ran(Tally, Option<String>),
-    /// The client is not available.
-    Unavailable(String),
-}
+/// All programs that can be used by this command, by their names in `packages.toml`.
+pub(crate) const NEEDS: &str = "conformance conformance-qemu conformance-tgt";
 
-/// All programs that can be used by this command.
-pub(crate) const NEEDS: &[&[Need]] = &[&[CLIENT], qemu::NEEDS, peer::NEEDS];
-
-const CLIENT: Need = need(
-    "iscsi-test-cu",
-    "libiscsi-bin",
-    "libiscsi's conformance suite",
-);
+/// The client with the suite.
+const CLIENT: &str = "iscsi-test-cu";
 
 /// Target name.
 const IQN: &str = "iqn.2026-01.org.example:conformance";
@@ -143,162 +121,106 @@ const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not 
 
 /// Runs all tests and returns an error if any failed on our target.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let ended = run_all(options)?;
+    let outcome = run_all(options)?;
     // Skips are printed, but we don't count them here.
     let _ = noted();
-    match ended {
-        Ended::Ran(_, None) => Ok(()),
-        Ended::Ran(_, Some(why)) | Ended::Unavailable(why) => Err(why.into()),
-    }
+    outcome.into_result()
 }
 
 /// Runs all tests and returns the result.
-pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
+pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
     if options.libiscsi.is_none() {
-        ensure([&CLIENT]);
+        ensure(needs("conformance"));
     }
-    if options.client(CLIENT.program).is_none() {
-        return Ok(Ended::Unavailable(format!("{} is missing", CLIENT.program)));
+    if options.client(CLIENT).is_none() {
+        return Ok(Outcome::Skipped(parts(), format!("{CLIENT} is missing")));
     }
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
         None => daemon::build()?,
     };
     let scratch = sh::Scratch::new("conformance")?;
-    let mut ours = ours(options, &programs, &scratch)?;
-    over_iser(options, &programs, &scratch, &mut ours)?;
-    qemu_checks(&programs, &scratch, &mut ours);
+    let mut rows = Vec::new();
+    let ours = over_tcp(options, &programs, &scratch, &mut rows)?;
+    let iser = over_iser(options, &programs, &scratch)?;
+    rows.extend(qemu_checks(&programs, &scratch));
     let theirs = if options.no_peer {
         None
     } else {
         peer::run(options, &scratch)
     };
-    print_table(&ours, theirs.as_ref());
-    print_skips(&ours.run);
-    Ok(outcome_of(options, ours))
+    let columns = [
+        ("riserd", Some(&ours)),
+        ("over iSER", iser.as_ref()),
+        ("tgt", theirs.as_ref()),
+    ];
+    print_table(&columns);
+    rows.extend(ours.tests.into_iter().map(|test| row_of(options, "", test)));
+    let iser = iser.into_iter().flat_map(|run| run.tests);
+    rows.extend(iser.map(|test| row_of(options, " over iSER", test)));
+    print_skips(&rows);
+    Ok(count(&rows))
 }
 
 /// Returns the parts of this step, to be counted when nothing can be tested. Only the client knows
 /// the number of tests in the suite.
 pub(crate) fn parts() -> Vec<(Kind, String)> {
-    let checks = CHECKS.iter().map(|check| check.name).chain(qemu::CHECKS);
-    let checks = checks.map(|name| (Kind::Check, name.to_owned()));
+    let checks = checks().into_iter().map(|check| check.name);
+    let checks = checks
+        .chain(qemu::CHECKS.map(str::to_owned))
+        .map(|name| (Kind::Check, name));
     let suite = (Kind::SuiteTest, "all of libiscsi's suite".to_owned());
     std::iter::once(suite).chain(checks).collect()
 }
 
-/// Counts the results for our target. Skips are recorded.
-fn outcome_of(options: &Options, ours: Ours) -> Ended {
-    let mut suite = Counts::default();
-    let mut failures = Vec::new();
-    for test in &ours.run.tests {
-        let name = format!("{}.{}", test.suite, test.name);
-        match &test.verdict {
-            Verdict::Passed => suite.passed += 1,
-            Verdict::Skipped(reasons) => note(Kind::SuiteTest, &name, &reasons.join("; ")),
-            Verdict::Failed(_) | Verdict::Unfinished => {
-                let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
-                // The packaged version doesn't have these bugs, so if it fails, this is our bug.
-                if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
-                    println!("{name} fails for another reason: {why}");
-                    continue;
-                }
-                suite.failed += 1;
-                failures.push(format!("{name}: {:?}", test.verdict));
-            }
+/// Returns the result of a test for our target.
+fn row_of(options: &Options, suffix: &str, test: Test) -> Row {
+    let fault = CLIENT_FAULTS.iter().find(|(name, _)| *name == test.name);
+    let verdict = match (test.verdict, fault) {
+        // The packaged version doesn't have these bugs, so if it fails, this is our bug.
+        (Verdict::Failed(_), Some((_, why))) if suffix.is_empty() && options.libiscsi.is_some() => {
+            println!("{} fails for another reason: {why}", test.name);
+            Verdict::NotYet((*why).to_owned())
         }
-    }
-    for test in ours.iser.iter().flat_map(|run| &run.tests) {
-        let name = format!("{}.{} over iSER", test.suite, test.name);
-        match &test.verdict {
-            Verdict::Passed => suite.passed += 1,
-            Verdict::Skipped(reasons) => note(Kind::SuiteTest, &name, &reasons.join("; ")),
-            Verdict::Failed(_) | Verdict::Unfinished => {
-                suite.failed += 1;
-                failures.push(format!("{name}: {:?}", test.verdict));
-            }
-        }
-    }
-    let checks = Counts {
-        passed: ours.checks,
-        failed: ours.failures.len() as u64,
-        ..Counts::default()
+        (verdict, _) => verdict,
     };
-    failures.extend(ours.failures);
-    let mut tally = Tally::of(Kind::SuiteTest, suite);
-    tally.add(Kind::Check, checks);
-    Ended::Ran(tally, (!failures.is_empty()).then(|| failures.join("\n")))
+    Row::new(&(test.name + suffix), Kind::SuiteTest, verdict)
 }
 
-/// Runs the suite over iSER.
+/// Runs the suite over iSER, if possible.
 fn over_iser(
     options: &Options,
     programs: &Path,
     scratch: &sh::Scratch,
-    ours: &mut Ours,
-) -> Result<(), Failure> {
+) -> Result<Option<Run>, Failure> {
     if options.no_iser {
-        return Ok(());
+        return Ok(None);
     }
-    match iser::run(options, programs, scratch)? {
-        Ok(run) => ours.iser = Some(run),
-        Err(why) => {
+    let run = iser::run(options, programs, scratch)?;
+    Ok(run
+        .inspect_err(|why| {
             println!("skipping the suite over iSER: {why}");
-            note(Kind::SuiteTest, "all of libiscsi's suite over iSER", &why);
-        }
-    }
-    Ok(())
+            note(Kind::SuiteTest, "all of libiscsi's suite over iSER", why);
+        })
+        .ok())
 }
 
 /// Runs the checks that use QEMU as a client.
-fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
-    match qemu::run(programs, scratch) {
-        Ok(outcomes) => {
-            for (name, outcome) in outcomes {
-                ours.checks += report(name, outcome.map(Some), &mut ours.failures);
-            }
-        }
-        Err(why) => {
-            for name in qemu::CHECKS {
-                println!("{name:<22} skipped  {why}");
-                note(Kind::Check, name, &why);
-            }
-        }
-    }
+fn qemu_checks(programs: &Path, scratch: &sh::Scratch) -> Vec<Row> {
+    qemu::run(programs, scratch).unwrap_or_else(|why| {
+        let skip = |name| Row::run(name, Kind::Check, |_| Verdict::Skipped(why.clone()));
+        qemu::CHECKS.map(skip).into()
+    })
 }
 
-/// Prints the result of a check, which is `None` if its program is missing, and records failures.
-/// Returns the number of checks that passed.
-fn report(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec<String>) -> u64 {
-    match outcome {
-        Ok(Some(said)) => {
-            println!("{name:<22} ok       {said}");
-            return 1;
-        }
-        Ok(None) => {
-            let why = "not in this version of libiscsi";
-            println!("{name:<22} skipped  {why}");
-            note(Kind::Check, name, why);
-        }
-        Err(error) => {
-            println!("{name:<22} FAILED   {error}");
-            failures.push(format!("{name}: {error}"));
-        }
-    }
-    0
-}
-
-/// Results for our target.
-struct Ours {
-    run: Run,
-    /// Results of the suite over iSER.
-    iser: Option<Run>,
-    /// Number of additional checks that passed.
-    checks: u64,
-    failures: Vec<String>,
-}
-
-fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Ours, Failure> {
+/// Runs the tools and the suite over TCP. Returns the results of the suite, and adds a row for each
+/// check and for each other problem.
+fn over_tcp(
+    options: &Options,
+    programs: &Path,
+    scratch: &sh::Scratch,
+    rows: &mut Vec<Row>,
+) -> Result<Run, Failure> {
     let port = free_port()?;
     let image = scratch.join("riser.img");
     let config = scratch.join("riserd.yaml");
@@ -308,15 +230,17 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     let portal = format!("iscsi://127.0.0.1:{port}");
     let url = format!("{portal}/{IQN}/0");
     let of_file = format!("{portal}/{IQN}/1");
-    let mut failures = Vec::new();
-    let mut checks = 0;
-    for check in CHECKS {
-        let program = options.client(check.program);
-        let outcome = program.map_or(Ok(None), |program| {
-            check.run(&program, &portal, &of_file, &image)
+    for check in checks() {
+        rows.push(match options.client(&check.program) {
+            Some(program) => Row::check(&check.name, || {
+                check.run(&program, &portal, &of_file, &image)
+            }),
+            None => Row::run(&check.name, Kind::Check, |_| {
+                Verdict::Skipped("not in this version of libiscsi".to_owned())
+            }),
         });
-        checks += report(check.name, outcome, &mut failures);
     }
+    let mut failures = Vec::new();
     // After a single session was opened and closed, all lazy initialization should be done.
     let before = Usage::of(daemon.pid())?;
     let mut run = Run::default();
@@ -373,12 +297,9 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
         .lines()
         .filter(|line| line.contains("panicked") || line.contains(" ERROR "));
     failures.extend(complaints.map(|line| format!("riserd: {line}")));
-    Ok(Ours {
-        run,
-        iser: None,
-        checks,
-        failures,
-    })
+    let failed = |why| Row::new("riserd and the suite", Kind::Check, Verdict::Failed(why));
+    rows.extend(failures.into_iter().map(failed));
+    Ok(run)
 }
 
 fn configuration(image: &Path, port: u16) -> String {
@@ -396,7 +317,7 @@ fn configuration(image: &Path, port: u16) -> String {
 /// another libiscsi, we start a process for each suite so that we can skip a test that hangs.
 fn all_tests(options: &Options) -> Result<Vec<String>, Failure> {
     let client = options
-        .client(CLIENT.program)
+        .client(CLIENT)
         .filter(|_| options.libiscsi.is_some());
     // A single process is much faster. We only need to split the tests for other client versions,
     // because they have a test that hangs, and we need `--list` to get the test names.
@@ -440,7 +361,7 @@ fn run_suite(
     let path = scratch.join(&format!("{name}.out"));
     let out = File::create(&path)?;
     // Use two paths to the same LUN.
-    let client = options.client(CLIENT.program);
+    let client = options.client(CLIENT);
     let client = client.ok_or("iscsi-test-cu is missing")?;
     let mut command = sh::cmd(client, ["--dataloss", "-t", tests, url, url]);
     let mut child = command
@@ -450,18 +371,15 @@ fn run_suite(
         .spawn()?;
     let started = Instant::now();
     let patience = Duration::from_secs(60 * options.minutes);
-    let ended = loop {
-        if let Some(status) = child.try_wait()? {
-            // If a test fails, the client exits with an error, but the test output already has more
-            // details.
-            break status.signal().map(|n| format!("died of signal {n}"));
-        }
-        if started.elapsed() > patience {
+    let ended = match sh::wait_for_exit(&mut child, patience)? {
+        // If a test fails, the client exits with an error, but the test output already has more
+        // details.
+        Some(status) => status.signal().map(|n| format!("died of signal {n}")),
+        None => {
             let _ = child.kill();
             let _ = child.wait();
-            break Some(format!("did not exit within {patience:?}"));
+            Some(format!("did not exit within {patience:?}"))
         }
-        std::thread::sleep(Duration::from_millis(50));
     };
     println!("{name}: {:.1} s", started.elapsed().as_secs_f64());
     let said = String::from_utf8_lossy(&fs::read(&path)?).into_owned();
@@ -500,127 +418,55 @@ impl Usage {
 }
 
 /// A libiscsi tool and its expected output.
+#[derive(Deserialize)]
 struct Check {
-    name: &'static str,
-    program: &'static str,
-    args: fn(&str, &str) -> Vec<String>,
-    /// Finds the line in the output that reports success.
-    judge: fn(&str, &Path) -> Option<String>,
+    name: String,
+    program: String,
+    args: String,
+    says: Vec<String>,
+}
+
+fn checks() -> Vec<Check> {
+    cases::read(include_str!("../../cases/conformance.toml"))
 }
 
 impl Check {
-    /// Runs a program and returns its output.
+    /// Runs a program and returns the line of its output with the last text of `says`.
     fn run(
         &self,
         program: &Path,
         portal: &str,
         url: &str,
         image: &Path,
-    ) -> Result<Option<String>, Failure> {
-        let mut command = Command::new("timeout");
-        command.arg("60").arg(program);
-        command.args((self.args)(portal, url));
-        let said = sh::output(&mut command)?;
-        match (self.judge)(&said, image) {
-            Some(line) => Ok(Some(line)),
-            None => Err(format!("said: {}", said.trim()).into()),
+    ) -> Result<String, Failure> {
+        let args = self.args.replace("{portal}", portal).replace("{url}", url);
+        let mut command = sh::cmd("timeout", ["60"]);
+        let said = sh::output(command.arg(program).args(args.split(' ')))?;
+        let mut found = String::new();
+        for words in &self.says {
+            let words = match words.as_str() {
+                "{md5}" => {
+                    let sum = sh::output(&mut sh::cmd("md5sum", [image]))?;
+                    sum.split(' ').next().unwrap_or_default().to_owned()
+                }
+                words => words
+                    .replace("{iqn}", IQN)
+                    .replace("{size}", &SIZE.to_string()),
+            };
+            // Progress output overwrites the previous line.
+            let line = said.split(['\n', '\r']).find(|line| line.contains(&words));
+            let line = line.ok_or_else(|| format!("said: {}", said.trim()))?;
+            line.trim().clone_into(&mut found);
         }
+        Ok(found)
     }
 }
 
-fn line_with(said: &str, word: &str) -> Option<String> {
-    // Progress output overwrites the previous line.
-    let mut lines = said.split(['\n', '\r']);
-    lines
-        .find(|line| line.contains(word))
-        .map(|line| line.trim().to_owned())
-}
-
-const CHECKS: &[Check] = &[
-    Check {
-        name: "iscsi-ls",
-        program: "iscsi-ls",
-        args: |portal, _| vec![portal.to_owned()],
-        judge: |said, _| line_with(said, IQN),
-    },
-    Check {
-        name: "iscsi-ls --show-luns",
-        program: "iscsi-ls",
-        args: |portal, _| vec!["--show-luns".to_owned(), portal.to_owned()],
-        judge: |said, _| line_with(said, "Lun:0"),
-    },
-    Check {
-        name: "iscsi-inq",
-        program: "iscsi-inq",
-        args: |_, url| vec![url.to_owned()],
-        judge: |said, _| line_with(said, "RISER"),
-    },
-    Check {
-        name: "iscsi-inq --evpd",
-        program: "iscsi-inq",
-        args: |_, url| {
-            ["--evpd=1", "--pagecode=176", url]
-                .map(str::to_owned)
-                .to_vec()
-        },
-        judge: |said, _| line_with(said, "maximum compare and write"),
-    },
-    Check {
-        name: "iscsi-readcapacity16",
-        program: "iscsi-readcapacity16",
-        args: |_, url| vec![url.to_owned()],
-        judge: |said, _| line_with(said, &SIZE.to_string()),
-    },
-    Check {
-        name: "iscsi-swp on",
-        program: "iscsi-swp",
-        args: |_, url| vec!["--swp=on".to_owned(), url.to_owned()],
-        judge: |said, _| line_with(said, "Turning SWP ON"),
-    },
-    Check {
-        name: "iscsi-swp off",
-        program: "iscsi-swp",
-        args: |_, url| vec!["--swp=off".to_owned(), url.to_owned()],
-        // The size must not have changed.
-        judge: |said, _| {
-            line_with(said, "SWP:1")?;
-            line_with(said, "Turning SWP OFF")
-        },
-    },
-    Check {
-        name: "iscsi-swp",
-        program: "iscsi-swp",
-        args: |_, url| vec![url.to_owned()],
-        judge: |said, _| line_with(said, "SWP:0"),
-    },
-    Check {
-        name: "iscsi-perf",
-        program: "iscsi-perf",
-        args: |_, url| ["-t", "2", "-r", url].map(str::to_owned).to_vec(),
-        judge: |said, _| line_with(said, "iops average"),
-    },
-    Check {
-        name: "iscsi-md5sum",
-        program: "iscsi-md5sum",
-        args: |_, url| vec![url.to_owned()],
-        judge: |said, image| {
-            let sum = sh::output(&mut sh::cmd("md5sum", [image])).ok()?;
-            line_with(said, sum.split_whitespace().next()?)
-        },
-    },
-];
-
-fn print_table(ours: &Ours, theirs: Option<&Run>) {
-    // This table is for our target, so we don't add a row for a suite if it was only run on the
-    // other target.
-    let columns: Vec<_> = [
-        Some(("riserd", &ours.run)),
-        ours.iser.as_ref().map(|run| ("over iSER", run)),
-        theirs.map(|run| ("tgt", run)),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
+fn print_table(columns: &[(&str, Option<&Run>)]) {
+    let columns: Vec<_> = columns
+        .iter()
+        .filter_map(|(name, run)| Some((name, (*run)?)))
+        .collect();
     let row = |name: &str, counts: &[Option<suite::Counts>]| {
         let cells = counts.iter().map(|counts| match counts {
             Some(c) => format!("{:>16}{:>6}{:>6}", c.passed, c.failed, c.skipped),
@@ -632,7 +478,9 @@ fn print_table(ours: &Ours, theirs: Option<&Run>) {
         .iter()
         .map(|(name, _)| format!("{:>16}{:>6}{:>6}", format!("{name}: pass"), "fail", "skip"));
     println!("\n{:<28}{}", "suite", heads.collect::<String>());
-    for (name, _) in ours.run.suites() {
+    // This table is for our target, so we don't add a row for a suite if it was only run on the
+    // other target.
+    for (name, _) in columns[0].1.suites() {
         let of = |(_, run): &(_, &Run)| {
             let mut suites = run.suites().into_iter();
             suites.find(|(n, _)| *n == name).map(|(_, counts)| counts)
@@ -641,15 +489,9 @@ fn print_table(ours: &Ours, theirs: Option<&Run>) {
     }
     let all = |(_, run): &(_, &Run)| Some(run.counts());
     row("all", &columns.iter().map(all).collect::<Vec<_>>());
-    if let Some(theirs) = theirs
-        && !theirs.is_complete
-    {
-        println!("(the client did not finish against tgt)");
-    }
-}
-
-fn print_skips(ours: &Run) {
-    for (reason, tests) in ours.skips() {
-        println!("skipped, {reason}: {}", tests.join(" "));
+    for (name, run) in &columns[1..] {
+        if !run.is_complete {
+            println!("(the client did not finish: {name})");
+        }
     }
 }

@@ -5,15 +5,13 @@ use std::fs::File;
 
 use super::suite::Run;
 use super::{IQN, Options, SIZE, run_suite};
-use crate::packages::{Need, ensure};
-use crate::tgt::{self, Tgt};
+use crate::packages::{ensure, needs};
+use crate::tgt::Tgt;
 use crate::{Failure, sh};
-
-pub(super) const NEEDS: &[Need] = &tgt::needs("the same run against tgt");
 
 /// Runs the suite on the other target. Returns `None` if this is not possible.
 pub(super) fn run(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
-    if !ensure(NEEDS).is_empty() {
+    if !ensure(needs("conformance-tgt")).is_empty() {
         return None;
     }
     let run = || -> Result<Run, Failure> {

@@ -6,26 +6,12 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use crate::cases::Row;
 use crate::daemon::Daemon;
 use crate::interop::{initramfs, kernel};
-use crate::packages::{self, Need, ensure, need};
+use crate::packages::{self, ensure, needs};
+use crate::verbs::has_qemu_driver;
 use crate::{Failure, sh};
-
-pub(super) const NEEDS: &[Need] = &[
-    need("qemu-img", "qemu-utils", "QEMU's iSCSI driver"),
-    need(
-        "qemu-system-x86_64",
-        "qemu-system-x86",
-        "a guest that boots from an iSCSI disk",
-    ),
-    need("syslinux", "syslinux", "the guest's boot loader"),
-    need("mformat", "mtools", "the guest's disk"),
-    need("busybox", "busybox-static", "the guest's programs"),
-    need("cpio", "cpio", "the guest's initramfs"),
-    need("depmod", "kmod", "the guest's modules"),
-    need("modprobe", "kmod", "the guest's modules"),
-    need("xz", "xz-utils", "the guest's modules"),
-];
 
 /// Package with QEMU's block driver, which is not part of the main package.
 const DRIVER: &str = "qemu-block-extra";
@@ -55,51 +41,31 @@ blocks=$(/bin/busybox blockdev --getsz /dev/vda)
 const LOADER: &str = "SERIAL 0 115200\nDEFAULT riser\nLABEL riser\n  LINUX vmlinuz\n  INITRD initrd\n  \
                       APPEND console=ttyS0 quiet panic=-1 mitigations=off\n";
 
-/// Name of a check and its result.
-pub(super) type Outcome = (&'static str, Result<String, Failure>);
-
 /// Names of the checks.
 pub(super) const CHECKS: [&str; 2] = ["qemu-img", "boot from iscsi://"];
 
 /// Runs the checks with a new daemon. Returns the reason if a required program is not available.
-pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>, String> {
-    if let Some(n) = ensure(NEEDS).first() {
+pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Row>, String> {
+    if let Some(n) = ensure(needs("conformance-qemu")).first() {
         return Err(format!(
             "{} (Debian package {}) is missing",
             n.program, n.package
         ));
     }
-    if !has_driver() {
+    // This package doesn't contain a program that we could check for.
+    if !has_qemu_driver() {
+        let _ = install_driver().inspect_err(|e| println!("{DRIVER}: {e}"));
+    }
+    if !has_qemu_driver() {
         return Err(format!(
             "qemu-img lacks iSCSI support (Debian package {DRIVER})"
         ));
     }
     let booted = kernel::ensure().map_err(|e| format!("cannot prepare the guest's kernel: {e}"))?;
     Ok(vec![
-        (CHECKS[0], images(programs, scratch)),
-        (CHECKS[1], boot(programs, scratch, &booted)),
+        Row::check(CHECKS[0], || images(programs, scratch)),
+        Row::check(CHECKS[1], || boot(programs, scratch, &booted)),
     ])
-}
-
-/// Returns true if the QEMU tools support iSCSI over both TCP and iSER. We try to install the
-/// driver if it's missing.
-fn has_driver() -> bool {
-    // The driver may still be missing if the tools list it, so we try to connect to a port that is
-    // not used. For an unknown protocol, QEMU before version 8 reports that it's unknown, and newer
-    // versions report that they can't load the module.
-    let knows = || {
-        let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
-        let answer = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
-        answer.is_err_and(|error| {
-            let error = error.to_string();
-            !error.contains("Unknown protocol") && !error.contains("Unable to load module")
-        })
-    };
-    // This package doesn't contain a program that we could check for.
-    knows() || {
-        let _ = install_driver().inspect_err(|e| println!("{DRIVER}: {e}"));
-        knows()
-    }
 }
 
 /// Installs the same driver version as the tools, because they can't load any other version. A QEMU

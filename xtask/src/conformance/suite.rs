@@ -14,28 +14,9 @@
 //!
 //! If a test skips itself, CUnit will report that it passed, but we count it as skipped.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
-/// Test result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    /// All assertions passed.
-    Passed,
-    /// Some assertions failed. Contains the first lines of the failure.
-    Failed(Vec<String>),
-    /// The test was skipped for these reasons.
-    Skipped(Vec<String>),
-    /// The program exited or was killed during this test.
-    Unfinished,
-}
-
-/// A test that was started.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Test {
-    pub(super) suite: String,
-    pub(super) name: String,
-    pub(super) verdict: Verdict,
-}
+use crate::cases::{Test, Verdict};
 
 /// Number of tests for each result, in a single suite or in total.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -48,9 +29,9 @@ pub(super) struct Counts {
 impl Counts {
     fn add(&mut self, verdict: &Verdict) {
         match verdict {
-            Verdict::Passed => self.passed += 1,
-            Verdict::Skipped(_) => self.skipped += 1,
-            Verdict::Failed(_) | Verdict::Unfinished => self.failed += 1,
+            Verdict::Passed | Verdict::PassedAgain(_) => self.passed += 1,
+            Verdict::Skipped(_) | Verdict::NotYet(_) => self.skipped += 1,
+            Verdict::Failed(_) => self.failed += 1,
         }
     }
 }
@@ -83,11 +64,8 @@ impl Run {
             } else if let Some(rest) = part.strip_prefix("  Test: ")
                 && let Some((name, said)) = rest.split_once("...")
             {
-                run.tests.push(Test {
-                    suite: suite.clone(),
-                    name: name.trim().to_owned(),
-                    verdict: verdict(said),
-                });
+                let (name, verdict) = (format!("{suite}.{}", name.trim()), verdict(said));
+                run.tests.push(Test { name, verdict });
             }
         }
         run
@@ -97,9 +75,10 @@ impl Run {
     pub(super) fn suites(&self) -> Vec<(&str, Counts)> {
         let mut suites: Vec<(&str, Counts)> = Vec::new();
         for test in &self.tests {
-            let at = suites.iter().position(|(name, _)| *name == test.suite);
+            let suite = test.name.split('.').next().unwrap_or_default();
+            let at = suites.iter().position(|(name, _)| *name == suite);
             let at = at.unwrap_or_else(|| {
-                suites.push((&test.suite, Counts::default()));
+                suites.push((suite, Counts::default()));
                 suites.len() - 1
             });
             suites[at].1.add(&test.verdict);
@@ -116,38 +95,22 @@ impl Run {
         counts
     }
 
-    /// Returns the tests (suite and name) that were skipped for a reason starting with these words.
+    /// Returns the names of the tests that were skipped only for reasons starting with these words.
     pub(super) fn skipped_for(&self, words: &str) -> Vec<String> {
-        let skipped = |test: &&Test| match &test.verdict {
-            Verdict::Skipped(reasons) => reasons.iter().all(|r| r.starts_with(words)),
+        let skipped = self.tests.iter().filter(|test| match &test.verdict {
+            Verdict::Skipped(reasons) => reasons.split("; ").all(|r| r.starts_with(words)),
             _ => false,
-        };
-        let skipped = self.tests.iter().filter(skipped);
-        skipped
-            .map(|test| format!("{}.{}", test.suite, test.name))
-            .collect()
+        });
+        skipped.map(|test| test.name.clone()).collect()
     }
 
     /// Replaces test results using the results from another run.
     pub(super) fn merge(&mut self, other: Self) {
         for test in other.tests {
-            let mut own = self.tests.iter_mut();
-            if let Some(own) = own.find(|t| t.suite == test.suite && t.name == test.name) {
+            if let Some(own) = self.tests.iter_mut().find(|own| own.name == test.name) {
                 own.verdict = test.verdict;
             }
         }
-    }
-
-    /// Groups the skipped tests by reason.
-    pub(super) fn skips(&self) -> BTreeMap<String, Vec<String>> {
-        let mut skips = BTreeMap::<String, Vec<String>>::new();
-        for test in &self.tests {
-            if let Verdict::Skipped(reasons) = &test.verdict {
-                let full = format!("{}.{}", test.suite, test.name);
-                skips.entry(reasons.join("; ")).or_default().push(full);
-            }
-        }
-        skips
     }
 }
 
@@ -175,30 +138,18 @@ fn verdict(said: &str) -> Verdict {
                 .is_some_and(|(n, _)| n.parse::<u32>().is_ok())
         };
         let logged = lines().filter(|line| line.starts_with("[FAILED]"));
-        let asserted = lines().filter(numbered);
-        return Verdict::Failed(
-            logged
-                .take(1)
-                .chain(asserted)
-                .take(KEPT)
-                .map(into)
-                .collect(),
-        );
+        let lines = logged.take(1).chain(lines().filter(numbered)).take(KEPT);
+        return Verdict::Failed(lines.collect::<Vec<_>>().join("; "));
     }
     // If we see neither of these words, the program exited during this test.
     if !ended("passed") {
-        return Verdict::Unfinished;
+        return Verdict::unfinished();
     }
-    let mut reasons: Vec<String> = lines()
-        .filter_map(|line| line.split_once("[SKIPPED]"))
-        .map(|(_, why)| reason(why))
-        .collect();
-    reasons.sort();
-    reasons.dedup();
-    if reasons.is_empty() {
-        Verdict::Passed
-    } else {
-        Verdict::Skipped(reasons)
+    let skips = lines().filter_map(|line| line.split_once("[SKIPPED]"));
+    let reasons: BTreeSet<_> = skips.map(|(_, why)| reason(why)).collect();
+    match reasons.is_empty() {
+        true => Verdict::Passed,
+        false => Verdict::Skipped(reasons.into_iter().collect::<Vec<_>>().join("; ")),
     }
 }
 
@@ -209,10 +160,6 @@ fn reason(why: &str) -> String {
         Some(command) => format!("lacks {}", command.replace('_', "")),
         None => why.trim_end_matches(". Skipping test").to_owned(),
     }
-}
-
-fn into(line: &str) -> String {
-    line.to_owned()
 }
 
 #[cfg(test)]
@@ -254,17 +201,13 @@ Run Summary:    Type  Total    Ran Passed Failed Inactive
         };
         assert_eq!(run.counts(), all);
         assert_eq!(run.suites().len(), 2);
-        assert_eq!(
-            run.tests[1].verdict,
-            Verdict::Failed(vec![
-                "[FAILED] READ10 successful but should have failed".to_owned(),
-                "1. test_read10_invalid.c:40  - CU_ASSERT_EQUAL(ret,0)".to_owned(),
-                "2. test_read10_invalid.c:44  - CU_ASSERT_EQUAL(ret,0)".to_owned(),
-            ])
-        );
-        let skips = run.skips();
-        assert_eq!(skips["lacks PERSISTENTRESERVEIN"], ["Prin.Keys"]);
-        assert_eq!(skips["LUN is not removable"], ["Prin.Media"]);
+        let failed = "[FAILED] READ10 successful but should have failed; \
+                      1. test_read10_invalid.c:40  - CU_ASSERT_EQUAL(ret,0); \
+                      2. test_read10_invalid.c:44  - CU_ASSERT_EQUAL(ret,0)";
+        assert_eq!(run.tests[1].verdict, Verdict::Failed(failed.to_owned()));
+        let skipped = |why: &str| Verdict::Skipped(why.to_owned());
+        assert_eq!(run.tests[2].verdict, skipped("lacks PERSISTENTRESERVEIN"));
+        assert_eq!(run.tests[3].verdict, skipped("LUN is not removable"));
         let mut run = run;
         assert_eq!(run.skipped_for("LUN is not"), ["Prin.Media"]);
         run.merge(Run::parse("\nSuite: Prin\n  Test: Media ...passed\n"));
@@ -276,7 +219,7 @@ Run Summary:    Type  Total    Ran Passed Failed Inactive
         let cut = SAID.split("    [FAILED] again").next().unwrap();
         let run = Run::parse(cut);
         assert!(!run.is_complete);
-        assert_eq!(run.tests.last().unwrap().verdict, Verdict::Unfinished);
+        assert_eq!(run.tests.last().unwrap().verdict, Verdict::unfinished());
         assert_eq!(run.counts().failed, 1);
     }
 }

@@ -26,7 +26,7 @@ pub(super) struct Coverage {
 pub(super) fn report() -> Result<BTreeMap<String, Coverage>, Failure> {
     let tables = tables(&fs::read_to_string(root().join("state/tables.txt"))?);
     let mut taken = Transitions::new();
-    for target in TARGETS {
+    for target in TARGETS.iter() {
         // This file doesn't exist if the target has no state machine or has never been run.
         let lines = fs::read_to_string(work_dir(target).join(TRANSITIONS)).unwrap_or_default();
         for line in lines.lines() {

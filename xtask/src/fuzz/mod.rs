@@ -20,18 +20,16 @@ mod process;
 mod report;
 mod targets;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use self::process::Figures;
 use self::targets::{TARGETS, Target};
-use crate::packages::{Need, ensure, need};
+use crate::cases::{in_parallel, select};
+use crate::packages::{ensure, needs};
 use crate::{Failure, root, sh};
-
-const NEEDS: &[Need] = &[need("g++", "g++", "libFuzzer is written in C++")];
 
 /// Compiler flags that bolero uses to select its engine.
 const ENGINE: &str = "--cfg fuzzing --cfg fuzzing_libfuzzer";
@@ -56,18 +54,19 @@ pub(crate) struct Options {
 
 /// Builds the required programs, runs the targets, and prints and saves the results.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let targets = selected(&options.targets)?;
+    let is_named = |target: &&Target, name: &str| target.name == name;
+    let targets = select(TARGETS.iter(), &options.targets, "target", is_named)?;
     if options.list {
         for target in targets {
             println!("{:<22} {}", target.name, target.about);
         }
         return Ok(());
     }
-    if !ensure(NEEDS).is_empty() {
+    if !ensure(needs("fuzz")).is_empty() {
         return Err("cannot build libFuzzer".into());
     }
     let programs = build()?;
-    let program = |target: &Target| -> &PathBuf { &programs[&(target.package, target.program)] };
+    let program = |target: &'static Target| &programs[&(&*target.package, &*target.program)];
     let failed = match options.minutes > 0.0 {
         true => {
             let time = Duration::from_secs_f64(options.minutes * 60.0);
@@ -91,15 +90,6 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-fn selected(names: &[String]) -> Result<Vec<Target>, Failure> {
-    let unknown = names.iter().find(|n| TARGETS.iter().all(|t| t.name != **n));
-    if let Some(name) = unknown {
-        return Err(format!("unknown target {name}; --list shows all targets").into());
-    }
-    let is_selected = |t: &&Target| names.is_empty() || names.iter().any(|n| n == t.name);
-    Ok(TARGETS.iter().filter(is_selected).copied().collect())
-}
-
 /// Programs by package and name.
 type Programs = BTreeMap<(&'static str, &'static str), PathBuf>;
 
@@ -112,10 +102,10 @@ fn build() -> Result<Programs, Failure> {
         .chain(TARGETS.iter().map(Target::program_arg))
         .collect();
     let text = sh::output(compiler(&args)?.stderr(Stdio::inherit()))?;
-    let program = |target: &Target| {
+    let program = |target: &'static Target| {
         let path = executable(&text, target);
         let path = path.ok_or_else(|| format!("cargo reports no program of {}", target.name))?;
-        Ok(((target.package, target.program), path))
+        Ok(((&*target.package, &*target.program), path))
     };
     TARGETS.iter().map(program).collect()
 }
@@ -148,7 +138,7 @@ fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
 /// Finds the program of a target in Cargo's messages.
 fn executable(messages: &str, target: &Target) -> Option<PathBuf> {
     let library = target.package.replace('-', "_");
-    let name = match target.program {
+    let name = match target.program.as_str() {
         "lib" => &library,
         test => test,
     };
@@ -161,9 +151,9 @@ fn executable(messages: &str, target: &Target) -> Option<PathBuf> {
 
 /// Runs every target in a separate process, using one process per core.
 fn explore<'a>(
-    targets: &[Target],
+    targets: &[&'static Target],
     time: Duration,
-    program: impl Fn(&Target) -> &'a PathBuf + Sync,
+    program: impl Fn(&'static Target) -> &'a PathBuf + Sync,
 ) -> Result<Vec<Figures>, Failure> {
     let cores = std::thread::available_parallelism()?.get();
     println!("{} targets, {time:?} each, {cores} at once", targets.len());
@@ -189,34 +179,13 @@ fn explore<'a>(
 /// as the targets.
 fn on_cores<T: Send>(
     cores: usize,
-    targets: &[Target],
-    work: impl Fn(&Target) -> Result<T, Failure> + Sync,
+    targets: &[&'static Target],
+    work: impl Fn(&'static Target) -> Result<T, Failure> + Sync,
 ) -> Result<Vec<T>, Failure> {
-    let queue: Mutex<VecDeque<_>> = Mutex::new(targets.iter().enumerate().collect());
-    let done = Mutex::new(Vec::new());
-    std::thread::scope(|scope| {
-        for _ in 0..cores.min(targets.len()) {
-            scope.spawn(|| {
-                loop {
-                    let next = queue
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .pop_front();
-                    let Some((at, target)) = next else { break };
-                    // We can't send a failure to another thread, so convert it to text.
-                    let result = work(target).map_err(|failure| failure.to_string());
-                    let mut done = done.lock().unwrap_or_else(PoisonError::into_inner);
-                    done.push((at, result));
-                }
-            });
-        }
-    });
-    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
-    done.sort_by_key(|(at, _)| *at);
-    Ok(done
-        .into_iter()
-        .map(|(_, result)| result)
-        .collect::<Result<_, _>>()?)
+    // We can't send a failure to another thread, so convert it to text.
+    let work = |_, target: &&'static Target| work(target).map_err(|failure| failure.to_string());
+    let results = in_parallel(cores.min(targets.len()), targets, work);
+    Ok(results.into_iter().collect::<Result<_, _>>()?)
 }
 
 /// Prints and saves the results. Returns the number of targets that failed.

@@ -26,7 +26,7 @@ const TICKS: f64 = 100.0;
 /// Results for a target.
 #[derive(Debug)]
 pub(super) struct Figures {
-    pub(super) target: Target,
+    pub(super) target: &'static Target,
     /// CPU time used by this process.
     pub(super) cpu: Duration,
     pub(super) executions: u64,
@@ -68,7 +68,7 @@ impl Figures {
 
 /// Returns the working directory of a target.
 pub(super) fn work_dir(target: &Target) -> PathBuf {
-    root().join(".build/fuzz").join(target.name)
+    root().join(".build/fuzz").join(&target.name)
 }
 
 /// Returns a command to run a target's test with libFuzzer arguments. bolero reads them from the
@@ -89,7 +89,11 @@ pub(super) fn relative(path: &Path) -> String {
 }
 
 /// Runs a target for the given time.
-pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result<Figures, Failure> {
+pub(super) fn explore(
+    program: &Path,
+    target: &'static Target,
+    time: Duration,
+) -> Result<Figures, Failure> {
     let work = work_dir(target);
     let (corpus, log) = (work.join("corpus"), work.join("log"));
     fs::create_dir_all(&corpus)?;
@@ -126,7 +130,7 @@ pub(super) fn explore(program: &Path, target: &Target, time: Duration) -> Result
         false => Some(format!("{status}, see {}", relative(&log))),
     };
     Ok(Figures {
-        target: *target,
+        target,
         cpu,
         executions,
         corpus: fs::read_dir(&corpus)?.count() as u64,

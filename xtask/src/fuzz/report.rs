@@ -47,7 +47,7 @@ impl Total {
 impl Report {
     fn add(&mut self, figures: &[Figures]) {
         for figures in figures {
-            let name = figures.target.name.to_owned();
+            let name = figures.target.name.clone();
             let before = self.targets.get(&name).map(|kept| kept.total);
             let total = before.unwrap_or_default().and(figures);
             let last = figures.json();
@@ -106,7 +106,7 @@ mod tests {
 
     fn figures(at: usize, executions: u64) -> Figures {
         Figures {
-            target: TARGETS[at],
+            target: &TARGETS[at],
             cpu: Duration::from_secs(2),
             executions,
             corpus: 1,
@@ -125,7 +125,7 @@ mod tests {
         let text = serde_json::to_string(&report).unwrap();
         let mut report: Report = serde_json::from_str(&text).unwrap();
         report.add(&[figures(0, 7)]);
-        let of = |at: usize| &report.targets[TARGETS[at].name];
+        let of = |at: usize| &report.targets[&TARGETS[at].name];
         let total = of(0).total;
         assert_eq!(
             (total.runs, total.executions, total.cpu_seconds),

@@ -22,13 +22,9 @@ use std::fs;
 
 use self::accepted::{Accepted, Cost, growth};
 use self::paths::{Path4k, Rig};
-use crate::packages::{Need, ensure, need};
+use crate::packages::{ensure, needs};
+use crate::tally::Outcome;
 use crate::{Failure, sh};
-
-pub(crate) const NEEDS: &[Need] = &[
-    need("valgrind", "valgrind", "counting instructions"),
-    need("callgrind_control", "valgrind", "counting instructions"),
-];
 
 /// Number of runs for each path, which must be odd. The same number of runs is added if the cost
 /// has increased.
@@ -55,18 +51,9 @@ pub(crate) struct Options {
     counting: bool,
 }
 
-/// Result of a comparison.
-pub(crate) enum Ended {
-    /// The counts were compared. The error contains the number of paths that have increased.
-    Compared(Result<(), Failure>),
-    /// There are no accepted counts, or they were created with other versions and can't be
-    /// compared.
-    Unavailable(String),
-}
-
 /// Measures and prints the counts, then compares or accepts them.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    if !ensure(NEEDS).is_empty() {
+    if !ensure(needs("instructions")).is_empty() {
         return Err("valgrind is missing".into());
     }
     if options.counting {
@@ -81,14 +68,12 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.accept {
         return accept(&chosen);
     }
-    match compare(&chosen)? {
-        Ended::Compared(result) => result,
-        Ended::Unavailable(why) => Err(why.into()),
-    }
+    compare(&chosen)?.into_result()
 }
 
-/// Compares all paths with the accepted counts.
-pub(crate) fn compare_all() -> Result<Ended, Failure> {
+/// Compares all paths with the accepted counts. This is skipped if there are no accepted counts, or
+/// if they were created with other versions.
+pub(crate) fn compare_all() -> Result<Outcome, Failure> {
     compare(&paths::all().collect::<Vec<_>>())
 }
 
@@ -97,15 +82,15 @@ pub(crate) fn counting() -> Result<(), Failure> {
     counting::run()
 }
 
-fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
+fn compare(chosen: &[Path4k]) -> Result<Outcome, Failure> {
     let accepted = Accepted::load()?;
     if accepted.paths.is_empty() {
         let why = "missing accepted counts; run `cargo xtask instructions --accept`";
-        return Ok(Ended::Unavailable(why.to_owned()));
+        return Ok(Outcome::skipped(why));
     }
     let others = accepted.other_versions(&versions()?);
     if !others.is_empty() {
-        return Ok(Ended::Unavailable(others.join("; ")));
+        return Ok(Outcome::skipped(others.join("; ")));
     }
     let mut rig = Rig::start()?;
     let mut grown = Vec::new();
@@ -124,7 +109,7 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
     }
     let stopped = rig.stop();
     if grown.is_empty() {
-        return stopped.map(|()| Ended::Compared(Ok(())));
+        return stopped.map(|()| Ok(()).into());
     }
     let mut why = format!(
         "instructions of an operation have grown by more than is accepted:\n{}\n\
@@ -134,7 +119,7 @@ fn compare(chosen: &[Path4k]) -> Result<Ended, Failure> {
     if let Err(failure) = stopped {
         why += &format!("\n{failure}");
     }
-    Ok(Ended::Compared(Err(why.into())))
+    Ok(Outcome::failed(why))
 }
 
 /// Saves the current counts. If a path was not measured, its previous counts are kept, but only if

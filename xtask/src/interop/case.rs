@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::cases::select;
 use crate::{Failure, root};
 
 /// A test case: the script, and the options in its header.
@@ -83,11 +84,13 @@ impl Case {
         self
     }
 
-    fn is_named_by(&self, words: &[String]) -> bool {
-        words.is_empty()
-            || words
-                .iter()
-                .any(|w| self.name.contains(w.as_str()) || self.group == *w)
+    /// Returns the group and name.
+    pub(crate) fn path(&self) -> String {
+        format!("{}/{}", self.group, self.name)
+    }
+
+    fn is_named_by(&self, word: &str) -> bool {
+        self.name.contains(word) || self.group == word
     }
 }
 
@@ -101,17 +104,8 @@ pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> 
         }
     }
     cases.sort_by(|a, b| (&a.group, &a.name).cmp(&(&b.group, &b.name)));
-    // We need to check each word, because a typo in one of several words would just run fewer
-    // cases.
-    for word in words {
-        if !cases
-            .iter()
-            .any(|c| c.is_named_by(std::slice::from_ref(word)))
-        {
-            return Err(format!("unknown case or group \"{word}\"; --list shows all cases").into());
-        }
-    }
-    cases.retain(|c| (!short || c.short) && c.is_named_by(words));
+    let mut cases = select(cases, words, "case", Case::is_named_by)?;
+    cases.retain(|case| !short || case.short);
     if cases.is_empty() {
         return Err("unknown short case; --list shows all cases".into());
     }
@@ -145,8 +139,7 @@ mod tests {
         assert!(case.alone && !case.short && !case.here);
         let here = Case::parse("x", format!("#: here: yes\n{text}")).unwrap();
         assert!(here.here);
-        assert!(case.is_named_by(&[]) && case.is_named_by(&["srp".to_owned()]));
-        assert!(!case.is_named_by(&["rping".to_owned()]));
+        assert!(case.is_named_by("srp") && !case.is_named_by("rping"));
         assert_eq!(case.packets, Some(PACKETS));
         let packets = |least: &str| {
             let text = format!("{text}#: packets: {least}\n");

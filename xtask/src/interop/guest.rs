@@ -18,6 +18,10 @@ const MODULES: [&str; 4] = ["virtio_pci", "9pnet_virtio", "9p", "overlay"];
 /// Size of the guest's disk `/dev/vda`. The guest has to load `virtio_blk` to use it.
 const DISK: u64 = 256 << 20;
 
+/// Number of virtual CPUs, and memory size in MiB.
+const CPUS: &str = "2";
+const MEMORY: &str = "6144";
+
 /// Share directory with files that should be installed to the root file system by later boots.
 const INSTALLED: &str = "installed";
 
@@ -30,27 +34,6 @@ pub(crate) enum Init {
     Systemd,
     /// Same as `Systemd`, but keep the disk and the installed files from the previous boot.
     SystemdAgain,
-}
-
-/// Virtual machine configuration.
-#[derive(Clone, Copy)]
-pub(crate) struct Shape {
-    /// Number of virtual CPUs.
-    pub(crate) cpus: u32,
-    /// Memory size in MiB.
-    pub(crate) memory: u32,
-    /// Init program.
-    pub(crate) init: Init,
-}
-
-impl Default for Shape {
-    fn default() -> Self {
-        Self {
-            cpus: 2,
-            memory: 6144,
-            init: Init::Script,
-        }
-    }
 }
 
 /// A running guest. It will be killed on drop.
@@ -71,12 +54,12 @@ pub(crate) struct Ran {
 impl Guest {
     /// Boots a guest using the shared directory `folder/share`, which is mounted as `/vm` in the
     /// guest.
-    pub(crate) fn boot(kernel: &Kernel, folder: &Path, shape: Shape) -> Result<Self, Failure> {
+    pub(crate) fn boot(kernel: &Kernel, folder: &Path, init: Init) -> Result<Self, Failure> {
         // We need to clear the directory: the guest runs scripts by number, so it would start with
         // the scripts of a previous guest.
         let share = folder.join("share");
         let disk = folder.join("disk.img");
-        if shape.init != Init::SystemdAgain {
+        if init != Init::SystemdAgain {
             let _ = fs::remove_dir_all(&share);
             fs::create_dir_all(&share)?;
             File::create(&disk)?.set_len(DISK)?;
@@ -91,25 +74,18 @@ impl Guest {
                 false => fs::remove_file(entry.path())?,
             }
         }
-        for name in [
-            "backstores.sh",
-            "crash.sh",
-            "guest.sh",
-            "iscsi.sh",
-            "lib.sh",
-            "libiscsi.sh",
-            "lio.sh",
-            "systemd.sh",
-            "targetcli.sh",
-            "tgt.sh",
-        ] {
-            fs::copy(root().join("tests/vm").join(name), share.join(name))?;
+        let scripts = root().join("tests/vm");
+        for entry in fs::read_dir(&scripts)? {
+            let script = entry?.path();
+            if script.extension().is_some_and(|e| e == "sh") {
+                fs::copy(&script, share.join(script.file_name().unwrap_or_default()))?;
+            }
         }
         fs::write(
             share.join("modules"),
             kernel.modules().display().to_string(),
         )?;
-        let initrd = initramfs::build(kernel, folder, &root().join("tests/vm/init.sh"), &MODULES)?;
+        let initrd = initramfs::build(kernel, folder, &scripts.join("init.sh"), &MODULES)?;
         let console = File::create(folder.join("console.log"))?;
         // The guest uses the host's file system, so it has the same programs and libraries and we
         // don't need an image. `multidevs=remap` is set to avoid inode collisions between file
@@ -123,12 +99,7 @@ impl Guest {
         // This ensures that the guest is killed if we are killed.
         let qemu = sh::cmd("setpriv", ["--pdeathsig", "KILL", "qemu-system-x86_64"])
             .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
-            .args([
-                "-smp",
-                &shape.cpus.to_string(),
-                "-m",
-                &shape.memory.to_string(),
-            ])
+            .args(["-smp", CPUS, "-m", MEMORY])
             // Don't add a network card: both sides of a test are in the guest, and we must never
             // send packets to the host's network.
             .args(["-nographic", "-no-reboot", "-nic", "none"])
@@ -143,7 +114,7 @@ impl Guest {
             .arg("-append")
             .arg(format!(
                 "console=ttyS0 panic=-1 mitigations=off no_timer_check quiet RIG_INIT={}",
-                match shape.init {
+                match init {
                     Init::Script => "guest.sh",
                     Init::Systemd | Init::SystemdAgain =>
                         "systemd.sh systemd.unit=multi-user.target",
@@ -188,14 +159,10 @@ impl Guest {
     /// Shuts down the guest and waits until it's off.
     pub(crate) fn power_off(mut self, limit: Duration) -> Result<(), Failure> {
         fs::write(self.share.join("stop"), "")?;
-        let started = Instant::now();
-        while self.qemu.try_wait()?.is_none() {
-            if started.elapsed() > limit {
-                return Err(format!("the guest did not power off within {limit:?}").into());
-            }
-            std::thread::sleep(Duration::from_millis(50));
+        match sh::wait_for_exit(&mut self.qemu, limit)? {
+            Some(_) => Ok(()),
+            None => Err(format!("the guest did not power off within {limit:?}").into()),
         }
-        Ok(())
     }
 
     /// Runs a script and waits for its result.
@@ -234,11 +201,11 @@ impl Drop for Guest {
     fn drop(&mut self) {
         // Request a shutdown and wait for two seconds, so that the guest can flush its data.
         let _ = fs::write(self.share.join("stop"), "");
-        for _ in 0..40 {
-            if matches!(self.qemu.try_wait(), Ok(Some(_))) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(50));
+        if matches!(
+            sh::wait_for_exit(&mut self.qemu, Duration::from_secs(2)),
+            Ok(Some(_))
+        ) {
+            return;
         }
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();

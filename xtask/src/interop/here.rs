@@ -7,57 +7,31 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::case::Case;
 use super::judge::{Expected, check_captures};
-use super::runner::{Programs, Row, report, result_of};
-use crate::packages::{Need, need};
+use super::runner::{Programs, result_of};
+use crate::cases::{Row, attempt};
+use crate::tally::Kind;
 use crate::{Failure, root, sh};
-
-/// Debian packages required by these cases.
-pub(crate) const NEEDS: &[Need] = &[
-    need("unshare", "util-linux", "namespaces for cases"),
-    need("timeout", "coreutils", "limits of cases"),
-    need("ip", "iproute2", "networks of cases"),
-    need("ping", "iputils-ping", "ping over the virtual Ethernet"),
-    need("arping", "arping", "ARP over the virtual Ethernet"),
-    need("iperf3", "iperf3", "traffic over the virtual Ethernet"),
-    need("ib_acme", "ibacm", "requests to riser-sa"),
-    need("saquery", "infiniband-diags", "requests to riser-sa"),
-    need("python3", "python3", "a program with libibumad"),
-    need("tcpdump", "tcpdump", "captures of the cases"),
-    need("tshark", "tshark", "checking the captures of the cases"),
-];
 
 /// Time to wait after SIGTERM before we kill a case.
 const MERCY: Duration = Duration::from_secs(5);
 
 /// Runs the cases sequentially, because they all use the same machine. If a case fails, we run it
 /// again.
-pub(crate) fn run<'a>(cases: &'a [Case], programs: &Programs, logs: &Path) -> Vec<Row<'a>> {
-    let run = |case: &'a Case| {
-        let first = run_case(case, programs, logs);
-        report(&first);
-        let Err(why) = first.result else { return first };
-        let mut second = run_case(case, programs, logs);
-        second.first = Some(why);
-        report(&second);
-        second
+pub(crate) fn run(cases: &[Case], programs: &Programs, logs: &Path) -> Vec<Row> {
+    let run = |case: &Case| {
+        let saved = logs.join(&case.group).join(&case.name);
+        Row::run(&case.path(), Kind::Case, |figures| {
+            attempt(true, || {
+                *figures = run_in_namespaces(case, programs, &saved)?;
+                Ok(())
+            })
+        })
     };
     cases.iter().map(run).collect()
-}
-
-fn run_case<'a>(case: &'a Case, programs: &Programs, logs: &Path) -> Row<'a> {
-    let started = Instant::now();
-    let result = run_in_namespaces(case, programs, &logs.join(&case.group).join(&case.name));
-    Row {
-        case,
-        boot: None,
-        took: started.elapsed(),
-        result: result.map_err(|e| e.to_string()),
-        first: None,
-    }
 }
 
 fn run_in_namespaces(

@@ -4,128 +4,34 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use serde::Deserialize;
+
 use super::case::Case;
 use super::kernel::{Kernel, PrivateApt};
 use crate::packages::cache;
-use crate::{Failure, sh};
+use crate::{Failure, cases, sh};
 
-/// A module required by some of the cases.
+/// A module required by some of the cases, from `xtask/cases/modules.toml`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct Module {
-    /// Module name.
-    name: &'static str,
-    /// Directory in the Linux sources.
-    folder: &'static str,
-    /// Kconfig variable that enables this module in its makefile.
-    variable: &'static str,
-    /// If the script of a case contains this word, it needs this module.
-    word: &'static str,
-    /// Changes to the sources.
-    edits: &'static [Edit],
+    pub(crate) name: String,
+    folder: String,
+    variable: String,
+    word: String,
+    /// Source changes: file, old text and new text.
+    edits: Vec<(String, String, String)>,
 }
 
-/// A source change: file, old text and new text.
-type Edit = (&'static str, &'static str, &'static str);
-
-/// All modules.
-pub(crate) const MODULES: [Module; 2] = [
-    // Software iWARP device in Linux.
-    Module {
-        name: "siw",
-        folder: "drivers/infiniband/sw/siw",
-        variable: "CONFIG_RDMA_SIW",
-        word: "iwarp_hosts",
-        edits: &[],
-    },
-    Module {
-        name: "ib_rxe",
-        folder: "drivers/infiniband/sw/rxe",
-        variable: "CONFIG_RDMA_RXE",
-        word: "ib_hosts",
-        edits: &IB_RXE,
-    },
-];
-
-/// `rdma_rxe` as an InfiniBand port. Linux only sends path queries on an InfiniBand port, but has
-/// no software device with such a port. We don't change the code that sends the queries, only the
-/// device. It still sends RoCE packets over IPv6, using its GID as the address. The GID of the
-/// administrator is fd99::200:0:0:2, because the subnet prefix is based on the port's own GID.
-const IB_RXE: [Edit; 14] = [
-    // Use another name and link type, so that it can be loaded in addition to rdma_rxe.
-    ("Makefile", "rdma_rxe", "ib_rxe"),
-    ("rxe.c", "\"rxe\"", "\"ib_rxe\""),
-    (
-        "rxe_verbs.c",
-        "RDMA_CORE_PORT_IBA_ROCE_UDP_ENCAP",
-        "(RDMA_CORE_PORT_IBA_IB & ~RDMA_CORE_CAP_IB_SMI) | RDMA_CORE_CAP_IB_GRH_REQUIRED",
-    ),
-    (
-        "rxe_verbs.c",
-        "IB_LINK_LAYER_ETHERNET",
-        "IB_LINK_LAYER_INFINIBAND",
-    ),
-    // The port's GID, fd99::1. On Ethernet, GIDs are based on addresses.
-    (
-        "rxe_verbs.c",
-        "static const struct ib_device_ops rxe_dev_ops = {",
-        "static int gid_of_the_rig(struct ib_device *device, u32 port, int index, union ib_gid *gid)
-{
-	*gid = (union ib_gid){ .raw = { 0xfd, 0x99, [15] = 1 } };
-	return 0;
+/// Returns all modules.
+pub(crate) fn modules() -> Vec<Module> {
+    cases::read(include_str!("../../cases/modules.toml"))
 }
-
-static const struct ib_device_ops rxe_dev_ops = {
-	.query_gid = gid_of_the_rig,",
-    ),
-    ("rxe_param.h", "GID_TBL_LEN\t\t= 1024", "GID_TBL_LEN\t\t= 1"),
-    (
-        "rxe_recv.c",
-        "IB_GID_TYPE_ROCE_UDP_ENCAP",
-        "IB_GID_TYPE_IB",
-    ),
-    ("rxe_recv.c", "1, skb->dev);", "1, NULL);"),
-    (
-        "rxe_av.c",
-        "rdma_gid_attr_network_type(grh->sgid_attr)",
-        "RDMA_NETWORK_IPV6",
-    ),
-    (
-        "rxe_av.c",
-        "rdma_gid_attr_network_type(sgid_attr)",
-        "RDMA_NETWORK_IPV6",
-    ),
-    (
-        "rxe_net.c",
-        "rdma_read_gid_attr_ndev_rcu(attr);",
-        "rcu_dereference(rxe->ib_dev.port_data[1].netdev) ?: ERR_PTR(-ENODEV);",
-    ),
-    // LIDs are required, but not used.
-    (
-        "rxe_param.h",
-        "RXE_PORT_LID\t\t\t= 0",
-        "RXE_PORT_LID\t\t\t= 1",
-    ),
-    (
-        "rxe_param.h",
-        "RXE_PORT_SM_LID\t\t\t= 0",
-        "RXE_PORT_SM_LID\t\t\t= 2",
-    ),
-    // The speed of an Ethernet port, which is not available here.
-    (
-        "rxe_verbs.c",
-        "ret = ib_get_eth_speed(ibdev, port_num, &attr->active_speed,",
-        "ret = 0; (void)(",
-    ),
-];
 
 impl Module {
     /// Returns true if this case needs the module.
     pub(crate) fn is_for(&self, case: &Case) -> bool {
-        case.text.contains(self.word)
-    }
-
-    /// Returns the module name.
-    pub(crate) fn name(&self) -> &'static str {
-        self.name
+        case.text.contains(&self.word)
     }
 
     /// Returns the source changes as text to be saved along with the module.
@@ -188,7 +94,7 @@ impl Module {
         tar.arg(&packed).arg("-C").arg(folder).arg(&sources);
         sh::output(&mut tar)?;
         let sources = folder.join(sources);
-        for (file, what, by) in self.edits {
+        for (file, what, by) in &self.edits {
             let path = sources.join(file);
             let text = fs::read_to_string(&path)?;
             if !text.contains(what) {

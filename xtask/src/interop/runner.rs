@@ -9,13 +9,15 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::case::Case;
-use super::guest::{Guest, Init, Shape};
+use super::guest::{Guest, Init};
 use super::judge::{Expected, check_captures};
 use super::kernel::Kernel;
+use crate::cases::{Row, Verdict, in_parallel, shorten};
+use crate::tally::Kind;
 use crate::{Failure, root};
 
 /// Prefix of output lines that should be shown in the table.
@@ -32,19 +34,6 @@ pub(crate) struct Programs {
     pub(crate) tests: PathBuf,
 }
 
-/// Result of a case.
-pub(crate) struct Row<'a> {
-    pub(crate) case: &'a Case,
-    /// Boot time, if a guest was booted for this case.
-    pub(crate) boot: Option<Duration>,
-    /// Run time of the case itself.
-    pub(crate) took: Duration,
-    /// Measured values, or the reason of the failure.
-    pub(crate) result: Result<Vec<String>, String>,
-    /// If this is the second attempt, the reason why the first attempt failed.
-    pub(crate) first: Option<String>,
-}
-
 /// Files used by all guests.
 pub(crate) struct Rig<'a> {
     /// Kernel to boot.
@@ -58,114 +47,98 @@ pub(crate) struct Rig<'a> {
 impl Rig<'_> {
     /// Runs the cases using up to `jobs` guests in parallel. Returns the results in the same order
     /// as the cases.
-    pub(crate) fn run<'a>(&self, cases: &'a [Case], jobs: usize) -> Vec<Row<'a>> {
+    pub(crate) fn run(&self, cases: &[Case], jobs: usize) -> Vec<Row> {
         // Cases that measure performance must run when there is no other guest.
         let (alone, together): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|c| c.alone);
         let mut rows = self.run_some(together, jobs);
         rows.extend(self.run_some(alone, 1));
         // The second attempt is done at the end, so that it can use the whole machine.
-        for row in rows.iter_mut().filter(|row| row.result.is_err()) {
-            *row = self.try_again(row);
+        for (case, row) in &mut rows {
+            if let Verdict::Failed(why) = &row.verdict {
+                *row = self.try_again(case, why);
+            }
         }
-        rows.sort_by_key(|r| (&r.case.group, &r.case.name));
-        rows
+        rows.sort_by_key(|(case, _)| (&case.group, &case.name));
+        rows.into_iter().map(|(_, row)| row).collect()
     }
 
-    fn run_some<'a>(&self, cases: Vec<&'a Case>, jobs: usize) -> Vec<Row<'a>> {
+    fn run_some<'a>(&self, cases: Vec<&'a Case>, jobs: usize) -> Vec<(&'a Case, Row)> {
         let guests = jobs.min(cases.len());
         let waiting = Mutex::new(cases);
-        let rows = Mutex::new(Vec::new());
-        std::thread::scope(|scope| {
-            for number in 1..=guests {
-                let (waiting, rows) = (&waiting, &rows);
-                scope.spawn(move || self.serve(number, waiting, rows));
-            }
-        });
-        rows.into_inner().unwrap_or_else(PoisonError::into_inner)
+        let rows = in_parallel(guests, 1..=guests, |_, number| self.serve(number, &waiting));
+        rows.into_iter().flatten().collect()
     }
 
     /// Runs a case again. The logs of both attempts are kept.
-    fn try_again<'a>(&self, first: &Row<'a>) -> Row<'a> {
-        let case = first.case;
+    fn try_again(&self, case: &Case, first: &str) -> Row {
         let logs = self.logs.join(&case.group).join(&case.name);
         let kept = logs.with_extension("first");
         let _ = fs::remove_dir_all(&kept);
         // If there was no guest, there are no logs.
         let _ = fs::rename(&logs, &kept);
         let mut second = self.run_case(case, &self.logs.join("guest-1"), &mut None);
-        second.first = first.result.as_ref().err().cloned();
-        report(&second);
+        if second.verdict == Verdict::Passed {
+            second.verdict = Verdict::PassedAgain(shorten(first));
+        }
         second
     }
 
     /// Starts guests until there are no more cases to run.
-    fn serve<'a>(&self, number: usize, waiting: &Mutex<Vec<&'a Case>>, rows: &Mutex<Vec<Row<'a>>>) {
+    fn serve<'a>(&self, number: usize, waiting: &Mutex<Vec<&'a Case>>) -> Vec<(&'a Case, Row)> {
         let folder = self.logs.join(format!("guest-{number}"));
         let mut slot: Option<Guest> = None;
         let mut group = None;
-        loop {
-            let next = take_case(
-                &mut waiting.lock().unwrap_or_else(PoisonError::into_inner),
-                group,
-            );
-            let Some(case) = next else { return };
+        let mut rows = Vec::new();
+        let next = |group| take_case(&mut waiting.lock().expect("no guest panics"), group);
+        while let Some(case) = next(group) {
             // Don't reuse a guest for a different group, because it may contain state from the
             // previous group.
             if group != Some(case.group.as_str()) {
                 slot = None;
                 group = Some(&case.group);
             }
-            let row = self.run_case(case, &folder, &mut slot);
-            report(&row);
-            rows.lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(row);
+            rows.push((case, self.run_case(case, &folder, &mut slot)));
         }
+        rows
     }
 
-    fn run_case<'a>(&self, case: &'a Case, folder: &Path, slot: &mut Option<Guest>) -> Row<'a> {
-        let started = Instant::now();
-        if let Some(boots) = case.boots {
-            *slot = None;
-            let result = self.run_boots(case, boots, folder);
-            return Row {
-                case,
-                boot: None,
-                took: started.elapsed(),
-                result: result.map_err(|e| e.to_string()),
-                first: None,
+    fn run_case(&self, case: &Case, folder: &Path, slot: &mut Option<Guest>) -> Row {
+        Row::run(&case.path(), Kind::Case, |figures| {
+            let result = match case.boots {
+                Some(boots) => {
+                    *slot = None;
+                    self.run_boots(case, boots, folder)
+                }
+                None => self.run_once(case, folder, slot),
             };
-        }
-        let boot = slot.is_none().then(|| {
-            Guest::boot(self.kernel, folder, Shape::default()).map(|guest| *slot = Some(guest))
-        });
-        let booted = started.elapsed();
-        let row = |result: Result<Vec<String>, Failure>| Row {
-            case,
-            boot: boot.is_some().then_some(booted),
-            took: started.elapsed() - booted,
-            result: result.map_err(|e| e.to_string()),
-            first: None,
-        };
-        let Some(guest) = slot else {
-            let why = boot.and_then(Result::err);
-            return Row {
-                case,
-                boot: Some(booted),
-                took: Duration::ZERO,
-                result: Err(
-                    why.map_or_else(String::new, |e| format!("cannot start the guest: {e}"))
-                ),
-                first: None,
-            };
+            if result.is_err() {
+                // Don't reuse the guest after a failure, because it could affect the next case.
+                *slot = None;
+            }
+            result.map(|lines| *figures = lines).into()
+        })
+    }
+
+    fn run_once(
+        &self,
+        case: &Case,
+        folder: &Path,
+        slot: &mut Option<Guest>,
+    ) -> Result<Vec<String>, Failure> {
+        let began = Instant::now();
+        let mut figures = Vec::new();
+        let guest = match slot {
+            Some(guest) => guest,
+            None => {
+                let guest = Guest::boot(self.kernel, folder, Init::Script)
+                    .map_err(|e| format!("cannot start the guest: {e}"))?;
+                figures.push(format!("boot {:.1} s", began.elapsed().as_secs_f64()));
+                slot.insert(guest)
+            }
         };
         let logs = self.logs.join(&case.group).join(&case.name);
-        let result = self.run_in(guest, case, 1, folder, &logs);
-        if result.is_err() {
-            // Don't reuse the guest after a failure, because it could affect the next case.
-            *slot = None;
-        }
-        row(result)
+        figures.extend(self.run_in(guest, case, 1, folder, &logs)?);
+        Ok(figures)
     }
 
     /// Boots and shuts down a guest several times and runs the script after each boot.
@@ -178,12 +151,8 @@ impl Rig<'_> {
                 1 => Init::Systemd,
                 _ => Init::SystemdAgain,
             };
-            let shape = Shape {
-                init,
-                ..Shape::default()
-            };
             let saved = logs.join(format!("boot-{boot}"));
-            let ran = Guest::boot(self.kernel, folder, shape).and_then(|mut guest| {
+            let ran = Guest::boot(self.kernel, folder, init).and_then(|mut guest| {
                 let ran = self.run_in(&mut guest, case, boot, folder, &saved)?;
                 guest.power_off(SHUTDOWN)?;
                 Ok(ran)
@@ -245,17 +214,6 @@ pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failur
     }
     let figures = output.lines().filter_map(|l| l.strip_prefix(FIGURE));
     Ok(figures.map(str::to_owned).collect())
-}
-
-/// Prints the result of a case.
-pub(crate) fn report(row: &Row<'_>) {
-    let how = if row.result.is_ok() {
-        "ok    "
-    } else {
-        "FAILED"
-    };
-    let (group, name) = (&row.case.group, &row.case.name);
-    println!("{how} {group}/{name} ({:.0} s)", row.took.as_secs_f64());
 }
 
 /// Returns the next case to run, using the same group if possible.

@@ -13,8 +13,8 @@ use crate::Failure;
 /// Documents in the root directory.
 const DOCUMENTS: &[&str] = &["README.md", "CHANGELOG.md", "SECURITY.md"];
 
-/// Directories that only contain files for users.
-const FOLDERS: &[&str] = &["docs", "deploy"];
+/// Directories that only contain text for users.
+const FOLDERS: &[&str] = &["docs", "deploy", "xtask/cases"];
 
 /// Derive macros that use doc comments to generate help, manual pages or a schema.
 const DERIVES: &[&str] = &["Args", "JsonSchema", "Parser", "Subcommand", "ValueEnum"];

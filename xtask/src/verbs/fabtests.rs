@@ -9,24 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::namespace::ADDRESSES;
-use super::pyverbs::{Test, Verdict};
 use super::runner::Rig;
-use crate::packages::{self, Need, need};
+use crate::cases::{Test, Verdict};
+use crate::packages::{self, needs};
 use crate::{Failure, sh};
-
-/// Debian packages required for the build.
-pub(super) const NEEDS: &[Need] = &[
-    need("fi_info", "libfabric-bin", PURPOSE),
-    need("/usr/include/rdma/fabric.h", "libfabric-dev", PURPOSE),
-    need("git", "git", PURPOSE),
-    need("gcc", "gcc", PURPOSE),
-    need("make", "make", PURPOSE),
-    need("autoreconf", "autoconf", PURPOSE),
-    need("automake", "automake", PURPOSE),
-    need("libtoolize", "libtool", PURPOSE),
-];
-
-const PURPOSE: &str = "libfabric's own tests";
 
 /// Source repository, which has a tag for each version.
 const SOURCES: &str = "https://github.com/ofiwg/libfabric";
@@ -55,7 +41,7 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
 
 /// Builds the tests if they are not in the cache.
 pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
-    if let Some(lacking) = packages::missing(NEEDS).first() {
+    if let Some(lacking) = packages::missing(needs("verbs-fabtests")).first() {
         return Err(format!("{} is missing", lacking.program).into());
     }
     let version = sh::output(&mut sh::cmd("fi_info", ["--version"]))?;
@@ -146,7 +132,7 @@ fn parse(said: &str) -> Vec<Test> {
                 .map_or(name, |(name, _)| name);
             tests.push(Test {
                 name: name.trim().to_owned(),
-                verdict: Verdict::Unfinished,
+                verdict: Verdict::unfinished(),
             });
             continue;
         }
@@ -212,7 +198,7 @@ mod tests {
                 Verdict::Skipped("libfabric does not offer it".into()),
             ),
             of("fi_poll -t queue", Verdict::Failed("another".into())),
-            of("fi_rdm", Verdict::Unfinished),
+            of("fi_rdm", Verdict::unfinished()),
         ];
         assert_eq!(parse(said), expected);
     }

@@ -13,11 +13,8 @@ use serde_json::Value;
 use super::cases::Ready;
 use super::runner::{Rig, wait_until_ready};
 use crate::bench::stats::{Summary, ratios};
-use crate::packages::{Need, ensure, need};
+use crate::packages::{ensure, needs};
 use crate::{Failure, sh};
-
-/// Requirements in addition to perftest.
-const NEEDS: &[Need] = &[need("iperf3", "iperf3", "bandwidth of TCP")];
 
 /// Server address. The client uses the next address.
 const SERVER: &str = "127.0.18.1";
@@ -140,7 +137,7 @@ fn comparisons() -> Vec<Comparison> {
 
 /// Runs the given number of rounds and prints a table.
 pub(super) fn run(rig: &Rig, rounds: usize) -> Result<(), Failure> {
-    let missing = ensure(NEEDS);
+    let missing = ensure(needs("verbs-figures"));
     if let Some(need) = missing.first() {
         return Err(format!("{} is missing", need.program).into());
     }
@@ -211,7 +208,7 @@ fn perftest(rig: &Rig, program: &str, options: &str) -> Result<f64, Failure> {
         rig.start(command, &format!("{log}.{end}"))
     };
     let mut server = start(SERVER, &words, "server")?;
-    wait_until_ready(&mut server, Ready::Port, SERVER, PERFTEST_PORT)?;
+    wait_until_ready(&mut server, &Ready::Port, SERVER, PERFTEST_PORT)?;
     let words: Vec<_> = words.into_iter().chain([SERVER]).collect();
     let mut client = start(CLIENT, &words, "client")?;
     let until = Instant::now() + PATIENCE;

@@ -42,11 +42,19 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Maximum time to wait until a target is ready.
 const START: Duration = Duration::from_secs(20);
 
-/// A test case: name, required external programs and the test function.
+/// A test case: name, required external programs separated by spaces, and the test function.
 pub(super) struct Case {
     pub(super) name: &'static str,
-    pub(super) needs: &'static [&'static str],
+    pub(super) needs: &'static str,
     run: fn(&Stage<'_>) -> Result<(), Failure>,
+}
+
+const fn case(
+    name: &'static str,
+    needs: &'static str,
+    run: fn(&Stage<'_>) -> Result<(), Failure>,
+) -> Case {
+    Case { name, needs, run }
 }
 
 impl Case {
@@ -55,74 +63,42 @@ impl Case {
         format!("iser/{}", self.name)
     }
 
-    /// Runs this case and returns the time it took.
-    pub(super) fn run(&self, rig: &Rig, programs: &Path) -> Result<Duration, Failure> {
-        let began = Instant::now();
+    /// Runs this case.
+    pub(super) fn run(&self, rig: &Rig, programs: &Path) -> Result<(), Failure> {
         let stage = Stage {
             rig,
             programs,
             folder: rig.folder("iser")?,
             case: self.path(),
         };
-        (self.run)(&stage)?;
-        Ok(began.elapsed())
+        (self.run)(&stage)
     }
 }
 
-const LIBISCSI: [&str; 3] = ["iscsi-inq", "iscsi-readcapacity16", "iscsi-perf"];
-
 pub(super) const CASES: &[Case] = &[
-    Case {
-        name: "riser, tgt",
-        needs: &["tgtd", "tgtadm"],
-        run: riser_and_tgt,
-    },
-    Case {
-        name: "riser, tgt is killed",
-        needs: &["tgtd", "tgtadm"],
-        run: tgt_is_killed,
-    },
-    Case {
-        name: "libiscsi, riserd",
-        needs: &LIBISCSI,
-        run: |stage| stage.libiscsi(&stage.riserd()?.1),
-    },
-    Case {
-        name: "libiscsi, tgt",
-        needs: &[
-            "tgtd",
-            "tgtadm",
-            "iscsi-inq",
-            "iscsi-readcapacity16",
-            "iscsi-perf",
-        ],
-        run: |stage| {
+    case("riser, tgt", "tgtd tgtadm", riser_and_tgt),
+    case("riser, tgt is killed", "tgtd tgtadm", tgt_is_killed),
+    case(
+        "libiscsi, riserd",
+        "iscsi-inq iscsi-readcapacity16 iscsi-perf",
+        |stage| stage.libiscsi(&stage.riserd()?.1),
+    ),
+    case(
+        "libiscsi, tgt",
+        "tgtd tgtadm iscsi-inq iscsi-readcapacity16 iscsi-perf",
+        |stage| {
             let tgt = stage.tgt("tgtd")?;
             stage.libiscsi(&tgt.url())?;
             tgt.stop()
         },
-    },
-    Case {
-        name: "libiscsi, riserd is killed",
-        needs: &[
-            "qemu-img",
-            "qemu-io",
-            "iscsi-inq",
-            "iscsi-readcapacity16",
-            "iscsi-perf",
-        ],
-        run: riserd_is_killed,
-    },
-    Case {
-        name: "QEMU, riserd",
-        needs: &["qemu-img", "qemu-io"],
-        run: qemu_and_riserd,
-    },
-    Case {
-        name: "QEMU, tgt",
-        needs: &["tgtd", "tgtadm", "qemu-img", "qemu-io"],
-        run: qemu_and_tgt,
-    },
+    ),
+    case(
+        "libiscsi, riserd is killed",
+        "qemu-img qemu-io iscsi-inq iscsi-readcapacity16 iscsi-perf",
+        riserd_is_killed,
+    ),
+    case("QEMU, riserd", "qemu-img qemu-io", qemu_and_riserd),
+    case("QEMU, tgt", "tgtd tgtadm qemu-img qemu-io", qemu_and_tgt),
 ];
 
 /// A running test case.
@@ -292,7 +268,7 @@ impl<'a> Tgt<'a> {
 
 /// Returns true if the QEMU tools have the iSCSI driver. We don't install it here because its
 /// version must match the tools; `cargo xtask conformance` does this.
-pub(super) fn has_qemu_driver() -> bool {
+pub(crate) fn has_qemu_driver() -> bool {
     // There is no target on this port. For an unknown protocol, QEMU before version 8 reports that
     // it's unknown, and newer versions report that they can't load the module.
     let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
@@ -380,20 +356,8 @@ fn tgt_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
 /// libiscsi 1.19 would use TCP for this.
 fn riserd_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let (daemon, url) = stage.riserd()?;
-    let words = [
-        "env",
-        "LIBISCSI_DEBUG=2",
-        "qemu-io",
-        "-f",
-        "raw",
-        "-c",
-        "write 0 64k",
-        "-c",
-        "sleep 3000",
-        "-c",
-        "read 0 64k",
-        &url,
-    ];
+    let words = qemu_io(&["write 0 64k", "sleep 3000", "read 0 64k"], &url);
+    let words = [&["env", "LIBISCSI_DEBUG=2"], &words[..]].concat();
     let client = stage.rig.command(CLIENT, &[], &words);
     let client = stage.start(client, "qemu-io")?;
     client.await_words("wrote 65536/65536", PATIENCE)?;
@@ -411,11 +375,9 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
     let (daemon, url) = stage.riserd()?;
     let (image, bytes) = stage.pattern("image", SIZE as usize)?;
     let image = image.display().to_string();
-    let raw = ["-f", "raw"];
-    let convert = [
+    stage.client(&[
         "qemu-img", "convert", "-n", "-f", "raw", "-O", "raw", &image, &url,
-    ];
-    stage.client(&convert)?;
+    ])?;
     // We also need to check the file itself: if the same client uses a wrong offset for both write
     // and read, its own comparison would still succeed.
     if fs::read(stage.disk()?)? != bytes {
@@ -425,10 +387,13 @@ fn qemu_and_riserd(stage: &Stage<'_>) -> Result<(), Failure> {
         "qemu-img", "compare", "-f", "raw", "-F", "raw", &image, &url,
     ];
     expect_output(&stage.client(&compare)?, "identical")?;
-    let write = ["-c", "write -P 0x5a 1M 256k", "-c", "flush"];
-    let read = ["-c", "read -P 0x5a 1M 256k", "-c", "read 0 32M"];
-    let words = [&["qemu-io"], &raw[..], &write, &read, &[&url]].concat();
-    is_verified(&stage.client(&words)?)?;
+    let commands = [
+        "write -P 0x5a 1M 256k",
+        "flush",
+        "read -P 0x5a 1M 256k",
+        "read 0 32M",
+    ];
+    is_verified(&stage.client(&qemu_io(&commands, &url))?)?;
     if stage.client(&compare).is_ok() {
         return Err("qemu-img finds different images identical".into());
     }
@@ -444,22 +409,22 @@ fn qemu_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
         &stage.client(&["qemu-img", "info", &url])?,
         &format!("({SIZE} bytes)"),
     )?;
-    let words = [
-        "qemu-io",
-        "-f",
-        "raw",
-        "-c",
+    let commands = [
         "write -P 0x5a 1M 256k",
-        "-c",
         "flush",
-        "-c",
         "read -P 0x5a 1M 256k",
-        "-c",
         "read -P 0 0 256k",
-        &url,
     ];
-    is_verified(&stage.client(&words)?)?;
+    is_verified(&stage.client(&qemu_io(&commands, &url))?)?;
     tgt.stop()
+}
+
+/// Returns the words to run these commands with `qemu-io`.
+fn qemu_io<'a>(commands: &[&'a str], url: &'a str) -> Vec<&'a str> {
+    let mut words = vec!["qemu-io", "-f", "raw"];
+    words.extend(commands.iter().flat_map(|command| ["-c", command]));
+    words.push(url);
+    words
 }
 
 /// `qemu-io` also returns success if the pattern was not found, so we have to check the output.

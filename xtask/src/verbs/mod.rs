@@ -4,7 +4,7 @@
 //! We use unmodified Debian programs and run each with `riser run` and a separate loopback address.
 //! This doesn't require an RDMA device or kernel modules. If we are root, the programs are run as
 //! an unprivileged user ([`runner`]). The commands and the expected output are in a table
-//! ([`cases`], [`consumers`]). Some programs need more than a loopback address ([`namespace`]). We
+//! ([`cases`]). Some programs need more than a loopback address ([`namespace`]). We
 //! transfer data over iSER between tgt, libiscsi, QEMU, `riserd` and `riser` ([`iser`]). We also
 //! run the test suites of rdma-core ([`pyverbs`]) and libfabric ([`fabtests`]) and our provider
 //! suite ([`providers`]), and compare the exported symbols ([`symbols`]). If `--figures` is set, we
@@ -12,7 +12,6 @@
 //! fail on a busy machine, are in a single list, [`NOT_YET`].
 
 mod cases;
-mod consumers;
 mod fabtests;
 mod figures;
 mod iser;
@@ -22,36 +21,22 @@ mod pyverbs;
 mod runner;
 mod symbols;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use cases::{Case, Place};
-use pyverbs::{Test, Verdict};
+use cases::Case;
+pub(crate) use iser::has_qemu_driver;
 pub(crate) use runner::{Ended, Rig};
 
+use crate::cases::{Row, Test, Verdict, attempt, count, print_skips, shorten, summary};
 use crate::daemon::{self, RELEASE};
-use crate::packages::{self, Need, ensure, need};
-use crate::tally::{Counts, Kind, Tally, note, noted};
+use crate::packages::{self, ensure, missing, needs};
+use crate::tally::{Kind, Outcome, noted};
 use crate::{Failure, root, sh};
 
-/// Debian packages with the programs, and packages required to build programs not included in
-/// Debian.
-pub(crate) const NEEDS: &[&[Need]] = &[PROGRAMS, consumers::NEEDS, fabtests::NEEDS];
-
-const PROGRAMS: &[Need] = &[
-    need("ibv_devinfo", "ibverbs-utils", "programs for verbs"),
-    need("rping", "rdmacm-utils", "programs for connections"),
-    need("ib_write_bw", "perftest", "perftest"),
-    need("perfquery", "infiniband-diags", "programs for management"),
-    need("ibacm", "ibacm", "it conflicts with riser-sa"),
-    need("tgtd", "tgt", "tgt's iSER target"),
-    need("tgtadm", "tgt", "tgt's iSER target"),
-    need("iscsi-inq", "libiscsi-bin", "libiscsi's iSER client"),
-    need("qemu-img", "qemu-utils", "QEMU's iSER driver"),
-    pyverbs::NEED,
-    symbols::NEED,
-];
+/// Programs, and packages required to build programs not included in Debian, by their names in
+/// `packages.toml`.
+pub(crate) const NEEDS: &str = "verbs verbs-pyverbs verbs-symbols verbs-consumers verbs-fabtests";
 
 /// Cases and tests that are known to fail, either always or on a busy machine. Each entry has a
 /// prefix of the path (`--list`) and the reason. They are counted separately, and are only run if
@@ -105,17 +90,9 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Options for the test command.
-    pub(crate) fn for_test() -> Self {
-        Self {
-            words: Vec::new(),
-            list: false,
-            not_yet: false,
-            figures: None,
-            profile: RELEASE.to_owned(),
-            programs: None,
-            logs: ".build/verbs".into(),
-        }
+    /// Returns the reason not to run a case, if it's known to fail.
+    fn not_yet(&self, path: &str) -> Option<&'static str> {
+        not_yet(path).filter(|_| !self.not_yet)
     }
 
     fn is_chosen(&self, path: &str) -> bool {
@@ -152,23 +129,6 @@ impl Options {
     }
 }
 
-/// A test result.
-struct Row {
-    path: String,
-    kind: Kind,
-    outcome: Outcome,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Outcome {
-    Passed,
-    /// The second attempt passed. Contains the reason why the first attempt failed.
-    PassedAgain(String),
-    Failed(String),
-    Skipped(String),
-    NotYet(&'static str),
-}
-
 /// Runs the cases and prints a table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.list {
@@ -178,7 +138,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         return Ok(());
     }
     if let Some(rounds) = options.figures {
-        ensure(PROGRAMS);
+        ensure(needs("verbs verbs-pyverbs verbs-symbols"));
         let scratch = sh::Scratch::new("verbs")?;
         let logs = root().join(&options.logs);
         let rig = Rig::new(&programs(options)?, &scratch, &logs)?;
@@ -189,18 +149,18 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     {
         return again;
     }
-    let (tally, failure) = run_all(options)?;
+    let outcome = run_all(options)?;
     // Skips and failures are printed, but we don't count them here.
     let _ = noted();
-    match failure {
-        Some(_) => Err(format!("{} failed", tally.total().failed).into()),
-        None => Ok(()),
+    match outcome {
+        Outcome::Ran(tally, Some(_)) => Err(format!("{} failed", tally.total().failed).into()),
+        outcome => outcome.into_result(),
     }
 }
 
-/// Runs the cases and returns the counts, and an error message if anything failed.
-pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Failure> {
-    ensure(NEEDS.iter().copied().flatten());
+/// Runs the cases and returns their counts.
+pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
+    ensure(needs(NEEDS));
     let programs = programs(options)?;
     let scratch = sh::Scratch::new("verbs")?;
     prefetch(options);
@@ -226,10 +186,9 @@ pub(crate) fn run_all(options: &Options) -> Result<(Tally, Option<String>), Fail
     if rows.is_empty() {
         return Err("unknown case: no path contains one of these words".into());
     }
-    let (tally, failure) = count(&rows);
     print_skips(&rows);
     println!("\n{}; logs in {}", summary(&rows), options.logs.display());
-    Ok((tally, failure))
+    Ok(count(&rows))
 }
 
 /// Runs the selected cases and tests.
@@ -245,7 +204,7 @@ fn run_rows(
     if options.is_chosen(SYMBOLS) {
         rows.push(of_symbols(programs));
     }
-    for (number, case) in all_cases().iter().enumerate() {
+    for (number, case) in cases::all().iter().enumerate() {
         if options.is_chosen(&case.path()) {
             rows.push(of_case(options, &rig, number, case));
         }
@@ -298,7 +257,7 @@ fn run_again(options: &Options) -> Result<Option<Result<(), Failure>>, Failure> 
     let Some(mut again) = namespace::again_isolated(&visible(&programs)) else {
         return Ok(None);
     };
-    ensure(NEEDS.iter().copied().flatten());
+    ensure(needs(NEEDS));
     prefetch(options);
     // Build the suite's test program here, because Cargo requires network access.
     suite(options)?;
@@ -324,25 +283,15 @@ fn programs(options: &Options) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Returns all cases with two programs, in order.
-fn all_cases() -> Vec<Case> {
-    let mut cases = cases::all();
-    cases.extend(consumers::all());
-    cases
-}
-
 fn all_paths() -> Vec<String> {
-    let cases = all_cases();
-    let paths = cases.iter().map(Case::path);
-    let paths = paths.chain(iser::CASES.iter().map(iser::Case::path));
-    let first = std::iter::once(SYMBOLS.to_owned());
-    first
-        .chain(paths)
+    let suites = [PYVERBS, FABTESTS]
+        .into_iter()
+        .zip(["MODULE.CLASS.TEST", "PROVIDER/TEST"]);
+    std::iter::once(SYMBOLS.to_owned())
+        .chain(cases::all().iter().map(Case::path))
+        .chain(iser::CASES.iter().map(iser::Case::path))
         .chain(providers::paths())
-        .chain([
-            format!("{PYVERBS}/MODULE.CLASS.TEST"),
-            format!("{FABTESTS}/PROVIDER/TEST"),
-        ])
+        .chain(suites.map(|(suite, test)| format!("{suite}/{test}")))
         .collect()
 }
 
@@ -353,78 +302,49 @@ fn not_yet(path: &str) -> Option<&'static str> {
 }
 
 fn of_symbols(programs: &Path) -> Row {
-    let began = Instant::now();
-    let library = programs.join("libriser_drop_in.so");
-    let outcome = if sh::which(symbols::NEED.program).is_none() {
-        Outcome::Skipped(format!("{} is missing", symbols::NEED.program))
-    } else {
-        match symbols::compare(&library) {
-            Ok(said) => {
-                println!("symbols that are there: {said}");
-                Outcome::Passed
-            }
-            Err(why) => Outcome::Failed(why.to_string()),
-        }
-    };
-    show(SYMBOLS.to_owned(), Kind::Check, outcome, began.elapsed())
-}
-
-fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
-    if case.place == Place::Network
-        && let Err(why) = rig.network()
-    {
-        let outcome = Outcome::Skipped(why);
-        return show(case.path(), Kind::Program, outcome, Duration::ZERO);
+    if let Some(need) = missing(needs("verbs-symbols")).first() {
+        let why = format!("{} is missing", need.program);
+        return Row::run(SYMBOLS, Kind::Check, |_| Verdict::Skipped(why));
     }
-    let programs = case.programs().chain(case.source.map(|_| "mpicc"));
-    let programs = programs.filter(|program| !program.starts_with('{'));
-    let once = || rig.run(number, case);
-    of_programs(options, case.path(), programs, case.may_lose, once)
-}
-
-fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> Row {
-    if case.needs.contains(&"qemu-img") && !iser::has_qemu_driver() {
-        let why = "QEMU's iSER driver is missing".to_owned();
-        return show(
-            case.path(),
-            Kind::Program,
-            Outcome::Skipped(why),
-            Duration::ZERO,
-        );
-    }
-    let needs = case.needs.iter().copied();
-    of_programs(options, case.path(), needs, false, || {
-        case.run(rig, programs)
+    Row::check(SYMBOLS, || {
+        symbols::compare(&programs.join("libriser_drop_in.so"))
     })
 }
 
-/// Runs a case if its programs are available. If it fails but messages may be lost, it's run again.
+fn of_case(options: &Options, rig: &Rig, number: usize, case: &Case) -> Row {
+    let programs = case.programs().chain(case.source.as_ref().map(|_| "mpicc"));
+    let programs = programs.filter(|program| !program.starts_with('{'));
+    let lack = || case.network.then(|| rig.network().err()).flatten();
+    let run = || rig.run(number, case);
+    of_programs(options, &case.path(), programs, lack, || {
+        attempt(case.may_lose(), run)
+    })
+}
+
+fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> Row {
+    let is_lacking = || case.needs.contains("qemu-img") && !has_qemu_driver();
+    let lack = || is_lacking().then(|| "QEMU's iSER driver is missing".to_owned());
+    let run = || case.run(rig, programs).into();
+    of_programs(options, &case.path(), case.needs.split(' '), lack, run)
+}
+
+/// Runs a case if nothing is missing that it needs.
 fn of_programs<'a>(
     options: &Options,
-    path: String,
+    path: &str,
     mut programs: impl Iterator<Item = &'a str>,
-    may_lose: bool,
-    run: impl Fn() -> Result<Duration, Failure>,
+    lack: impl Fn() -> Option<String>,
+    run: impl Fn() -> Verdict,
 ) -> Row {
-    let row = |outcome, took| show(path.clone(), Kind::Program, outcome, took);
-    if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
-        return row(Outcome::NotYet(why), Duration::ZERO);
-    }
-    if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
-        return row(
-            Outcome::Skipped(format!("{program} is missing")),
-            Duration::ZERO,
-        );
-    }
-    let failed = |why: Failure| row(Outcome::Failed(why.to_string()), Duration::ZERO);
-    match run() {
-        Ok(took) => row(Outcome::Passed, took),
-        Err(first) if may_lose => match run() {
-            Ok(took) => row(Outcome::PassedAgain(first_line(&first)), took),
-            Err(why) => failed(why),
-        },
-        Err(why) => failed(why),
-    }
+    Row::run(path, Kind::Program, |_| {
+        if let Some(why) = options.not_yet(path) {
+            return Verdict::NotYet(why.to_owned());
+        }
+        if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
+            return Verdict::Skipped(format!("{program} is missing"));
+        }
+        lack().map_or_else(&run, Verdict::Skipped)
+    })
 }
 
 /// Runs our provider suite using a process for each pair of providers.
@@ -446,21 +366,17 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
     if !options.has_pyverbs() {
         return Vec::new();
     }
-    let all = |outcome| {
-        vec![show(
-            PYVERBS.to_owned(),
-            Kind::SuiteTest,
-            outcome,
-            Duration::ZERO,
-        )]
+    let skip = |why| {
+        vec![Row::run(PYVERBS, Kind::SuiteTest, |_| {
+            Verdict::Skipped(why)
+        })]
     };
-    if sh::which(pyverbs::NEED.program).is_none() {
-        let why = format!("{} is missing", pyverbs::NEED.package);
-        return all(Outcome::Skipped(why));
+    if let Some(need) = missing(needs(pyverbs::NEED)).first() {
+        return skip(format!("{} is missing", need.package));
     }
     let modules = match pyverbs::unpack(scratch) {
         Ok(modules) => modules,
-        Err(why) => return all(Outcome::Skipped(first_line(&why))),
+        Err(why) => return skip(shorten(&why.to_string())),
     };
     let mut rows = Vec::new();
     for module in modules {
@@ -471,9 +387,9 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
         } else if tests.is_empty() {
             continue;
         }
-        if let Some(why) = not_yet(&path).filter(|_| !options.not_yet) {
-            let outcome = Outcome::NotYet(why);
-            rows.push(show(path, Kind::SuiteTest, outcome, Duration::ZERO));
+        if let Some(why) = options.not_yet(&path) {
+            let verdict = Verdict::NotYet(why.to_owned());
+            rows.push(Row::run(&path, Kind::SuiteTest, |_| verdict));
             continue;
         }
         let began = Instant::now();
@@ -495,13 +411,12 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
             continue;
         }
         let began = Instant::now();
-        let unpack = || fabtests::unpack(scratch).map_err(|why| first_line(&why));
+        let unpack = || fabtests::unpack(scratch).map_err(|why| shorten(&why.to_string()));
         let there = rig.network().map(drop);
         let folder = match there.and_then(|()| folder.get_or_insert_with(unpack).clone()) {
             Ok(folder) => folder,
             Err(why) => {
-                let outcome = Outcome::Skipped(why);
-                rows.push(show(path, Kind::SuiteTest, outcome, began.elapsed()));
+                rows.push(Row::run(&path, Kind::SuiteTest, |_| Verdict::Skipped(why)));
                 continue;
             }
         };
@@ -517,14 +432,8 @@ fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> 
     rows
 }
 
-/// Returns the first line of a failure for use in a table.
-fn first_line(why: &Failure) -> String {
-    let why = why.to_string();
-    why.lines().next().unwrap_or_default().to_owned()
-}
-
-/// Returns the results of a process that runs several tests. If it could not run, this is a single
-/// result.
+/// Returns the results of a process that runs several tests. Prints a line for the process and for
+/// each failure. If the process could not run, this is a single result.
 fn process_rows(
     options: &Options,
     group: &str,
@@ -532,46 +441,22 @@ fn process_rows(
     ran: Result<Vec<Test>, Failure>,
     took: Duration,
 ) -> Vec<Row> {
-    match ran {
-        Ok(tests) => suite_rows(options, group, path, tests, took),
-        Err(why) => {
-            let outcome = Outcome::Failed(why.to_string());
-            vec![show(path.to_owned(), Kind::SuiteTest, outcome, took)]
-        }
-    }
-}
-
-/// Returns the results for all tests of a process. Prints a line for the process and for each
-/// failure.
-fn suite_rows(
-    options: &Options,
-    group: &str,
-    path: &str,
-    tests: Vec<Test>,
-    took: Duration,
-) -> Vec<Row> {
+    let tests = match ran {
+        Ok(tests) => tests,
+        Err(why) => return vec![Row::run(path, Kind::SuiteTest, |_| Err(why).into())],
+    };
     let row = |test: Test| {
         let path = format!("{group}/{}", test.name);
-        let outcome = match test.verdict {
-            Verdict::Passed => Outcome::Passed,
-            Verdict::Skipped(why) => Outcome::Skipped(why),
-            Verdict::Failed(why) => Outcome::Failed(why),
-            Verdict::Unfinished => Outcome::Failed("the process exited or timed out".into()),
-        };
-        let outcome = match (not_yet(&path).filter(|_| !options.not_yet), outcome) {
-            (Some(why), Outcome::Failed(_)) => Outcome::NotYet(why),
+        let verdict = match (options.not_yet(&path), test.verdict) {
+            (Some(why), Verdict::Failed(_)) => Verdict::NotYet(why.to_owned()),
             // This must fail, so that the entry is removed from the list when the problem has been
             // fixed.
-            (Some(_), Outcome::Passed) => {
-                Outcome::Failed("it passes: remove it from the list".into())
+            (Some(_), Verdict::Passed) => {
+                Verdict::Failed("it passes: remove it from the list".to_owned())
             }
-            (_, outcome) => outcome,
+            (_, verdict) => verdict,
         };
-        Row {
-            path,
-            kind: Kind::SuiteTest,
-            outcome,
-        }
+        Row::new(&path, Kind::SuiteTest, verdict)
     };
     let rows: Vec<_> = tests.into_iter().map(row).collect();
     println!(
@@ -580,78 +465,11 @@ fn suite_rows(
         summary(&rows)
     );
     for row in &rows {
-        if let Outcome::Failed(why) = &row.outcome {
+        if let Verdict::Failed(why) = &row.verdict {
             println!("  FAILED   {}: {why}", row.path);
         }
     }
     rows
-}
-
-/// Prints a result and returns its row.
-fn show(path: String, kind: Kind, outcome: Outcome, took: Duration) -> Row {
-    let said = match &outcome {
-        Outcome::Passed => format!("{:>6.1} s  ok", took.as_secs_f64()),
-        Outcome::PassedAgain(why) => {
-            format!(
-                "{:>6.1} s  ok at the second attempt: {why}",
-                took.as_secs_f64()
-            )
-        }
-        Outcome::Failed(why) => format!("{:>8}  FAILED: {why}", ""),
-        Outcome::Skipped(why) => format!("{:>8}  skipped: {why}", ""),
-        Outcome::NotYet(why) => format!("{:>8}  not yet: {why}", ""),
-    };
-    println!("{path:<58} {said}");
-    Row {
-        path,
-        kind,
-        outcome,
-    }
-}
-
-/// Returns the counts and failures. Skips are recorded.
-fn count(rows: &[Row]) -> (Tally, Option<String>) {
-    let mut tally = Tally::default();
-    let mut failures = Vec::new();
-    for row in rows {
-        let mut counts = Counts::default();
-        match &row.outcome {
-            Outcome::Passed => counts.passed = 1,
-            Outcome::PassedAgain(_) => (counts.passed, counts.second) = (1, 1),
-            Outcome::Failed(why) => {
-                counts.failed = 1;
-                failures.push(format!("{}: {why}", row.path));
-            }
-            Outcome::Skipped(why) => note(row.kind, &row.path, why),
-            Outcome::NotYet(why) => note(row.kind, &row.path, &format!("not yet: {why}")),
-        }
-        tally.add(row.kind, counts);
-    }
-    (tally, (!failures.is_empty()).then(|| failures.join("\n")))
-}
-
-fn summary(rows: &[Row]) -> String {
-    let count = |is: fn(&Outcome) -> bool| rows.iter().filter(|row| is(&row.outcome)).count();
-    format!(
-        "{} passed, {} failed, {} skipped, {} not yet",
-        count(|o| matches!(o, Outcome::Passed | Outcome::PassedAgain(_))),
-        count(|o| matches!(o, Outcome::Failed(_))),
-        count(|o| matches!(o, Outcome::Skipped(_))),
-        count(|o| matches!(o, Outcome::NotYet(_)))
-    )
-}
-
-/// Prints a line for each reason to skip.
-fn print_skips(rows: &[Row]) {
-    let mut reasons = BTreeMap::<&str, Vec<&str>>::new();
-    for row in rows {
-        if let Outcome::Skipped(why) = &row.outcome {
-            reasons.entry(why).or_default().push(&row.path);
-        }
-    }
-    for (why, paths) in reasons {
-        println!("skipped, {why}: {}", paths.join(" "));
-    }
 }
 
 #[cfg(test)]
@@ -659,6 +477,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::parse_options;
 
     #[test]
     fn paths_are_unique_and_list_is_valid() {
@@ -697,29 +516,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_counted() {
-        let row = |outcome| Row {
-            path: "a/b".to_owned(),
-            kind: Kind::Program,
-            outcome,
-        };
-        let rows = [
-            row(Outcome::Passed),
-            row(Outcome::Failed("why".to_owned())),
-            row(Outcome::Passed),
-        ];
-        assert_eq!(summary(&rows), "2 passed, 1 failed, 0 skipped, 0 not yet");
-        let (tally, failure) = count(&rows);
-        assert_eq!(tally.counts(Kind::Program).passed, 2);
-        assert_eq!(tally.counts(Kind::Program).failed, 1);
-        assert_eq!(failure.as_deref(), Some("a/b: why"));
-    }
-
-    #[test]
     fn words_choose_cases() {
         let options = Options {
             words: vec!["rping".to_owned(), "info/".to_owned()],
-            ..Options::for_test()
+            ..parse_options(&[])
         };
         assert!(options.is_chosen("rdmacm/rping -q"));
         assert!(options.is_chosen("info/ibv_devices"));
@@ -736,7 +536,7 @@ mod tests {
         ];
         let options = Options {
             words: words.map(str::to_owned).to_vec(),
-            ..Options::for_test()
+            ..parse_options(&[])
         };
         assert_eq!(options.within("pyverbs/test_qp"), words[..1]);
         assert_eq!(options.within("pyverbs/test_mr"), words[1..2]);

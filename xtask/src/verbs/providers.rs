@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::pyverbs::{Test, Verdict};
 use super::runner::{Rig, address, failure};
+use crate::cases::{Test, Verdict};
 use crate::{Failure, sh};
 
 /// Group of these tests.

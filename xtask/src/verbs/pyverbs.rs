@@ -9,16 +9,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::runner::{Ended, Rig};
-use crate::packages::{Need, need};
+use crate::cases::{Test, Verdict};
 use crate::{Failure, packages, sh};
 
-/// Python module that tests use to access the library. We check for a file because it has no
-/// program.
-pub(super) const NEED: Need = need(
-    "/usr/lib/python3/dist-packages/pyverbs/__init__.py",
-    "python3-pyverbs",
-    "rdma-core's own tests",
-);
+/// Package with the Python module that the tests use, and its name in `packages.toml`.
+pub(super) const PACKAGE: &str = "python3-pyverbs";
+pub(super) const NEED: &str = "verbs-pyverbs";
 
 /// Debian's Python, because the module is built for this version.
 const PYTHON: &str = "/usr/bin/python3";
@@ -48,35 +44,14 @@ runpy.run_path(os.path.join(here, 'run_tests.py'), run_name='__main__')
 /// Timeout for a module.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// Result of a test.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    /// The test passed.
-    Passed,
-    /// The test was skipped for this reason.
-    Skipped(String),
-    /// The test failed. Contains the last line of the traceback.
-    Failed(String),
-    /// The process exited during the test.
-    Unfinished,
-}
-
-/// A test and its result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Test {
-    /// `module.Class.function`.
-    pub(super) name: String,
-    pub(super) verdict: Verdict,
-}
-
 /// Unpacks the tests to a directory that test processes can read, and returns the module names.
 pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     let package = scratch.join("pyverbs");
-    packages::unpack(NEED.package, &package)?;
+    packages::unpack(PACKAGE, &package)?;
     let folder = scratch.join("tests");
     fs::create_dir_all(&folder)?;
     let files = fs::read_dir(package.join(FOLDER));
-    let files = files.map_err(|e| format!("the package {} has no {FOLDER}: {e}", NEED.package))?;
+    let files = files.map_err(|e| format!("the package {PACKAGE} has no {FOLDER}: {e}"))?;
     let mut modules = Vec::new();
     for file in files {
         let path = file?.path();
@@ -101,7 +76,7 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     fs::write(folder.join("driver.py"), DRIVER)?;
     modules.sort();
     match modules.is_empty() {
-        true => Err(format!("{FOLDER} of the package {} has no tests", NEED.package).into()),
+        true => Err(format!("{FOLDER} of the package {PACKAGE} has no tests").into()),
         false => Ok(modules),
     }
 }
@@ -156,7 +131,7 @@ fn parse(said: &str) -> Vec<Test> {
         if let Some(name) = begun(line) {
             tests.push(Test {
                 name,
-                verdict: Verdict::Unfinished,
+                verdict: Verdict::unfinished(),
             });
             is_open = true;
             rest = line.split_once(" ... ").map_or("", |(_, rest)| rest);
@@ -306,7 +281,7 @@ FAILED (errors=2)
                     "test_odp.OdpTest.test_more",
                     failed("AssertionError: 1 != 2")
                 ),
-                test("test_odp.OdpTest.test_last", Verdict::Unfinished),
+                test("test_odp.OdpTest.test_last", Verdict::unfinished()),
                 test("test_x.XTest.setUpClass", failed("KeyError: 'a'")),
             ]
         );

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::cases::{ADMINISTRATOR, Case, End, IBACM, Place, Ready};
+use super::cases::{ADMINISTRATOR, Case, IBACM, Ready};
 use super::namespace::{ADDRESSES, Namespace};
 use crate::{Failure, sh};
 
@@ -49,7 +49,7 @@ pub(crate) struct Rig {
     /// Directory that is writable for test processes.
     home: PathBuf,
     logs: PathBuf,
-    /// Network namespace for cases with [`Place::Network`], or the error if it can't be created.
+    /// Network namespace for cases with `network`, or the error if it can't be created.
     /// This is initialized on first use.
     network: OnceLock<Result<Namespace, String>>,
 }
@@ -218,30 +218,31 @@ impl Rig {
         Ok(Process { child, log })
     }
 
-    /// Runs a case. Returns its run time or an error.
-    pub(super) fn run(&self, number: usize, case: &Case) -> Result<Duration, Failure> {
-        let began = Instant::now();
-        let until = began + Duration::from_secs(case.seconds);
+    /// Runs a case.
+    pub(super) fn run(&self, number: usize, case: &Case) -> Result<(), Failure> {
+        let until = Instant::now() + Duration::from_secs(case.seconds);
         let port = (FIRST_PORT + number).to_string();
         let dir = self.folder("case")?;
-        let network = match case.place {
-            Place::Loopback => None,
-            Place::Network => Some(self.network()?),
+        let network = match case.network {
+            false => None,
+            true => Some(self.network()?),
         };
-        let address = |number: usize| match case.place {
-            Place::Loopback => address(number),
-            Place::Network => ADDRESSES[number].to_string(),
+        let address = |number: usize| match case.network {
+            false => address(number),
+            true => ADDRESSES[number].to_string(),
         };
-        if let Some(config) = case.config {
+        if let Some(config) = &case.config {
             let config = config.replace("{server}", &address(0));
             fs::write(dir.join("riserd.yaml"), config)?;
             self.adopt(&self.programs.join("riserd"))?;
         }
-        let mut commands = case.server.iter().chain(&case.client);
-        if commands.any(|command| command.contains(ADMINISTRATOR)) {
+        if case
+            .commands()
+            .any(|command| command.contains(ADMINISTRATOR))
+        {
             self.adopt(&self.programs.join(ADMINISTRATOR))?;
         }
-        if let Some(source) = case.source {
+        if let Some(source) = &case.source {
             compile(source, &dir.join("program"))?;
         }
         fs::write(dir.join(IBACM), include_str!("ibacm.py"))?;
@@ -259,11 +260,11 @@ impl Rig {
             let words = words(command, client);
             let words: Vec<_> = words.iter().map(String::as_str).collect();
             let mut options = Vec::new();
-            if let Some(faults) = case.faults {
+            if let Some(faults) = &case.faults {
                 options.extend(["--inject", faults]);
             }
             let mut command = self.command_at(network, &address(client), &options, &words);
-            command.envs(case.variable);
+            command.envs(case.variable.clone());
             self.start(command, &format!("{}.{log}", case.path()))
         };
         let mut server = match &case.server {
@@ -271,7 +272,7 @@ impl Rig {
             None => None,
         };
         if let Some(server) = &mut server {
-            wait_until_ready(server, case.ready, &address(0), &port)?;
+            wait_until_ready(server, &case.ready, &address(0), &port)?;
         }
         let mut clients = Vec::new();
         for number in 1..=case.clients {
@@ -286,13 +287,12 @@ impl Rig {
         // If a client has failed, the server might wait forever.
         let is_failed = check_outcome(case, None, &ended).is_err();
         let server = server.map(|mut server| {
-            if case.end == End::Asked || is_failed {
+            if case.stop || is_failed {
                 server.request_stop();
             }
             server.finish(until.max(Instant::now() + PATIENCE))
         });
-        check_outcome(case, server.as_ref(), &ended)?;
-        Ok(began.elapsed())
+        check_outcome(case, server.as_ref(), &ended)
     }
 }
 
@@ -341,13 +341,8 @@ impl Process {
 
     /// Waits until the process exits. If it times out, it's killed.
     pub(crate) fn finish(&mut self, until: Instant) -> Ended {
-        let status = loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => break Some(status),
-                Ok(None) if Instant::now() < until => std::thread::sleep(LOOK),
-                _ => break None,
-            }
-        };
+        let patience = until.saturating_duration_since(Instant::now());
+        let status = sh::wait_for_exit(&mut self.child, patience).ok().flatten();
         // There may be children left in its process group.
         self.signal(Signal::KILL);
         let _ = self.child.wait();
@@ -397,7 +392,7 @@ fn file_name(path: &str) -> String {
 /// Waits until a server is ready for clients.
 pub(super) fn wait_until_ready(
     server: &mut Process,
-    ready: Ready,
+    ready: &Ready,
     addr: &str,
     port: &str,
 ) -> Result<(), Failure> {
@@ -430,7 +425,7 @@ pub(super) fn wait_until_ready(
         }
         std::thread::sleep(LOOK);
     }
-    if ready == Ready::Device {
+    if *ready == Ready::Device {
         // When it only waits, it's listening. If it never sleeps, it has had enough time.
         let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());
         let until = Instant::now() + BUSY;
@@ -490,14 +485,14 @@ fn check_outcome(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Resu
         .map(|(n, ended)| (format!("client {}", n + 1), ended));
     for (name, ended) in named.clone() {
         let status = status(&name, ended)?;
-        if status.success() == case.is_refused {
+        if status.success() == case.refused {
             return Err(failure(&name, &status.to_string(), ended));
         }
         check(&name, ended, &case.says)?;
     }
     if let Some(ended) = server {
         let status = status("the server", ended)?;
-        let is_asked = case.end == End::Asked && status.signal() == Some(Signal::TERM.as_raw());
+        let is_asked = case.stop && status.signal() == Some(Signal::TERM.as_raw());
         if !status.success() && !is_asked {
             return Err(failure("the server", &status.to_string(), ended));
         }
@@ -530,8 +525,11 @@ pub(super) fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
     }
 }
 
-fn check(name: &str, ended: &Ended, says: &[&str]) -> Result<(), Failure> {
-    match says.iter().find(|words| !ended.said.contains(**words)) {
+fn check(name: &str, ended: &Ended, says: &[String]) -> Result<(), Failure> {
+    match says
+        .iter()
+        .find(|words| !ended.said.contains(words.as_str()))
+    {
         Some(words) => Err(failure(
             name,
             &format!("missing {words:?} in the output"),
@@ -573,7 +571,7 @@ mod tests {
 
     fn case(name: &str) -> Case {
         let cases = cases::all().into_iter();
-        let mut cases = cases.filter(|case| case.name == name);
+        let mut cases = cases.filter(|case| case.path().ends_with(&format!("/{name}")));
         cases.next().unwrap()
     }
 

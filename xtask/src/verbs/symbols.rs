@@ -4,11 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::packages::{Need, need};
 use crate::{Failure, sh};
-
-/// Program used to list the symbols.
-pub(super) const NEED: Need = need("nm", "binutils", "symbols of the libraries");
 
 /// Libraries that are replaced by ours.
 const LIBRARIES: [&str; 3] = ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"];

@@ -95,9 +95,10 @@ enum Command {
         config: Option<PathBuf>,
         /// Serve this file or block device without a configuration file
         ///
-        /// The disk is accessible to all initiators that can reach the addresses of --listen.
-        /// `create` creates the file, and requires `size`. Repeat this option to serve further
-        /// disks as LUN 1, 2, and so on.
+        /// All initiators that can reach the addresses of --listen can read and write the disk,
+        /// including all local users. `create` creates the file, and requires `size`. Repeat this
+        /// option to serve further disks as LUN 1, 2, and so on. A path that contains a comma
+        /// requires a configuration file.
         #[arg(
             long,
             value_name = "PATH[,size=SIZE][,create][,read_only]",
@@ -359,11 +360,11 @@ fn dispatch(
             config: Some(file),
             restore,
             ..
-        } => run_with(file.clone(), &|| load(&file), restore, run),
+        } => run_with(Some(file.clone()), &|| load(&file), restore, run),
         Command::Run { serve, listen, .. } => {
-            let text = serve::document(&serve, &listen);
+            let text = serve::document(&serve, &listen).map_err(Failure::mistake)?;
             let parse = || check::parse(text.clone(), serve::ORIGIN).map(|(config, _)| config);
-            run_with(serve::ORIGIN.into(), &parse, false, run)
+            run_with(None, &parse, false, run)
         }
         Command::Check { file, open, output } => {
             let config = load(&file)?;
@@ -478,7 +479,7 @@ fn block_time(text: &str) -> Result<Duration, String> {
 
 /// Serves the configuration that `load` returns, or that of the previous program.
 fn run_with(
-    file: PathBuf,
+    file: Option<PathBuf>,
     load: &dyn Fn() -> Result<Config, Failure>,
     restore: bool,
     run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,

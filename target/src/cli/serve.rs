@@ -2,10 +2,13 @@
 
 use std::net::IpAddr;
 use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde_json::{Map, Value, json};
+
+use crate::config::HostId;
+use crate::control::state;
 
 /// Name of the configuration in messages.
 pub(super) const ORIGIN: &str = "--serve";
@@ -42,12 +45,16 @@ impl FromStr for Disk {
         };
         for word in words {
             match word.split_once('=') {
+                Some(("size", _)) if disk.size.is_some() => {
+                    return Err("size is specified more than once".to_owned());
+                }
                 Some(("size", size)) => disk.size = Some(size.to_owned()),
                 None if word == "create" => disk.create = true,
                 None if word == "read_only" => disk.read_only = true,
                 _ => {
                     return Err(format!(
-                        "unknown option `{word}`: the options are size=SIZE, create and read_only"
+                        "unknown option `{word}`: the options are size=SIZE, create and read_only; \
+                         a path that contains a comma requires a configuration file"
                     ));
                 }
             }
@@ -60,10 +67,20 @@ impl FromStr for Disk {
 }
 
 impl Disk {
+    /// Returns the absolute path without symbolic links, if possible. The next start may use
+    /// another working directory.
+    fn resolved_path(&self) -> PathBuf {
+        let path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
+        let resolve = |path: &Path| path.canonicalize().ok();
+        // The file itself may not exist yet.
+        let in_directory = || Some(resolve(path.parent()?)?.join(path.file_name()?));
+        let resolved = resolve(&path).or_else(in_directory);
+        resolved.unwrap_or(path)
+    }
+
     /// Returns the configuration of the backend.
     fn backend(&self) -> Value {
-        // The state directory keeps the path, and the next start may use another working directory.
-        let path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
+        let path = self.resolved_path();
         let is_device = path
             .metadata()
             .is_ok_and(|m| m.file_type().is_block_device());
@@ -82,15 +99,43 @@ impl Disk {
     }
 }
 
+/// Returns the backend name for a path. The serial number and the reservations of a disk belong to
+/// this name, so it must not be used for any other disk.
+fn backend_name(path: &Path) -> String {
+    const MAX_LEN: usize = 40;
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let name: String = name
+        .chars()
+        .filter(|&c| is_allowed(c))
+        .take(MAX_LEN)
+        .collect();
+    let hash = HostId::new("").derive("path", &path.to_string_lossy());
+    format!("{name}:{:08x}", hash >> 32)
+}
+
 /// Returns a configuration with a single target, which serves the disks over iSCSI, iSER and SRP to
 /// all initiators that can reach an address in `listen`. JSON is also YAML.
-pub(super) fn document(disks: &[Disk], listen: &[IpAddr]) -> String {
+///
+/// A daemon with a configuration file uses the state directory itself, so this uses a directory in
+/// it.
+///
+/// # Errors
+/// Returns a message if a disk is listed twice.
+pub(super) fn document(disks: &[Disk], listen: &[IpAddr]) -> Result<String, String> {
     let (mut backends, mut luns) = (Map::new(), Map::new());
     for (lun, disk) in disks.iter().enumerate() {
-        let name = format!("disk{lun}");
-        backends.insert(name.clone(), disk.backend());
+        let path = disk.resolved_path();
+        let name = backend_name(&path);
         luns.insert(lun.to_string(), json!(name));
+        if backends.insert(name, disk.backend()).is_some() {
+            return Err(format!("cannot serve {} twice", path.display()));
+        }
     }
+    let directory = match state::default_path() {
+        Some(path) => json!(path.join("serve")),
+        None => json!("none"),
+    };
     let portals = listen.iter().flat_map(|address| {
         let portal = |protocol| json!({ "protocol": protocol, "listen": address });
         ["iscsi", "iser", "srp"].map(portal)
@@ -102,7 +147,13 @@ pub(super) fn document(disks: &[Disk], listen: &[IpAddr]) -> String {
         "luns": luns,
         "access": "open",
     });
-    json!({ "backends": backends, "targets": [target] }).to_string()
+    let document = json!({
+        "backends": backends,
+        "targets": [target],
+        "state": { "directory": directory },
+        "strict": true,
+    });
+    Ok(document.to_string())
 }
 
 #[cfg(test)]
@@ -125,13 +176,35 @@ mod tests {
     #[test]
     fn document_is_valid_configuration() {
         let disks = ["a.img,size=1GiB,create", "b.img,read_only"].map(|d| d.parse().unwrap());
-        let text = document(&disks, &["127.0.0.1".parse().unwrap()]);
+        let text = document(&disks, &["127.0.0.1".parse().unwrap()]).unwrap();
         let config = Config::parse(&text, ORIGIN).unwrap();
         assert_eq!(config.targets.len(), 1);
         assert_eq!(config.backends.len(), 2);
         let invalid = ["a.img,size=x,create"].map(|d| d.parse().unwrap());
-        let text = document(&invalid, &["127.0.0.1".parse().unwrap()]);
+        let text = document(&invalid, &["127.0.0.1".parse().unwrap()]).unwrap();
         let mistake = Config::parse(&text, ORIGIN).unwrap_err().to_string();
-        assert!(mistake.contains("backends.disk0.size"), "{mistake}");
+        assert!(mistake.contains("backends.a.img:"), "{mistake}");
+    }
+
+    /// Initiators must not use a disk under the serial number of another one.
+    #[test]
+    fn name_depends_only_on_path() {
+        let names = |paths: &[&str]| {
+            let disks: Vec<Disk> = paths.iter().map(|path| path.parse().unwrap()).collect();
+            let text = document(&disks, &["127.0.0.1".parse().unwrap()]).unwrap();
+            let config = Config::parse(&text, ORIGIN).unwrap();
+            let mut names: Vec<_> = config.backends.into_iter().map(|b| b.name).collect();
+            names.sort();
+            names
+        };
+        let both = names(&["/a/x.img", "/b/x.img"]);
+        assert_ne!(both[0], both[1]);
+        assert_eq!(both, names(&["/b/x.img", "/a/x.img"]));
+        assert!(both.contains(&names(&["/b/x.img"])[0]));
+        assert!(names(&["/c/ä b.img"])[0].starts_with("b.img:"));
+        assert!(names(&["/c/ä"])[0].starts_with(':'));
+        let twice = ["/a/x.img", "/a//x.img"].map(|d| d.parse().unwrap());
+        let error = document(&twice, &["127.0.0.1".parse().unwrap()]).unwrap_err();
+        assert_eq!(error, "cannot serve /a/x.img twice");
     }
 }

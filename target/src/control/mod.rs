@@ -111,9 +111,9 @@ pub const WAITING: usize = 16;
 pub struct Source<'a> {
     /// Configuration from the file.
     pub config: Config,
-    /// File path.
-    pub file: PathBuf,
-    /// Reads the file again.
+    /// File path, or `None` if the configuration is on the command line.
+    pub file: Option<PathBuf>,
+    /// Reads the file again, or parses the command line again.
     pub reread: &'a dyn Fn() -> Result<Config, String>,
     /// If set, use the configuration that was last applied instead of the file.
     pub restore: bool,
@@ -290,7 +290,7 @@ struct Control<'a> {
 
 /// The configuration file, with the result of the last comparison.
 struct ConfigFile<'a> {
-    path: PathBuf,
+    path: Option<PathBuf>,
     reread: &'a dyn Fn() -> Result<Config, String>,
     /// File version at the last comparison, and its configuration if it was valid.
     last: RefCell<Option<(Version, Option<String>)>>,
@@ -303,7 +303,11 @@ impl ConfigFile<'_> {
     /// Returns the current configuration in the file, as written by [`Config::to_yaml`], or `None`
     /// if it is not valid. The file is only read again if it has changed.
     fn yaml(&self) -> Option<String> {
-        let file = std::fs::metadata(&self.path).ok()?;
+        let read = || (self.reread)().ok().map(|config| config.to_yaml());
+        let Some(path) = &self.path else {
+            return read();
+        };
+        let file = std::fs::metadata(path).ok()?;
         let changed = (file.mtime(), file.mtime_nsec());
         let moved = (file.ctime(), file.ctime_nsec());
         let version = (file.dev(), file.ino(), file.len(), changed, moved);
@@ -312,7 +316,7 @@ impl ConfigFile<'_> {
             // This is called for each status request, and it takes time to read and check the file.
             Some((seen, yaml)) if *seen == version => yaml.clone(),
             _ => {
-                let yaml = (self.reread)().ok().map(|config| config.to_yaml());
+                let yaml = read();
                 *last = Some((version, yaml.clone()));
                 yaml
             }

@@ -64,7 +64,7 @@ impl Reservations {
                 let device = nexus.initiator.device();
                 let ports = self.registrants.iter().map(|known| &known.ports.initiator);
                 let same = ports.filter(|port| port.device() == device).count();
-                if self.registrants.len() == MAX_REGISTRANTS || same == MAX_REGISTRANTS_PER_DEVICE {
+                if self.registrants.len() >= MAX_REGISTRANTS || same >= MAX_REGISTRANTS_PER_DEVICE {
                     return Err(ReservationError::NoRoom);
                 }
                 self.registrants.push(Registrant {

@@ -408,9 +408,12 @@ impl<D: Datamover> Channel<D> {
             return;
         };
         if at > cx.now {
-            // This function isn't called when a command starts to wait in the order of a unit.
-            let look = cx.now + timeout.min(ORDER_CHECK_INTERVAL);
-            self.data_deadline = Some(if is_in_order { at.min(look) } else { at });
+            // This function isn't called when a command of another initiator starts to wait.
+            let interval = match is_in_order {
+                true => ORDER_CHECK_INTERVAL,
+                false => OWED,
+            };
+            self.data_deadline = Some(at.min(cx.now + interval));
             return;
         }
         cx.gate.count(SessionEvent::TimedOut);

@@ -650,7 +650,8 @@ impl Plan {
     }
 
     /// Returns the maximum latency of commands that should be fast. An ORDERED command of a hog
-    /// delays all later commands, and has to wait for the commands of other hogs before it.
+    /// delays all later commands, and has to wait for the commands of other hogs before it. These
+    /// are slow at the same time.
     #[must_use]
     pub fn max_latency(&self) -> Duration {
         if !self.hogs.iter().any(HogPlan::delays_all) {

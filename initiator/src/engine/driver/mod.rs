@@ -487,7 +487,10 @@ impl<E: Env> Driver<E> {
                 session.ios[id] = Some(io);
             }
             Err(SubmitError::Full) => return Some(io),
-            Err(SubmitError::Closed) => self.deliver(index, io, Err(RequestError::Closed)),
+            Err(SubmitError::Closed) => {
+                self.deliver(index, io, Err(RequestError::Closed));
+                self.sessions[index].report_pending();
+            }
         }
         None
     }

@@ -218,7 +218,8 @@ impl Identities {
                 let name = &backend.name;
                 tracing::warn!(
                     backend = name,
-                    "a previous name of this backend is now configured for a different backend"
+                    "a previous serial number or NAA name of this backend is now configured for a \
+                     different backend, so this backend gets a new one"
                 );
             }
             is_given

@@ -315,7 +315,7 @@ pub(crate) fn while_in_use<T>(
         match attempt() {
             Err(error) if error.is_in_use() && Instant::now() < until => {
                 if !is_logged {
-                    tracing::info!(%error, "waiting");
+                    tracing::info!(%error, "waiting for a resource that is in use");
                     is_logged = true;
                 }
                 std::thread::sleep(IN_USE_RETRY);

@@ -252,7 +252,7 @@ impl DiscoveryAgent {
             sges: &self.sge(slot * RECV_LEN, RECV_LEN),
         };
         if let Err(error) = dev.post_recv(self.qp, &[wr]) {
-            tracing::warn!(%error, "discovery has one receive less");
+            tracing::warn!(%error, "cannot post a receive for discovery; fewer requests are handled at once");
         }
     }
 

@@ -27,6 +27,20 @@ const ISOLATED: [&str; 5] = [
     "ip link set lo up && exec \"$0\" \"$@\"",
 ];
 
+/// Returns the default number of harnesses to run in parallel. In a container, root may not be able
+/// to create network namespaces.
+pub(crate) fn default_lanes() -> u8 {
+    let [program, args @ ..] = ISOLATED;
+    let is_able = sh::is_root()
+        && Command::new(program)
+            .args(args)
+            .arg("true")
+            .stderr(Stdio::null())
+            .status()
+            .is_ok_and(|status| status.success());
+    if is_able { 3 } else { 1 }
+}
+
 /// Cargo arguments for tests that use the `release` profile. We always build the same packages
 /// with the same features, because any change would cause a rebuild of all dependencies. This set
 /// includes the simulator.

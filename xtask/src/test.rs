@@ -30,10 +30,10 @@ pub(crate) struct Options {
     /// Run all suites, and also all interop cases, the package, the soak test and the container.
     #[arg(long, conflicts_with = "full")]
     all: bool,
-    /// Number of test harnesses to run in parallel. More than one requires root, because each needs
-    /// its own network namespace [default: 3 as root, 1 otherwise].
-    #[arg(long)]
-    lanes: Option<usize>,
+    /// Number of test harnesses to run in parallel. More than one requires the right to create
+    /// network namespaces, as root usually has [default: 3 with this right, 1 otherwise].
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..))]
+    lanes: Option<u8>,
 }
 
 impl Options {
@@ -162,7 +162,10 @@ const STEPS: &[Step] = &[
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let run = Run {
         suite: options.suite(),
-        lanes: options.lanes.unwrap_or(if sh::is_root() { 3 } else { 1 }),
+        lanes: options
+            .lanes
+            .unwrap_or_else(harnesses::default_lanes)
+            .into(),
     };
     steps::run(STEPS, &options.selection, &run)
 }

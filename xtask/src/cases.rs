@@ -143,12 +143,10 @@ pub(crate) struct Test {
 /// Result of a case, for a report.
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
-    /// Group and name.
     pub(crate) path: String,
     pub(crate) kind: Kind,
     pub(crate) verdict: Verdict,
     pub(crate) took: Duration,
-    /// Measured values.
     pub(crate) figures: Vec<String>,
 }
 

@@ -4,7 +4,6 @@ use crate::harnesses::run_long;
 use crate::packages::{ensure, needs};
 use crate::{Failure, interop, parse_options};
 
-/// Options of `cargo xtask crash`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of times to kill riserd with SIGKILL under load, split between the protocol

@@ -136,7 +136,6 @@ impl Daemon {
         .into())
     }
 
-    /// Returns the daemon's process ID.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -155,8 +154,7 @@ impl Daemon {
 
     fn tail(&self) -> String {
         let text = std::fs::read_to_string(&self.log).unwrap_or_default();
-        let lines: Vec<_> = text.lines().collect();
-        lines[lines.len().saturating_sub(20)..].join("\n")
+        sh::last_lines(&text, 20).join("\n")
     }
 }
 

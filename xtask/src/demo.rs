@@ -13,7 +13,6 @@ use crate::daemon::{self, Daemon, TARGET, URL};
 use crate::packages::{ensure, needs};
 use crate::{Failure, sh, tree};
 
-/// Options of `cargo xtask demo`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Size of the tree to copy, in MB.
@@ -146,12 +145,12 @@ impl Demo {
                 mkfs.arg("-d").arg(d.scratch.join("tree"));
             }
             sh::output(mkfs.arg(&lun))?;
-            Ok(if sh::is_root() {
+            let made = if sh::is_root() {
                 "made"
             } else {
                 "created, with the tree"
-            }
-            .to_owned())
+            };
+            Ok(made.to_owned())
         })?;
         self.detach("detach")?;
         if !sh::is_root() {
@@ -159,19 +158,14 @@ impl Demo {
         }
         self.mount("mount it", &[])?;
         self.step("copy a tree into it", |d| {
-            sh::output(
-                sh::cmd("cp", ["-a"])
-                    .arg(d.scratch.join("tree"))
-                    .arg(d.scratch.join("mnt/tree")),
-            )?;
-            sh::output(sh::cmd("sync", ["-f"]).arg(d.scratch.join("mnt")))?;
+            d.copy_tree("tree")?;
             Ok(format!(
                 "{} MB in {} entries",
                 d.original.bytes / 1_000_000,
                 d.original.entries.len()
             ))
         })?;
-        self.unmount("unmount and detach")
+        self.detach("unmount and detach")
     }
 
     /// Attaches the LUN again, then checks the file system and compares all files.
@@ -202,7 +196,7 @@ impl Demo {
                 found.bytes / 1_000_000
             ))
         })?;
-        self.unmount(&format!("{prefix}unmount and detach"))
+        self.detach(&format!("{prefix}unmount and detach"))
     }
 
     /// Writes a second copy over the lossy link and reads it back over a reliable link.
@@ -213,17 +207,12 @@ impl Demo {
         let prefix = "over the lossy link: ";
         self.mount(&format!("{prefix}mount"), &["--inject", LOSSY])?;
         self.step(&format!("{prefix}copy the tree once more"), |d| {
-            sh::output(
-                sh::cmd("cp", ["-a"])
-                    .arg(d.scratch.join("tree"))
-                    .arg(d.scratch.join("mnt/again")),
-            )?;
-            sh::output(sh::cmd("sync", ["-f"]).arg(d.scratch.join("mnt")))?;
+            d.copy_tree("again")?;
             Ok(format!("{} MB", d.original.bytes / 1_000_000))
         })?;
         // We compare the copy over a reliable link and after a daemon restart, so that a cache or a
         // retransmission can't hide data corruption.
-        self.unmount(&format!("{prefix}unmount and detach"))?;
+        self.detach(&format!("{prefix}unmount and detach"))?;
         self.restart()?;
         self.mount("mount", &[])?;
         self.step("compare the second copy", |d| {
@@ -231,13 +220,21 @@ impl Demo {
             tree::compare(&d.original, &found)?;
             Ok(format!("{} entries, SHA-256 equal", found.entries.len()))
         })?;
-        self.unmount("unmount and detach")?;
+        self.detach("unmount and detach")?;
         self.attach("attach", &[])?;
         self.step("e2fsck -fn", |d| {
             sh::output(sh::cmd("e2fsck", ["-fn"]).arg(d.lun_file()?))?;
             Ok("clean".to_owned())
         })?;
         self.detach("detach")
+    }
+
+    /// Copies the tree to a directory of the mounted file system.
+    fn copy_tree(&self, name: &str) -> Result<(), Failure> {
+        let mnt = self.scratch.join("mnt");
+        let mut copy = sh::cmd("cp", ["-a"]);
+        sh::output(copy.arg(self.scratch.join("tree")).arg(mnt.join(name)))?;
+        sh::output(sh::cmd("sync", ["-f"]).arg(mnt)).map(drop)
     }
 
     fn attach(&mut self, name: &str, inject: &[&str]) -> Result<(), Failure> {
@@ -266,12 +263,6 @@ impl Demo {
         })
     }
 
-    fn unmount(&mut self, name: &str) -> Result<(), Failure> {
-        self.step(name, |d| {
-            d.riser(&["detach", &d.mnt()]).map(|_| "gone".to_owned())
-        })
-    }
-
     /// Path of the LUN's file in the FUSE directory.
     fn lun_file(&self) -> Result<PathBuf, Failure> {
         let mut entries = fs::read_dir(self.scratch.join("mnt"))?;
@@ -284,22 +275,9 @@ impl Demo {
     fn bench(&mut self, seconds: u32) -> Result<(), Failure> {
         let runtime = seconds.to_string();
         self.step("benchmark, 4 KiB random read at depth 32", |d| {
-            let json = d.riser(&[
-                "-o",
-                "json",
-                "bench",
-                URL,
-                "--addr",
-                "127.0.0.2",
-                "--rw",
-                "randread",
-                "--bs",
-                "4k",
-                "--iodepth",
-                "32",
-                "--runtime",
-                &runtime,
-            ])?;
+            let options = "-o json bench --addr 127.0.0.2 --rw randread --bs 4k --iodepth 32";
+            let words = options.split(' ').chain([URL, "--runtime", &runtime]);
+            let json = d.riser(&words.collect::<Vec<_>>())?;
             crate::bench::summary(&json)
         })
     }

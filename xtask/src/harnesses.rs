@@ -7,13 +7,12 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::Mutex;
-use std::thread;
 use std::time::Instant;
 
 use riser_testkit::programs::ARE_BUILT;
 use serde_json::Value;
 
+use crate::cases::in_parallel;
 use crate::daemon::{self, RELEASE};
 use crate::tally::{Counts, noted, skip_log};
 use crate::{Failure, sh, skip};
@@ -211,28 +210,21 @@ pub(crate) fn run_all(lanes: usize) -> Results {
     // With a single lane we don't need a namespace (and therefore root), because the addresses are
     // not shared.
     let is_isolated = lanes > 1;
-    let (queue, results) = (Mutex::new(harnesses), Mutex::new(Results::default()));
-    thread::scope(|scope| {
-        for _ in 0..lanes {
-            scope.spawn(|| {
-                // Every lane fetches the next harness when it's idle. The run time of harnesses
-                // varies too much to assign them up front.
-                let next = || queue.lock().expect("no lane panics").next();
-                while let Some(harness) = next() {
-                    let began = Instant::now();
-                    let result = harness.run(is_isolated);
-                    let seconds = began.elapsed().as_secs_f64();
-                    println!(
-                        "  {:<32} {seconds:8.1} s  {}",
-                        harness.name(),
-                        result.show()
-                    );
-                    results.lock().expect("no lane panics").add(result);
-                }
-            });
-        }
-    });
-    let mut results = results.into_inner().expect("no lane panics");
+    let run = |_, harness: Harness| {
+        let began = Instant::now();
+        let result = harness.run(is_isolated);
+        let seconds = began.elapsed().as_secs_f64();
+        println!(
+            "  {:<32} {seconds:8.1} s  {}",
+            harness.name(),
+            result.show()
+        );
+        result
+    };
+    let mut results = Results::default();
+    for result in in_parallel(lanes, harnesses, run) {
+        results.add(result);
+    }
     // Documentation tests have no harness that we could run directly.
     results.add(cargo_test(&["--workspace", "--doc"], &[]));
     results
@@ -299,13 +291,8 @@ impl Harness {
 fn built() -> Result<Vec<Harness>, Failure> {
     // Use quiet mode, because we are only interested in errors.
     let args = "test --quiet --workspace --no-run --message-format=json-render-diagnostics";
-    let text = sh::output(&mut sh::cargo(args.split(' ')))?;
-    let messages = text
-        .lines()
-        .filter_map(|line| serde_json::from_str(line).ok());
-    Ok(messages
-        .filter_map(|message| Harness::of(&message))
-        .collect())
+    let messages = sh::messages(&sh::output(&mut sh::cargo(args.split(' ')))?);
+    Ok(messages.iter().filter_map(Harness::of).collect())
 }
 
 /// Collects the function names that the harnesses print after `failures:`.

@@ -5,7 +5,6 @@ use crate::harnesses::{release_test, run_whole};
 use crate::packages::{ensure, needs};
 use crate::{Failure, sh};
 
-/// Options of `cargo xtask hostile`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of messages that must be received, per protocol.

@@ -3,7 +3,6 @@
 
 use crate::{Failure, sh};
 
-/// Options of `cargo xtask interleavings`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of interleavings per test, for each of the two schedulers.

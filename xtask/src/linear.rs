@@ -4,7 +4,6 @@ use crate::harnesses::run_long;
 use crate::packages::{ensure, needs};
 use crate::{Failure, sh};
 
-/// Options of `cargo xtask linear`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Total number of operations for all initiators.

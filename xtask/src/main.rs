@@ -1,39 +1,5 @@
 //! Project commands.
 //!
-//! - `cargo xtask demo`: runs the main use case end to end on this machine ([`demo`]).
-//! - `cargo xtask check`: checks to run before a commit ([`check`]).
-//! - `cargo xtask test`: runs checks and tests ([`mod@test`]).
-//! - `cargo xtask tidy`: checks for import cycles and words to avoid, and measures the source code
-//!   ([`tidy`]).
-//! - `cargo xtask baddays`: tests failure scenarios ([`baddays`]).
-//! - `cargo xtask crash`: tests the state after a daemon or machine crash ([`crash`]).
-//! - `cargo xtask sim`: runs simulator seeds ([`sim`]).
-//! - `cargo xtask linear`: checks linearizability of all initiators over unreliable networks
-//!   ([`linear`]).
-//! - `cargo xtask soak`: checks for leaks when sessions connect and disconnect ([`soak`]).
-//! - `cargo xtask hostile`: sends almost valid messages to a busy daemon ([`hostile`]).
-//! - `cargo xtask fuzz`: coverage-guided fuzzing ([`fuzz`]).
-//! - `cargo xtask interop`: tests with the Linux kernel as the peer ([`interop`]).
-//! - `cargo xtask conformance`: runs the libiscsi test suite against our iSCSI target and `tgt`
-//!   ([`conformance`]).
-//! - `cargo xtask verbs`: runs rdma-core programs and perftest with our libibverbs and librdmacm
-//!   ([`verbs`]).
-//! - `cargo xtask package`: builds the Debian package and tests it in a Debian system
-//!   ([`package`]).
-//! - `cargo xtask container`: builds the container image ([`container`]).
-//! - `cargo xtask bench`: benchmarks our target and its competitors in a single run
-//!   ([`mod@bench`]).
-//! - `cargo xtask path-cost`: counts packets, system calls, copies and context switches per
-//!   operation ([`bench::path_cost`]).
-//! - `cargo xtask neighbours`: measures how a noisy initiator affects another initiator, with and
-//!   without limits ([`neighbours`]).
-//! - `cargo xtask instructions`: compares the instruction counts of reads and writes with the
-//!   accepted counts ([`instructions`]).
-//! - `cargo xtask interleavings`: tests shared state using many thread interleavings
-//!   ([`interleavings`]).
-//! - `cargo xtask miri`: checks unit tests for undefined behavior ([`miri`]).
-//! - `cargo xtask tsan`: checks threads and software NICs for data races ([`tsan`]).
-//!
 //! If a command requires missing Debian packages, we install them if allowed to ([`packages`]). If
 //! not, we print the missing packages and skip any work that depends on them.
 

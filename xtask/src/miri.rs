@@ -46,7 +46,6 @@ const SUBJECTS: &[Subject] = &[
     },
 ];
 
-/// Options of `cargo xtask miri`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of thread schedules and address layouts to use for each test.
@@ -59,7 +58,6 @@ pub(crate) struct Options {
     only: Vec<String>,
 }
 
-/// Runs the tests for each crate.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     nightly::ensure(&["miri", "rust-src"])?;
     // Miri needs to build its own standard library and may have to fetch dependencies for it. If we

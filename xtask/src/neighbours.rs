@@ -14,7 +14,6 @@ use serde_json::Value;
 use crate::daemon::{self, Daemon};
 use crate::{Failure, sh};
 
-/// Options of `cargo xtask neighbours`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Measurement duration in seconds.

@@ -74,10 +74,7 @@ pub(crate) fn cargo<'a>(args: impl IntoIterator<Item = &'a str>) -> Command {
 /// Returns the host platform as a Rust target triple.
 pub(crate) fn host() -> Result<String, Failure> {
     let toolchain = toolchain();
-    let text = sh::output(&mut sh::cmd("rustup", ["run", &toolchain, "rustc", "-vV"]))?;
-    let host = text.lines().find_map(|line| line.strip_prefix("host: "));
-    host.map(str::to_owned)
-        .ok_or_else(|| "rustc does not report its host".into())
+    sh::host(&mut sh::cmd("rustup", ["run", &toolchain, "rustc", "-vV"]))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use crate::daemon::DIST;
-use crate::packages::{ensure, have_program, needs};
+use crate::packages::{codename, ensure, have_program, needs};
 use crate::sh::{self, cmd};
 use crate::{Failure, daemon, root};
 
@@ -24,7 +24,6 @@ const SERVICES: [&str; 2] = ["riser-sa", "riser-iwpmd"];
 const INCLUDE: &str =
     "--include=systemd,systemd-sysv,dbus,fuse3,procps,ibverbs-utils,perftest,ibacm";
 
-/// Options of `cargo xtask package`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Build the package only.
@@ -204,11 +203,6 @@ fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
 
 /// Creates a Debian root for the same release and from the same archive as used by this machine.
 fn debian(tar: &Path) -> Result<(), Failure> {
-    let release = fs::read_to_string("/etc/os-release")?;
-    let suite = release
-        .lines()
-        .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
-        .ok_or("/etc/os-release contains no suite")?;
     // Use a temporary name until the root is complete, so that we never use the result of an
     // interrupted run.
     let half = tar.with_extension("half");
@@ -221,7 +215,7 @@ fn debian(tar: &Path) -> Result<(), Failure> {
     for option in acquire_options()? {
         command.arg(format!("--aptopt={option}"));
     }
-    command.arg(suite).arg(&half).args(sources()?);
+    command.arg(codename()?).arg(&half).args(sources()?);
     sh::run(&mut command)?;
     Ok(fs::rename(half, tar)?)
 }

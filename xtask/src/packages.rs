@@ -120,15 +120,8 @@ pub(crate) fn install(packages: &[(&str, String)]) {
 pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
     let archives = cache().join("archives");
     fs::create_dir_all(&archives)?;
-    let find = || {
-        let is_it = |path: &PathBuf| {
-            let file = path.file_name().unwrap_or_default().to_string_lossy();
-            file.starts_with(&format!("{package}_")) && file.ends_with(".deb")
-        };
-        let entries = fs::read_dir(&archives).ok()?;
-        entries.flatten().map(|entry| entry.path()).find(is_it)
-    };
-    if find().is_none() {
+    let find = || find_archive(&archives, package);
+    if find().is_err() {
         if !may_install(&format!("{package} into {}", archives.display())) {
             return Err(format!("the Debian package {package} is missing").into());
         }
@@ -137,8 +130,29 @@ pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
         download.args(["-o", "APT::Sandbox::User=root"]);
         sh::output(download.current_dir(&archives))?;
     }
-    let archive = find().ok_or_else(|| format!("apt did not download the package {package}"))?;
-    sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(into)).map(drop)
+    sh::output(sh::cmd("dpkg", ["-x"]).arg(find()?).arg(into)).map(drop)
+}
+
+/// Finds the archive of a package that was downloaded to this directory.
+pub(crate) fn find_archive(folder: &Path, package: &str) -> Result<PathBuf, Failure> {
+    let is_it = |path: &PathBuf| {
+        let file = path.file_name().unwrap_or_default().to_string_lossy();
+        file.starts_with(&format!("{package}_")) && file.ends_with(".deb")
+    };
+    let mut paths = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+    let archive = paths.find(is_it);
+    archive.ok_or_else(|| format!("apt did not download the package {package}").into())
+}
+
+/// Returns the name of this machine's Debian release.
+pub(crate) fn codename() -> Result<String, Failure> {
+    let release = fs::read_to_string("/etc/os-release")?;
+    let name = release
+        .lines()
+        .find_map(|line| line.strip_prefix("VERSION_CODENAME="));
+    Ok(name
+        .ok_or("/etc/os-release contains no release")?
+        .to_owned())
 }
 
 /// Cache directory for downloads and unpacked kernels.

@@ -44,7 +44,6 @@ pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
     }
 }
 
-/// Creates a command with arguments.
 pub(crate) fn cmd<S: AsRef<OsStr>>(
     program: impl AsRef<OsStr>,
     args: impl IntoIterator<Item = S>,
@@ -100,6 +99,15 @@ pub(crate) fn ending_with_us(command: Command, signal: &str) -> Command {
     }
 }
 
+/// Returns the last lines of an output, without empty lines.
+pub(crate) fn last_lines(output: &str, number: usize) -> Vec<&str> {
+    let lines: Vec<_> = output
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    lines[lines.len().saturating_sub(number)..].to_vec()
+}
+
 /// Waits until a process exits. Returns `None` if it's still running after this time.
 pub(crate) fn wait_for_exit(
     child: &mut Child,
@@ -129,13 +137,27 @@ pub(crate) fn remove_abandoned(parent: &Path, beginning: &str) {
     }
 }
 
+/// Returns the host platform in the output of `rustc -vV`.
+pub(crate) fn host(rustc: &mut Command) -> Result<String, Failure> {
+    let text = output(rustc)?;
+    let host = text.lines().find_map(|line| line.strip_prefix("host: "));
+    Ok(host.ok_or("rustc does not report its host")?.to_owned())
+}
+
+/// Parses Cargo's messages in JSON; any other lines are ignored.
+pub(crate) fn messages(output: &str) -> Vec<serde_json::Value> {
+    let lines = output.lines();
+    lines
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect()
+}
+
 /// Builds a test or benchmark with the given Cargo arguments and returns the path of its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);
-    let text = output(&mut cargo(args))?;
-    let program = text
-        .lines()
-        .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok())
+    let messages = messages(&output(&mut cargo(args))?);
+    let program = messages
+        .iter()
         .filter(|m| m["target"]["name"] == name)
         .find_map(|m| m["executable"].as_str().map(PathBuf::from));
     program.ok_or_else(|| format!("cargo reports no program {name}").into())
@@ -170,12 +192,10 @@ impl Scratch {
         Ok(Self(path))
     }
 
-    /// Returns the directory path.
     pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Returns the path of a file in this directory.
     pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }

@@ -3,7 +3,6 @@
 use crate::harnesses::run_long;
 use crate::{Failure, sh};
 
-/// Options of `cargo xtask soak`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of sessions to connect and disconnect.

@@ -245,8 +245,7 @@ fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
 /// Formats the failure of a step using the last lines of its output.
 fn failure(name: &str, why: &str) -> String {
     const LINES: usize = 10;
-    let lines: Vec<_> = why.lines().filter(|line| !line.is_empty()).collect();
-    let last = &lines[lines.len().saturating_sub(LINES)..];
+    let last = sh::last_lines(why, LINES);
     format!("FAILED   {name}: {}", last.join("\n         "))
 }
 

@@ -83,7 +83,6 @@ impl AddAssign for Counts {
     }
 }
 
-/// A skipped test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Skip {
     pub(crate) kind: Kind,
@@ -172,7 +171,6 @@ impl Tally {
         *passed = passed.saturating_sub(more);
     }
 
-    /// Returns a short summary.
     pub(crate) fn in_a_row(&self) -> String {
         let kinds = Kind::ALL.into_iter().filter_map(|kind| {
             let Counts {
@@ -288,7 +286,6 @@ pub(crate) fn skip_log() -> PathBuf {
     std::env::temp_dir().join(format!("riser-skips-{}", std::process::id()))
 }
 
-/// Records a skipped test.
 pub(crate) fn note(kind: Kind, name: &str, why: &str) {
     if let Err(e) = skip::note(&skip_log(), kind.word(), name, why) {
         println!("{}: {e}", skip_log().display());

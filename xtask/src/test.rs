@@ -18,7 +18,6 @@ use crate::{
 /// instructions.
 const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 
-/// Options of `cargo xtask test`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     #[command(flatten)]

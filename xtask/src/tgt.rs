@@ -61,12 +61,10 @@ impl Tgt {
         manage(&[&["--op", "update", "--params", params], &UNIT[..]].concat())
     }
 
-    /// Returns the address of the unit.
     pub(crate) fn url(&self) -> &str {
         &self.url
     }
 
-    /// Returns the daemon's process ID.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }

@@ -1,12 +1,12 @@
 //! Copies a tree of real files for the demo and compares two trees.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::io::Read;
-use std::os::unix::ffi::OsStrExt;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
+use walkdir::WalkDir;
 
 use crate::{Failure, sh};
 
@@ -84,65 +84,63 @@ fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Fail
 /// Reads a whole tree. `lost+found` in the root is created by the file system, so we ignore it.
 pub(crate) fn read(root: &Path) -> Result<Tree, Failure> {
     let mut tree = Tree::default();
-    let mut folders = vec![PathBuf::new()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(root.join(&folder))? {
-            let entry = entry?;
-            let path = folder.join(entry.file_name());
-            let kind = entry.file_type()?;
-            if path.as_os_str().as_bytes() == b"lost+found" {
-                continue;
-            }
-            let value = if kind.is_dir() {
-                folders.push(path.clone());
-                Entry::Folder
-            } else if kind.is_symlink() {
-                Entry::Link(fs::read_link(entry.path())?)
-            } else {
-                let (sum, len) = checksum(&entry.path())?;
-                tree.bytes += len;
-                Entry::File(sum)
-            };
-            tree.entries.insert(path, value);
-        }
+    let is_own =
+        |entry: &walkdir::DirEntry| entry.depth() != 1 || entry.file_name() != "lost+found";
+    for entry in WalkDir::new(root)
+        .min_depth(1)
+        .into_iter()
+        .filter_entry(is_own)
+    {
+        let entry = entry?;
+        let kind = entry.file_type();
+        let value = if kind.is_dir() {
+            Entry::Folder
+        } else if kind.is_symlink() {
+            Entry::Link(fs::read_link(entry.path())?)
+        } else {
+            let (sum, len) = checksum(entry.path())?;
+            tree.bytes += len;
+            Entry::File(sum)
+        };
+        tree.entries
+            .insert(entry.path().strip_prefix(root)?.to_owned(), value);
     }
     Ok(tree)
 }
 
 /// Returns an error with the first difference, if any.
 pub(crate) fn compare(expected: &Tree, found: &Tree) -> Result<(), Failure> {
-    for (path, entry) in &expected.entries {
-        match found.entries.get(path) {
-            None => return Err(format!("{} is missing", path.display()).into()),
-            Some(other) if other != entry => {
-                return Err(format!("{} differs", path.display()).into());
-            }
-            Some(_) => {}
-        }
-    }
-    match found
+    let paths: BTreeSet<_> = expected
         .entries
         .keys()
-        .find(|p| !expected.entries.contains_key(*p))
-    {
-        Some(path) => Err(format!("unexpected file {}", path.display()).into()),
-        None => Ok(()),
+        .chain(found.entries.keys())
+        .collect();
+    for path in paths {
+        let how = match (expected.entries.get(path), found.entries.get(path)) {
+            (a, b) if a == b => continue,
+            (Some(_), None) => "is missing",
+            (None, _) => "is unexpected",
+            _ => "differs",
+        };
+        return Err(format!("{} {how}", path.display()).into());
     }
+    Ok(())
 }
 
 fn checksum(path: &Path) -> Result<([u8; 32], u64), Failure> {
-    let mut file = File::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let (mut sum, mut len, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
-    loop {
-        let n = file
-            .read(&mut buffer)
-            .map_err(|e| format!("{}: {e}", path.display()))?;
-        if n == 0 {
-            return Ok((sum.finalize().into(), len));
+    let sum = |path| -> io::Result<_> {
+        let (mut file, mut sum, mut buffer) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
+        let mut len = 0;
+        loop {
+            let n = file.read(&mut buffer)?;
+            if n == 0 {
+                return Ok((sum.finalize().into(), len));
+            }
+            sum.update(&buffer[..n]);
+            len += n as u64;
         }
-        sum.update(&buffer[..n]);
-        len += n as u64;
-    }
+    };
+    sum(path).map_err(|e| format!("{}: {e}", path.display()).into())
 }
 
 #[cfg(test)]

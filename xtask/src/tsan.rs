@@ -16,7 +16,6 @@ const SUBJECTS: &[(&str, &str)] = &[
 /// here.
 const SKIPPED: &[&str] = &["narrows_requester_window"];
 
-/// Options of `cargo xtask tsan`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Run only the test functions whose name contains this.

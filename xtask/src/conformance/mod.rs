@@ -33,7 +33,6 @@ use crate::tally::{Kind, Outcome, note, noted};
 use crate::tgt::free_port;
 use crate::{Failure, cases, sh};
 
-/// Options of `cargo xtask conformance`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Test our own target only.

@@ -25,6 +25,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use serde_json::Value;
+
 use self::process::Figures;
 use self::targets::{TARGETS, Target};
 use crate::cases::{in_parallel, select};
@@ -34,7 +36,6 @@ use crate::{Failure, root, sh};
 /// Compiler flags that bolero uses to select its engine.
 const ENGINE: &str = "--cfg fuzzing --cfg fuzzing_libfuzzer";
 
-/// Options of `cargo xtask fuzz`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Time per target in minutes, which can be a fraction; one target is run on each core. If set
@@ -101,9 +102,9 @@ fn build() -> Result<Programs, Failure> {
     let args: BTreeSet<_> = packages
         .chain(TARGETS.iter().map(Target::program_arg))
         .collect();
-    let text = sh::output(compiler(&args)?.stderr(Stdio::inherit()))?;
+    let messages = sh::messages(&sh::output(compiler(&args)?.stderr(Stdio::inherit()))?);
     let program = |target: &'static Target| {
-        let path = executable(&text, target);
+        let path = executable(&messages, target);
         let path = path.ok_or_else(|| format!("cargo reports no program of {}", target.name))?;
         Ok(((&*target.package, &*target.program), path))
     };
@@ -114,16 +115,14 @@ fn build() -> Result<Programs, Failure> {
 /// otherwise the flags would also be used for build scripts and macros, and they are not linked
 /// with the counters.
 fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
-    let version = sh::output(&mut sh::cmd("rustc", ["-vV"]))?;
-    let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-    let host = host.ok_or("rustc does not report its host")?;
+    let host = sh::host(&mut sh::cmd("rustc", ["-vV"]))?;
     let fixed = [
         "test",
         "--no-run",
         "--message-format=json-render-diagnostics",
     ];
     let mut command = sh::cargo(fixed);
-    command.args(["--profile", "fuzz", "--target", host]);
+    command.args(["--profile", "fuzz", "--target", &host]);
     command
         .args(["--target-dir", ".build/fuzz/build"])
         .args(args);
@@ -136,15 +135,14 @@ fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
 }
 
 /// Finds the program of a target in Cargo's messages.
-fn executable(messages: &str, target: &Target) -> Option<PathBuf> {
+fn executable(messages: &[Value], target: &Target) -> Option<PathBuf> {
     let library = target.package.replace('-', "_");
     let name = match target.program.as_str() {
         "lib" => &library,
         test => test,
     };
     messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+        .iter()
         .filter(|message| message["target"]["name"] == name && message["profile"]["test"] == true)
         .find_map(|message| message["executable"].as_str().map(PathBuf::from))
 }

@@ -114,7 +114,6 @@ struct Function {
     polled: u64,
 }
 
-/// Parser state.
 #[derive(Default)]
 struct Reader {
     root: String,

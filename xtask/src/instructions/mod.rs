@@ -37,7 +37,6 @@ const SHOWN: usize = 6;
 /// CPU flags that libraries use to select functions, which also applies when running in valgrind.
 const CPU_FLAGS: [&str; 4] = ["avx2", "erms", "fsrm", "pclmulqdq"];
 
-/// Options of `cargo xtask instructions`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Measure only paths that match all of these words: srp, iser or iscsi; read or write; 1 or
@@ -77,7 +76,6 @@ pub(crate) fn compare_all() -> Result<Outcome, Failure> {
     compare(&paths::all().collect::<Vec<_>>())
 }
 
-/// Measures the cost of counting a command.
 pub(crate) fn counting() -> Result<(), Failure> {
     counting::run()
 }

@@ -30,7 +30,6 @@ pub(crate) struct Case {
     /// Number of times to boot a guest with systemd. After each boot, the script is run once, and
     /// `limit` is the maximum time for each run.
     pub(crate) boots: Option<u32>,
-    /// Text of the script.
     pub(crate) text: String,
 }
 
@@ -84,7 +83,6 @@ impl Case {
         self
     }
 
-    /// Returns the group and name.
     pub(crate) fn path(&self) -> String {
         format!("{}/{}", self.group, self.name)
     }

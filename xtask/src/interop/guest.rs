@@ -45,9 +45,7 @@ pub(crate) struct Guest {
 
 /// Result of a script.
 pub(crate) struct Ran {
-    /// Exit status.
     pub(crate) status: i32,
-    /// Output.
     pub(crate) output: String,
 }
 

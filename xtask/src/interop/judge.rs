@@ -343,19 +343,20 @@ impl Reader {
 
     fn packet(&mut self, packet: &Packet<'_>) {
         self.record_connection(packet);
-        let begins = packet.is_rc() && BEGINS_MESSAGE.contains(&packet.opcode);
+        let opcode = packet.field("infiniband.bth.opcode");
+        let begins = packet.is_rc() && BEGINS_MESSAGE.contains(&opcode);
         let is_iser = begins && self.iser.contains(&packet.to());
         // If the iSER dissector has parsed this payload, the protocol list ends with these names,
         // or they are followed by SCSI.
-        let is_read =
-            packet.protocols.ends_with(":iser:iscsi") || packet.protocols.contains(":iscsi:");
+        let protocols = packet.field("frame.protocols");
+        let is_read = protocols.ends_with(":iser:iscsi") || protocols.contains(":iscsi:");
         if is_iser {
             self.judged.iser += 1;
         }
         if let Some(wrong) = packet.objection(self.expected, begins, is_iser) {
             self.wrong.push(wrong);
         } else if is_iser && !is_read {
-            let (number, info) = (packet.number, packet.info);
+            let (number, info) = packet.number_and_info();
             self.wrong.push(format!(
                 "{number}: no iSCSI PDU on a connection of iSER: {info}"
             ));
@@ -364,18 +365,22 @@ impl Reader {
 
     /// Updates the set of iSER connections using a connection manager message.
     fn record_connection(&mut self, packet: &Packet<'_>) {
+        // The client's communication ID in a request, and the same ID in the reply.
+        let asks = packet.field("infiniband.cm.req");
+        let answers = packet.field("infiniband.cm.rep.remotecommid");
+        let end = |qp| (packet.src().to_owned(), packet.field(qp).to_owned());
         // A queue pair can be reused within a capture, so a new request must reset its state.
-        if !packet.asks.is_empty() {
-            let end = (packet.src().to_owned(), packet.asking_qp.to_owned());
+        if !asks.is_empty() {
+            let end = end("infiniband.cm.req.localqpn");
             self.iser.remove(&end);
-            self.asked.remove(packet.asks);
-            if packet.port == ISER_PORT {
-                self.asked.insert(packet.asks.to_owned(), end);
+            self.asked.remove(asks);
+            if packet.field("infiniband.cm.req.serviceid.dport") == ISER_PORT {
+                self.asked.insert(asks.to_owned(), end);
             }
-        } else if !packet.answers.is_empty() {
-            let end = (packet.src().to_owned(), packet.answering_qp.to_owned());
+        } else if !answers.is_empty() {
+            let end = end("infiniband.cm.rep.localqpn");
             self.iser.remove(&end);
-            if let Some(asking) = self.asked.get(packet.answers) {
+            if let Some(asking) = self.asked.get(answers) {
                 self.iser.insert(asking.clone());
                 self.iser.insert(end);
             }
@@ -383,129 +388,72 @@ impl Reader {
     }
 }
 
-/// tshark output for a packet; see [`FIELDS`].
-struct Packet<'a> {
-    number: &'a str,
-    captured: &'a str,
-    length: &'a str,
-    protocols: &'a str,
-    v4: (&'a str, &'a str),
-    v6: (&'a str, &'a str),
-    opcode: &'a str,
-    to_qp: &'a str,
-    /// Client's communication ID and queue pair in a connection request, and the destination port.
-    asks: &'a str,
-    port: &'a str,
-    asking_qp: &'a str,
-    /// Communication ID of the request, and the queue pair of the server.
-    answers: &'a str,
-    answering_qp: &'a str,
-    data_length: &'a str,
-    malformed: &'a str,
-    severity: &'a str,
-    message: &'a str,
-    info: &'a str,
-}
+/// tshark output for a packet, with a column for each of [`FIELDS`].
+struct Packet<'a>(Vec<&'a str>);
 
 impl<'a> Packet<'a> {
+    /// Returns `None` for a line with a different number of columns, because all values would be in
+    /// the wrong field.
     fn parse(line: &'a str) -> Option<Self> {
-        let columns: Vec<&str> = line.split('\t').collect();
-        let [
-            number,
-            captured,
-            length,
-            protocols,
-            v4_src,
-            v4_dst,
-            v6_src,
-            v6_dst,
-            opcode,
-            to_qp,
-            asks,
-            port,
-            asking_qp,
-            answers,
-            answering_qp,
-            data_length,
-            malformed,
-            severity,
-            message,
-            info,
-            // This must use the same order as [`FIELDS`]. We reject lines with a different number
-            // of columns, because all values would be in the wrong field.
-        ] = columns[..]
-        else {
-            return None;
-        };
-        Some(Self {
-            number,
-            captured,
-            length,
-            protocols,
-            v4: (v4_src, v4_dst),
-            v6: (v6_src, v6_dst),
-            opcode,
-            to_qp,
-            asks,
-            port,
-            asking_qp,
-            answers,
-            answering_qp,
-            data_length,
-            malformed,
-            severity,
-            message,
-            info,
-        })
+        let columns: Vec<_> = line.split('\t').collect();
+        (columns.len() == FIELDS.len()).then_some(Self(columns))
+    }
+
+    fn field(&self, name: &str) -> &'a str {
+        let at = FIELDS.iter().position(|field| *field == name);
+        self.0[at.expect("a field that tshark prints")]
+    }
+
+    fn number_and_info(&self) -> (&'a str, &'a str) {
+        (self.field("frame.number"), self.field("_ws.col.Info"))
+    }
+
+    fn is_v6(&self) -> bool {
+        !self.field("ipv6.src").is_empty()
     }
 
     fn src(&self) -> &'a str {
-        if self.v6.0.is_empty() {
-            self.v4.0
-        } else {
-            self.v6.0
-        }
+        self.field(if self.is_v6() { "ipv6.src" } else { "ip.src" })
     }
 
     fn to(&self) -> End {
-        let to = if self.v6.1.is_empty() {
-            self.v4.1
-        } else {
-            self.v6.1
-        };
-        (to.to_owned(), self.to_qp.to_owned())
+        let to = self.field(if self.is_v6() { "ipv6.dst" } else { "ip.dst" });
+        (
+            to.to_owned(),
+            self.field("infiniband.bth.destqp").to_owned(),
+        )
     }
 
     /// Returns true for packets of a reliable connection, where the first three opcode bits are
     /// zero.
     fn is_rc(&self) -> bool {
-        self.opcode.parse::<u8>().is_ok_and(|opcode| opcode < 0x20)
+        self.field("infiniband.bth.opcode")
+            .parse::<u8>()
+            .is_ok_and(|opcode| opcode < 0x20)
     }
 
     /// Returns the number, summary and error if this packet is invalid. RDMA data, or data that
     /// continues a message from a previous packet, is not a PDU and could look like an invalid PDU.
     fn objection(&self, expected: Expected, begins: bool, is_iser: bool) -> Option<String> {
-        let Self {
-            number,
-            malformed,
-            message,
-            info,
-            ..
-        } = self;
+        let (number, info) = self.number_and_info();
+        let [malformed, severity, message] =
+            ["_ws.malformed", "_ws.expert.severity", "_ws.expert.message"].map(|f| self.field(f));
         let is_kernels = KERNEL.contains(&self.src());
-        let has_no_checksum = *message == NO_CHECKSUM
-            && !self.v6.0.is_empty()
-            && (is_kernels || expected.is_kernel_only);
+        let has_no_checksum =
+            message == NO_CHECKSUM && self.is_v6() && (is_kernels || expected.is_kernel_only);
         let is_error = !has_no_checksum
-            && self
-                .severity
+            && severity
                 .split(',')
                 .filter_map(|s| s.parse::<u32>().ok())
                 // There can be several errors in a packet, separated by commas. We use the highest
                 // severity.
                 .any(|s| s >= ERROR);
         // There can be several PDUs in a packet. The dissector stops at the invalid PDU.
-        let last_length = self.data_length.rsplit(',').next().unwrap_or_default();
+        let last_length = self
+            .field("iscsi.datasegmentlength")
+            .rsplit(',')
+            .next()
+            .unwrap_or_default();
         let is_partial = (is_kernels || BEGINNINGS.contains(&last_length))
             && info
                 .split_once(" [Malformed Packet]")
@@ -514,14 +462,15 @@ impl<'a> Packet<'a> {
             && ([GUESSED_FRAME, GUESSED_LLC, SENT_AGAIN]
                 .iter()
                 .any(|words| malformed.contains(words))
-                || *message == GUESSED_LENGTH);
-        let is_data = self.is_rc() && !begins && self.protocols.contains(":iser");
+                || message == GUESSED_LENGTH);
+        let is_data = self.is_rc() && !begins && self.field("frame.protocols").contains(":iser");
         if is_partial || is_no_fault || is_data {
             return None;
         }
         // If the packet length doesn't match its headers, the InfiniBand dissector reports this as
         // text. For a truncated packet, it always does so.
-        let is_wrong_length = self.captured == self.length && info.contains("[Malformed Packet]");
+        let is_wrong_length = self.field("frame.cap_len") == self.field("frame.len")
+            && info.contains("[Malformed Packet]");
         (!malformed.is_empty() || is_error || is_wrong_length)
             .then(|| format!("{number}: {info} {message}"))
     }

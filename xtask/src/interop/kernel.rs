@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::packages::cache;
+use crate::packages::{cache, codename, find_archive};
 use crate::{Failure, sh};
 
 /// Metapackage that depends on the current kernel.
@@ -14,7 +14,6 @@ const META_PACKAGE: &str = "linux-image-amd64";
 
 /// An unpacked kernel package.
 pub(crate) struct Kernel {
-    /// Path of the kernel image.
     pub(crate) image: PathBuf,
     /// Directory that contains `lib/modules/VERSION`.
     pub(crate) root: PathBuf,
@@ -102,12 +101,7 @@ impl PrivateApt {
         for sub in ["parts", "lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(folder.join(sub))?;
         }
-        let release = fs::read_to_string("/etc/os-release")?;
-        let codename = release
-            .lines()
-            .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
-            .ok_or("/etc/os-release contains no release")?
-            .to_owned();
+        let codename = codename()?;
         // Use the same mirror as this host, because it may require a proxy or use a local copy. No
         // other apt settings are used.
         let targets = sh::output(&mut sh::cmd(
@@ -134,16 +128,7 @@ impl PrivateApt {
 
     pub(super) fn download(&self, package: &str) -> Result<PathBuf, Failure> {
         self.run("apt-get", &["download", package])?;
-        let name = package.split('=').next().unwrap_or_default();
-        let is_it = |path: &PathBuf| {
-            let file = path.file_name().unwrap_or_default().to_string_lossy();
-            file.starts_with(&format!("{name}_")) && file.ends_with(".deb")
-        };
-        fs::read_dir(&self.folder)?
-            .filter_map(Result::ok)
-            .map(|e| e.path())
-            .find(is_it)
-            .ok_or_else(|| format!("apt did not download the package {package}").into())
+        find_archive(&self.folder, package.split('=').next().unwrap_or_default())
     }
 
     fn run(&self, program: &str, args: &[&str]) -> Result<String, Failure> {

@@ -79,7 +79,6 @@ impl Options {
     }
 }
 
-/// Returns the available memory in MiB.
 fn available_memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;

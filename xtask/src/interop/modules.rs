@@ -23,7 +23,6 @@ pub(crate) struct Module {
     edits: Vec<(String, String, String)>,
 }
 
-/// Returns all modules.
 pub(crate) fn modules() -> Vec<Module> {
     cases::read(include_str!("../../cases/modules.toml"))
 }
@@ -129,7 +128,6 @@ fn unpack_headers(apt: &PrivateApt, kernel: &Kernel, folder: &Path) -> Result<Pa
     Ok(headers)
 }
 
-/// Unpacks a package to a directory.
 fn unpack(apt: &PrivateApt, package: &str, folder: &Path) -> Result<(), Failure> {
     let archive = apt.download(package)?;
     sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(folder))?;

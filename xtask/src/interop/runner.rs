@@ -18,7 +18,7 @@ use super::judge::{Expected, check_captures};
 use super::kernel::Kernel;
 use crate::cases::{Row, Verdict, in_parallel, shorten};
 use crate::tally::Kind;
-use crate::{Failure, root};
+use crate::{Failure, root, sh};
 
 /// Prefix of output lines that should be shown in the table.
 const FIGURE: &str = "figure: ";
@@ -36,9 +36,7 @@ pub(crate) struct Programs {
 
 /// Files used by all guests.
 pub(crate) struct Rig<'a> {
-    /// Kernel to boot.
     pub(crate) kernel: &'a Kernel,
-    /// Programs to run.
     pub(crate) programs: &'a Programs,
     /// Log directory, which contains a directory for each group and each guest.
     pub(crate) logs: &'a Path,
@@ -208,8 +206,7 @@ impl Rig<'_> {
 /// Returns the measured values in a script's output, or the error.
 pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failure> {
     if status != 0 {
-        let lines: Vec<_> = output.lines().collect();
-        let tail = lines[lines.len().saturating_sub(30)..].join("\n");
+        let tail = sh::last_lines(output, 30).join("\n");
         return Err(format!("exit status {status}\n{tail}").into());
     }
     let figures = output.lines().filter_map(|l| l.strip_prefix(FIGURE));

@@ -13,7 +13,6 @@ use crate::daemon::RELEASE;
 use crate::harnesses::{SIMULATOR, building_release};
 use crate::{Failure, root, sh};
 
-/// Options of `cargo xtask sim`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of seeds: by default 1000, or 20,000 for a planted defect and 2000 for a mutant.

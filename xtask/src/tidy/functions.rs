@@ -19,7 +19,6 @@ pub(crate) struct Function {
 }
 
 impl Function {
-    /// Returns the number of lines.
     pub(crate) fn len(&self) -> usize {
         self.lines.end() - self.lines.start() + 1
     }

@@ -63,7 +63,6 @@ pub(crate) struct Measures {
 }
 
 impl Measures {
-    /// Measures a single package.
     pub(crate) fn of(package: &Package) -> Self {
         let mut measures = Self::default();
         for source in &package.sources {
@@ -290,7 +289,6 @@ impl Measures {
     }
 }
 
-/// A table row.
 #[derive(Clone)]
 pub(crate) struct Row {
     /// JSON key.

@@ -33,7 +33,6 @@ use crate::{Failure, root};
 /// List of known issues to be fixed, one per line.
 const KNOWN: &str = "xtask/tidy-known.txt";
 
-/// Options of `cargo xtask tidy`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Measure the source code and print a table.

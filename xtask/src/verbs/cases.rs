@@ -66,7 +66,6 @@ fn seconds() -> u64 {
 }
 
 impl Case {
-    /// Returns the group and name.
     pub(super) fn path(&self) -> String {
         format!("{}/{}", self.group, self.name.trim())
     }

@@ -32,7 +32,6 @@ const SECONDS: u64 = 3;
 /// Timeout for a program.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Measurement method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
     /// A perftest program with these options.
@@ -173,7 +172,6 @@ pub(super) fn run(rig: &Rig, rounds: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Formats a table row.
 fn row(
     comparison: &Comparison,
     ours: &[(usize, f64)],

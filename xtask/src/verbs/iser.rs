@@ -58,12 +58,10 @@ const fn case(
 }
 
 impl Case {
-    /// Returns the group and name.
     pub(super) fn path(&self) -> String {
         format!("iser/{}", self.name)
     }
 
-    /// Runs this case.
     pub(super) fn run(&self, rig: &Rig, programs: &Path) -> Result<(), Failure> {
         let stage = Stage {
             rig,
@@ -101,7 +99,6 @@ pub(super) const CASES: &[Case] = &[
     case("QEMU, tgt", "tgtd tgtadm qemu-img qemu-io", qemu_and_tgt),
 ];
 
-/// A running test case.
 struct Stage<'a> {
     rig: &'a Rig,
     programs: &'a Path,

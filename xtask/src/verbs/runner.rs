@@ -103,7 +103,6 @@ impl Rig {
         self.hand_over(folder)
     }
 
-    /// Returns the path of `riser`.
     pub(super) fn riser(&self) -> &Path {
         &self.riser
     }
@@ -218,7 +217,6 @@ impl Rig {
         Ok(Process { child, log })
     }
 
-    /// Runs a case.
     pub(super) fn run(&self, number: usize, case: &Case) -> Result<(), Failure> {
         let until = Instant::now() + Duration::from_secs(case.seconds);
         let port = (FIRST_PORT + number).to_string();
@@ -303,7 +301,6 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Returns the current output.
     fn output(&self) -> String {
         let said = fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&said).into_owned()
@@ -329,7 +326,6 @@ impl Process {
         }
     }
 
-    /// Sends SIGTERM.
     fn request_stop(&self) {
         self.signal(Signal::TERM);
     }
@@ -362,7 +358,6 @@ impl Drop for Process {
     }
 }
 
-/// Copies a file to a directory.
 fn copy(from: &Path, folder: &Path) -> Result<PathBuf, Failure> {
     let to = folder.join(from.file_name().unwrap_or_default());
     fs::copy(from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
@@ -546,14 +541,8 @@ pub(super) fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
 
 /// Returns the last lines of the output.
 pub(super) fn tail(said: &str) -> String {
-    let lines: Vec<_> = said
-        .lines()
-        .filter(|line| !line.trim().is_empty())
-        .collect();
-    let first = lines.len().saturating_sub(4);
-    let lines = lines[first..]
-        .iter()
-        .map(|line| format!("    {}", line.trim_end()));
+    let lines = sh::last_lines(said, 4).into_iter();
+    let lines = lines.map(|line| format!("    {}", line.trim_end()));
     lines.collect::<Vec<_>>().join("\n")
 }
 

@@ -24,7 +24,9 @@ pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure
     let scratch = &rig.place.scratch;
     let mut stat = sh::cmd("stat", ["-f", "-c", "%T"]);
     Ok(Provenance {
-        command: command_line(std::env::args().skip(1)),
+        command: std::env::args()
+            .skip(1)
+            .fold("cargo xtask".to_owned(), |all, word| all + " " + &word),
         date: line(&mut sh::cmd("date", ["-u", "+%F"]))?,
         commit: commit(rig).unwrap_or_else(|| "unknown".to_owned()),
         machine: machine()?,
@@ -36,12 +38,6 @@ pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure
         seconds: rig.seconds,
         nbd_client: rig.nbd_client.name().to_owned(),
     })
-}
-
-/// Returns the command as typed by the user.
-fn command_line(args: impl Iterator<Item = String>) -> String {
-    let words = ["cargo", "xtask"].map(str::to_owned).into_iter();
-    words.chain(args).collect::<Vec<_>>().join(" ")
 }
 
 /// Returns the commit from which the programs were built. If the programs are not our own build,
@@ -197,11 +193,5 @@ mod tests {
         );
         assert_eq!(commit_in("riserd 1.2.0-5-g0123abc"), Some("0123abc"));
         assert_eq!(commit_in("riserd 1.2.0"), None);
-    }
-
-    #[test]
-    fn command_line_starts_with_cargo() {
-        let args = ["bench", "--rounds", "5"].map(str::to_owned).into_iter();
-        assert_eq!(command_line(args), "cargo xtask bench --rounds 5");
     }
 }

@@ -31,6 +31,7 @@ mod select;
 mod servers;
 pub(crate) mod stats;
 mod systems;
+mod tables;
 mod targets;
 mod workloads;
 
@@ -39,11 +40,10 @@ use std::path::PathBuf;
 pub(crate) use reading::summary;
 use results::{Comparison, Results};
 use rig::{Rig, Setup};
-use targets::{MIN_ROUNDS, Verdict, check_targets};
+use targets::{MIN_ROUNDS, TARGETS, Verdict, check_targets};
 
 use crate::{Failure, root};
 
-/// Options of `cargo xtask bench`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Number of rounds to run every workload on every system; the median is used.
@@ -206,7 +206,7 @@ fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec
         systems.any(|system| system.id == target.system)
             && workloads.any(|workload| workload.id == target.workload)
     };
-    let all = targets::targets().into_iter();
+    let all = TARGETS.iter().copied();
     let absent = all
         .filter(|target| is_selected(target) && !is_judged(target))
         .map(|target| {
@@ -272,7 +272,7 @@ mod tests {
             "{slow:?}"
         );
         let whole = shortfalls(&judged(200.0), &select::of(&[]).unwrap());
-        assert_eq!(whole.len(), targets::targets().len() - 2, "{whole:?}");
+        assert_eq!(whole.len(), TARGETS.len() - 2, "{whole:?}");
         // The competitor was not measured.
         let alone = of(vec![sample(1, (SRP, READ_32), 200.0)]);
         let absent = shortfalls(&alone, &selection);

@@ -56,7 +56,6 @@ const CALLS: &[&str] = &[
 /// Maximum number of names to show for each side.
 const MOST: usize = 3;
 
-/// Options of `cargo xtask path-cost`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Run only systems and workloads whose names contain WORD; may be repeated.

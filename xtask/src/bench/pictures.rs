@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn curve_systems_have_colors() {
-        for id in CURVES.iter().flat_map(|curve| curve.systems) {
+        for id in CURVES.iter().flat_map(|curve| &curve.systems) {
             assert!(COLOURS.iter().any(|(coloured, _)| coloured == id), "{id}");
         }
     }

@@ -8,11 +8,8 @@ use crate::Failure;
 /// Results of a single run, as reported by the client.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Reading {
-    /// Number of operations.
     pub(super) operations: f64,
-    /// Operations per second.
     pub(super) iops: f64,
-    /// Bytes per second.
     pub(super) bytes_per_second: f64,
     /// Median latency in nanoseconds; not available from `iscsi-perf`.
     pub(super) p50_ns: Option<f64>,

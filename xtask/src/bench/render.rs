@@ -57,7 +57,7 @@ and the requirements for reaching missed targets.
 pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
     let beside = folder.join(FOLDER);
     fs::create_dir_all(&beside)?;
-    for curve in CURVES {
+    for curve in CURVES.iter() {
         let picture = match &results.scaling {
             Some(scaling) => pictures::draw(curve, scaling)?,
             None => None,
@@ -218,7 +218,7 @@ fn figures(comparison: &Comparison) -> String {
 /// Renders a row for each measured system and a column for each workload.
 fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<f64>) -> String {
     let mut out = String::new();
-    for system in SYSTEMS {
+    for system in SYSTEMS.iter() {
         let cell = |workload: &Workload| {
             let figures = comparison.figures(system.id, workload.id, |s| figure(workload, s));
             let figures: Vec<_> = figures.into_iter().map(|(_, figure)| figure).collect();
@@ -254,7 +254,7 @@ fn format_summary(summary: &Summary) -> String {
 fn curves(scaling: &Scaling) -> String {
     let steps = cliffs::steps(scaling);
     let mut out = String::new();
-    for curve in CURVES {
+    for curve in CURVES.iter() {
         let is_measured = scaling.points.iter().any(|point| point.curve == curve.id);
         if !is_measured {
             continue;
@@ -285,16 +285,16 @@ fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
         curve.axis,
         names.join(" | ")
     );
-    for x in curve.xs {
+    for &x in &curve.xs {
         let cell = |id: &&str| {
-            let figures = scaling.figures(curve.id, id, *x);
+            let figures = scaling.figures(curve.id, id, x);
             let figures: Vec<_> = figures.into_iter().map(|(_, y)| y / scale).collect();
             Summary::of(&figures).map(|summary| format_summary(&summary))
         };
         let cells: Vec<_> = systems().map(cell).collect();
         if cells.iter().any(Option::is_some) {
             let cells: Vec<_> = cells.into_iter().map(Option::unwrap_or_default).collect();
-            let _ = writeln!(out, "| {} | {} |", curve.label(*x), cells.join(" | "));
+            let _ = writeln!(out, "| {} | {} |", curve.label(x), cells.join(" | "));
         }
     }
     out

@@ -23,7 +23,6 @@ pub(super) struct Results {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Provenance {
-    /// Command line.
     pub(super) command: String,
     /// Date in UTC, for example `2026-11-26`.
     pub(super) date: String,
@@ -39,7 +38,6 @@ pub(super) struct Provenance {
     pub(super) size_mib: u64,
     /// Type of the file system used for the file.
     pub(super) file_system: String,
-    /// Number of rounds.
     pub(super) rounds: usize,
     /// Duration of each measurement, in seconds.
     pub(super) seconds: u32,
@@ -64,7 +62,6 @@ pub(super) struct Sample {
     pub(super) round: usize,
     pub(super) system: String,
     pub(super) workload: String,
-    /// Operations per second.
     pub(super) iops: f64,
     pub(super) bytes_per_second: f64,
     /// Median latency, if reported by the client.

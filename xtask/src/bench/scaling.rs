@@ -10,7 +10,7 @@ use super::curves::{CURVES, Curve, DEPTH_OF_BLOCKS, DEPTH_OF_MANY, Vary};
 use super::reading::Reading;
 use super::results::{Point, Scaling};
 use super::rig::Rig;
-use super::systems::{self, Client, System};
+use super::systems::{self, Client, SYSTEMS, System};
 use super::workloads::Load;
 use super::{cpu, machine};
 use crate::{Failure, sh};
@@ -46,7 +46,7 @@ pub(super) fn all_systems() -> Vec<&'static System> {
             .iter()
             .any(|curve| curve.systems.contains(&system.id))
     };
-    systems::SYSTEMS.iter().filter(is_wanted).collect()
+    SYSTEMS.iter().filter(is_wanted).collect()
 }
 
 /// Measures all curves, or just the curves whose name contains one of the words. The current
@@ -383,11 +383,11 @@ mod tests {
     #[test]
     fn curve_systems_are_prepared() {
         let systems = all_systems();
-        for curve in CURVES {
-            for id in curve.systems {
+        for curve in CURVES.iter() {
+            for id in &curve.systems {
                 assert!(systems.iter().any(|system| system.id == *id), "{id}");
             }
         }
-        assert!(systems.len() < systems::SYSTEMS.len());
+        assert!(systems.len() < SYSTEMS.len());
     }
 }

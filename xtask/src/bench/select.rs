@@ -2,7 +2,7 @@
 
 use super::compare::Selection;
 use super::systems::SYSTEMS;
-use super::targets::targets;
+use super::targets::TARGETS;
 use super::workloads::WORKLOADS;
 use crate::Failure;
 
@@ -27,7 +27,7 @@ pub(super) fn of(words: &[String]) -> Result<Selection, Failure> {
     let is_any_system = !SYSTEMS.iter().any(|system| has(system.id));
     let is_any_workload = !WORKLOADS.iter().any(|workload| has(workload.id));
     let is_peer = |id: &str| {
-        let mut targets = targets().into_iter();
+        let mut targets = TARGETS.iter().copied();
         targets.any(|target| target.beside == id && has(target.system))
     };
     let systems = SYSTEMS.iter();

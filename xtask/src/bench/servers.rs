@@ -327,7 +327,7 @@ mod tests {
         };
         let curves = CURVES.iter().filter(is_of_sessions);
         let most = curves
-            .flat_map(|curve| curve.xs)
+            .flat_map(|curve| &curve.xs)
             .copied()
             .fold(0.0, f64::max);
         assert!(most <= SESSIONS as f64, "{most}");

@@ -1,22 +1,27 @@
 //! Systems to measure. Each has a server, a disk address and a client.
 
+use std::sync::LazyLock;
+
+use serde::Deserialize;
+
+use super::tables::{self, Text, text};
 use super::workloads::Load;
 
-pub(super) const FILE: &str = "file";
 pub(super) const NBDKIT: &str = "nbdkit";
-pub(super) const QEMU_NBD: &str = "qemu-nbd";
+#[cfg(test)]
 pub(super) const TGT: &str = "tgt";
 pub(super) const SRP: &str = "srp";
 pub(super) const ISER: &str = "iser";
 pub(super) const ISCSI: &str = "iscsi";
-pub(super) const ISCSI_PERF: &str = "iscsi-perf";
+#[cfg(test)]
 pub(super) const ATTACH_NBD: &str = "attach-nbd";
+#[cfg(test)]
 pub(super) const ATTACH_FUSE: &str = "attach-fuse";
-pub(super) const SHM: &str = "shm";
 pub(super) const WIRE: &str = "wire";
 
 /// Server program for the file, if any.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Server {
     None,
     Nbdkit,
@@ -31,7 +36,8 @@ pub(super) enum Server {
 }
 
 /// Protocol used with our target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Protocol {
     Srp,
     Iser,
@@ -39,14 +45,16 @@ pub(super) enum Protocol {
 }
 
 /// Type of attachment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Export {
     Nbd,
     Fuse,
 }
 
 /// Program used to generate the load.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Client {
     /// fio, using a file.
     Fio,
@@ -60,15 +68,17 @@ pub(super) enum Client {
     Wire,
 }
 
-/// A table row.
-#[derive(Debug)]
+#[derive(Debug, Deserialize)]
 pub(super) struct System {
     /// Name used in the results file and on the command line.
-    pub(super) id: &'static str,
+    #[serde(deserialize_with = "text")]
+    pub(super) id: Text,
     /// Short name, used in charts and when the client is not relevant.
-    pub(super) label: &'static str,
+    #[serde(deserialize_with = "text")]
+    pub(super) label: Text,
     /// Name used in documents, where `{nbd}` is replaced by the client for NBD servers.
-    name: &'static str,
+    #[serde(deserialize_with = "text")]
+    name: Text,
     pub(super) server: Server,
     pub(super) client: Client,
 }
@@ -115,82 +125,7 @@ impl System {
 }
 
 /// All systems, in the order of the tables.
-pub(super) const SYSTEMS: &[System] = &[
-    system(
-        (FILE, "file"),
-        "`fio` (io_uring) on the file itself",
-        (Server::None, Client::Fio),
-    ),
-    system(
-        (NBDKIT, "nbdkit"),
-        "`nbdkit` file plugin, Unix socket, {nbd}",
-        (Server::Nbdkit, Client::Nbd),
-    ),
-    system(
-        (QEMU_NBD, "qemu-nbd"),
-        "`qemu-nbd`, Unix socket, {nbd}",
-        (Server::QemuNbd, Client::Nbd),
-    ),
-    system(
-        (TGT, "tgt"),
-        "`tgt`, iSCSI/TCP, `iscsi-perf`",
-        (Server::Tgt, Client::IscsiPerf),
-    ),
-    system(
-        (SRP, "SRP"),
-        "`riserd`, SRP over `roce`, `riser bench`",
-        (Server::Riserd(Protocol::Srp), Client::Riser),
-    ),
-    system(
-        (ISER, "iSER"),
-        "`riserd`, iSER over `roce`, `riser bench`",
-        (Server::Riserd(Protocol::Iser), Client::Riser),
-    ),
-    system(
-        (ISCSI, "iSCSI/TCP"),
-        "`riserd`, iSCSI/TCP, `riser bench`",
-        (Server::Riserd(Protocol::Iscsi), Client::Riser),
-    ),
-    system(
-        (ISCSI_PERF, "iSCSI/TCP, iscsi-perf"),
-        "`riserd`, iSCSI/TCP, `iscsi-perf`",
-        (Server::Riserd(Protocol::Iscsi), Client::IscsiPerf),
-    ),
-    system(
-        (ATTACH_NBD, "SRP, attach --nbd"),
-        "`riserd`, SRP, `riser attach --nbd`, {nbd}",
-        (Server::Attached(Export::Nbd), Client::Nbd),
-    ),
-    system(
-        (ATTACH_FUSE, "SRP, attach --fuse"),
-        "`riserd`, SRP, `riser attach --fuse`, `fio` (io_uring, direct)",
-        (Server::Attached(Export::Fuse), Client::Fio),
-    ),
-    system(
-        (SHM, "SRP, shared memory"),
-        "`riserd`, SRP over `shm` (one host, no network), `riser bench`",
-        (Server::Sharing, Client::Sharing),
-    ),
-    system(
-        (WIRE, "wire"),
-        "`riser bench wire`: packets of `roce` without a target",
-        (Server::None, Client::Wire),
-    ),
-];
-
-const fn system(
-    (id, label): (&'static str, &'static str),
-    name: &'static str,
-    (server, client): (Server, Client),
-) -> System {
-    System {
-        id,
-        label,
-        name,
-        server,
-        client,
-    }
-}
+pub(super) static SYSTEMS: LazyLock<Vec<System>> = LazyLock::new(|| tables::read("systems"));
 
 /// Returns the system with the given ID.
 pub(super) fn named(id: &str) -> Option<&'static System> {

@@ -1,19 +1,23 @@
 //! Performance targets relative to other systems, and checks if we meet them.
 
+use std::sync::LazyLock;
+
+use serde::Deserialize;
+
 use super::results::{Comparison, Sample};
 use super::stats::{Interval, Summary, ratios};
-use super::systems::{ATTACH_FUSE, ATTACH_NBD, ISCSI_PERF, ISER, NBDKIT, SHM, SRP, TGT, WIRE};
-use super::workloads::{READ_1, READ_32, READ_SEQ, WRITE_1, WRITE_32, WRITE_SEQ};
+use super::systems::WIRE;
+use super::tables::{self, Text, text};
+use super::workloads::READ_SEQ;
 
 /// Minimum number of rounds required to check targets: with fewer rounds, we can't see the noise.
 pub(super) const MIN_ROUNDS: usize = 3;
 
 /// Value of a sample to compare.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Measure {
-    /// Operations per second.
     Iops,
-    /// Bytes per second.
     Bandwidth,
     /// Median latency; smaller is better.
     Latency,
@@ -46,7 +50,8 @@ impl Measure {
 }
 
 /// Value that we would like to reach.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Aim {
     /// Ratio to the system used for comparison.
     Ratio(f64),
@@ -55,66 +60,23 @@ pub(super) enum Aim {
 }
 
 /// Ratio that must be reached by one of our systems.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Target {
-    pub(super) system: &'static str,
-    pub(super) workload: &'static str,
+    #[serde(deserialize_with = "text")]
+    pub(super) system: Text,
+    #[serde(deserialize_with = "text")]
+    pub(super) workload: Text,
     pub(super) measure: Measure,
     /// System used for comparison.
-    pub(super) beside: &'static str,
+    #[serde(deserialize_with = "text")]
+    pub(super) beside: Text,
     /// Minimum ratio, or maximum ratio if smaller is better.
     pub(super) at_least: f64,
     pub(super) aim: Aim,
 }
 
-/// Returns all targets.
-pub(super) fn targets() -> Vec<Target> {
-    use Measure::{Bandwidth, Cpu, Iops, Latency};
-    let of = |system, beside, measure, workload, at_least, aim| Target {
-        system,
-        workload,
-        measure,
-        beside,
-        at_least,
-        aim,
-    };
-    let mut targets = Vec::new();
-    // At depth 1, we compare the latency if it's measured using `riser bench`. For an attached disk
-    // the latency is from fio, and its operations per second include the time to wake up both
-    // sides.
-    for system in [SRP, ISER] {
-        let of =
-            |measure, workload, at_least, aim| of(system, NBDKIT, measure, workload, at_least, aim);
-        targets.extend([
-            of(Iops, READ_32, 1.5, Aim::Ratio(2.0)),
-            of(Iops, WRITE_32, 1.2, Aim::Ratio(1.8)),
-            of(Latency, READ_1, 0.4, Aim::Ratio(0.3)),
-            of(Latency, WRITE_1, 0.5, Aim::Ratio(0.35)),
-            of(Bandwidth, READ_SEQ, 1.1, Aim::OfWire(0.8)),
-            of(Bandwidth, WRITE_SEQ, 1.0, Aim::OfWire(0.8)),
-            of(Cpu, READ_32, 0.6, Aim::Ratio(0.5)),
-        ]);
-    }
-    targets.push(of(ISCSI_PERF, TGT, Iops, READ_32, 4.0, Aim::Ratio(5.0)));
-    for system in [ATTACH_NBD, ATTACH_FUSE] {
-        let of = |measure, workload, at_least| {
-            of(system, NBDKIT, measure, workload, at_least, Aim::Ratio(1.0))
-        };
-        targets.extend([
-            of(Iops, READ_32, 0.8),
-            of(Iops, WRITE_32, 0.8),
-            of(Iops, READ_1, 0.7),
-            of(Iops, WRITE_1, 0.7),
-            of(Bandwidth, READ_SEQ, 0.8),
-            of(Bandwidth, WRITE_SEQ, 0.8),
-        ]);
-    }
-    targets.extend([
-        of(SHM, NBDKIT, Iops, READ_32, 2.5, Aim::Ratio(4.0)),
-        of(SHM, NBDKIT, Latency, READ_1, 0.25, Aim::Ratio(0.1)),
-    ]);
-    targets
-}
+/// All targets.
+pub(super) static TARGETS: LazyLock<Vec<Target>> = LazyLock::new(|| tables::read("targets"));
 
 /// Result for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,7 +116,7 @@ impl Judged {
 
 /// Checks all measured targets, in order.
 pub(super) fn check_targets(comparison: &Comparison) -> Vec<Judged> {
-    let targets = targets().into_iter();
+    let targets = TARGETS.iter().copied();
     targets
         .filter_map(|target| judge_one(target, comparison))
         .collect()
@@ -212,6 +174,8 @@ fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
 #[cfg(test)]
 mod tests {
     use super::super::results::tests::{provenance, sample};
+    use super::super::systems::{NBDKIT, SRP};
+    use super::super::workloads::{READ_32, WRITE_SEQ};
     use super::super::{systems, workloads};
     use super::*;
 
@@ -330,7 +294,7 @@ mod tests {
             workload,
             beside,
             ..
-        } in targets()
+        } in TARGETS.iter().copied()
         {
             let load = &workloads::named(workload).unwrap().load;
             for name in [system, beside] {

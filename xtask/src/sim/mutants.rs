@@ -7,9 +7,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use proc_macro2::LineColumn;
+use serde::Deserialize;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -17,7 +19,7 @@ use super::copy::{Copy, Run};
 use super::judge::Judge;
 use super::switches::{Lines, Mutant, switched};
 use crate::packages::have_program;
-use crate::{Failure, sh};
+use crate::{Failure, cases, sh};
 
 /// Sample size: number of mutants per state machine that must compile.
 const SAMPLE: usize = 10;
@@ -30,15 +32,18 @@ const FLOOR: usize = 5;
 const PATIENCE: Duration = Duration::from_secs(1200);
 
 /// A state machine and the source files with its transitions.
-#[derive(Clone, Copy)]
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Machine {
-    name: &'static str,
-    folder: &'static str,
-    files: &'static [&'static str],
-    /// Minimum number of mutants in the sample that must be detected.
-    floor: usize,
-    judge: Judge<'static>,
+    name: String,
+    folder: String,
+    files: Vec<String>,
+    judge: Option<String>,
 }
+
+/// All state machines that use `riser_state::become_state`.
+static MACHINES: LazyLock<Vec<Machine>> =
+    LazyLock::new(|| cases::read(include_str!("../../cases/machines.toml")));
 
 /// Mutants of a state machine.
 struct Sample {
@@ -52,154 +57,16 @@ struct Sample {
     unviable: Vec<Mutant>,
 }
 
-const fn machine(
-    name: &'static str,
-    folder: &'static str,
-    files: &'static [&'static str],
-) -> Machine {
-    Machine {
-        name,
-        folder,
-        files,
-        floor: FLOOR,
-        judge: Judge::Simulator,
-    }
-}
-
-/// All state machines that use `riser_state::become_state`.
-const MACHINES: &[Machine] = &[
-    machine("rollout", "target/src/server", &["rollout.rs"]),
-    machine(
-        "srp-channel",
-        "target/src/srp",
-        &["channel.rs", "teardown.rs", "mgmt.rs"],
-    ),
-    machine(
-        "srp-context",
-        "target/src/srp",
-        &["ioctx.rs", "command.rs", "respond.rs"],
-    ),
-    machine(
-        "iscsi-connection",
-        "target/src/iscsi",
-        &["channel.rs", "full_feature.rs"],
-    ),
-    machine(
-        "iscsi-task",
-        "target/src/iscsi",
-        &["task.rs", "command.rs", "data.rs"],
-    ),
-    machine(
-        "iser-connection",
-        "target/src/iser",
-        &["channel.rs", "mover.rs"],
-    ),
-    machine("task-set", "scsi/src/task", &["entry.rs", "set.rs"]),
-    machine(
-        "rc-requester",
-        "transport/src/rc",
-        &[
-            "state.rs",
-            "requester.rs",
-            "requester/cut.rs",
-            "completer.rs",
-        ],
-    ),
-    machine(
-        "rc-responder",
-        "transport/src/rc",
-        &["state.rs", "responder.rs", "responder/answer.rs"],
-    ),
-    machine(
-        "cm",
-        "transport/src/cm",
-        &["state.rs", "handle.rs", "timer.rs", "calls.rs"],
-    ),
-    machine(
-        "queue-pair",
-        "transport/src",
-        &["verbs/qp_state.rs", "verbs/path_migration.rs", "rc/qp.rs"],
-    ),
-    machine("region", "transport/src", &["mr_pool.rs"]),
-    machine(
-        "rdma-cm",
-        "transport/src/roce/nic/rdma_cm",
-        &["state.rs", "connect.rs", "events.rs"],
-    ),
-    // This uses sockets, which are not supported by the simulator.
-    Machine {
-        judge: Judge::Integration("riser-transport", "provider", "over_tcp"),
-        ..machine(
-            "iwarp-connection",
-            "transport/src/iwarp",
-            &["conn.rs", "setup.rs"],
-        )
-    },
-    machine(
-        "initiator-srp-channel",
-        "initiator/src/srp/channel",
-        &["types.rs", "mod.rs"],
-    ),
-    machine(
-        "initiator-srp-session",
-        "initiator/src/srp/session",
-        &["types.rs", "connection.rs", "requests.rs", "recovery.rs"],
-    ),
-    machine(
-        "initiator-iscsi-session",
-        "initiator/src/iscsi/session",
-        &[
-            "types.rs",
-            "connection.rs",
-            "receive.rs",
-            "tasks.rs",
-            "recovery.rs",
-        ],
-    ),
-    machine(
-        "initiator-paths",
-        "initiator/src/paths",
-        &["types.rs", "mod.rs", "path.rs"],
-    ),
-    machine(
-        "initiator-session",
-        "initiator/src/session",
-        &["lifecycle.rs", "core.rs", "task_manager.rs", "functions.rs"],
-    ),
-    // A probe is due after a silence that few schedules of the simulator contain.
-    Machine {
-        judge: Judge::Tests("riser-initiator", "engine::rdma::probe"),
-        ..machine(
-            "initiator-probe",
-            "initiator/src/engine/rdma",
-            &["probe.rs"],
-        )
-    },
-    // NBD clients are external programs, which are not supported by the simulator.
-    Machine {
-        judge: Judge::Tests("riser-initiator", "nbd::machine"),
-        ..machine("initiator-nbd", "initiator/src/nbd", &["machine.rs"])
-    },
-    Machine {
-        judge: Judge::Tests("riser-initiator", "nbd::client"),
-        ..machine(
-            "initiator-nbd-client",
-            "initiator/src/nbd/client",
-            &["requests.rs"],
-        )
-    },
-    machine(
-        "initiator-request",
-        "initiator/src/request",
-        &["table.rs", "mod.rs"],
-    ),
-];
-
 impl Machine {
     fn paths(&self) -> impl Iterator<Item = String> + '_ {
         self.files
             .iter()
             .map(|file| format!("{}/{file}", self.folder))
+    }
+
+    fn judge(&self) -> Judge<'_> {
+        let named = |words| Judge::named(words).unwrap_or_else(|| panic!("unknown judge {words}"));
+        self.judge.as_deref().map_or(Judge::Simulator, named)
     }
 }
 
@@ -225,14 +92,17 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     }
     build(&copy, &mut samples)?;
     // If this fails, every mutant would be reported as detected.
-    let judges: BTreeSet<_> = samples.iter().map(|sample| sample.machine.judge).collect();
+    let judges: BTreeSet<_> = samples
+        .iter()
+        .map(|sample| sample.machine.judge())
+        .collect();
     for judge in judges {
         let end = judge.run(&copy, None, seeds, PATIENCE)?;
         is_clean(&judge.runs(seeds), end)?;
     }
     let mut below = Vec::new();
     for sample in &samples {
-        let name = sample.machine.name;
+        let name = &sample.machine.name;
         let mut counts = BTreeMap::new();
         for mutant in &sample.chosen {
             let start = Instant::now();
@@ -279,7 +149,7 @@ fn at(seed: Option<u64>) -> String {
 fn shortfall(machine: &Machine, counts: &BTreeMap<&str, usize>) -> Option<String> {
     let count = |verdict| counts.get(verdict).copied().unwrap_or(0);
     let noticed = count("caught") + count("hangs or dies");
-    let least = machine.floor.min(noticed + count("missed"));
+    let least = FLOOR.min(noticed + count("missed"));
     (noticed < least).then(|| format!("{} ({noticed}, not {least})", machine.name))
 }
 
@@ -290,7 +160,7 @@ fn try_one(
     seeds: u64,
 ) -> Result<(&'static str, String), Failure> {
     let number = mutant.number.to_string();
-    let end = machine.judge.run(copy, Some(&number), seeds, PATIENCE)?;
+    let end = machine.judge().run(copy, Some(&number), seeds, PATIENCE)?;
     Ok(match end {
         Run::Clean => ("missed", String::new()),
         Run::Hung => ("hangs or dies", String::new()),
@@ -367,7 +237,7 @@ impl Sample {
     /// Returns a message if there are enough mutants for a full sample, but not enough of them
     /// compile.
     fn lack(&self) -> Option<String> {
-        let (name, tried) = (self.machine.name, self.chosen.len());
+        let (name, tried) = (&self.machine.name, self.chosen.len());
         let is_short = tried < SAMPLE && self.listed >= SAMPLE;
         is_short.then(|| format!("{name} ({tried} of {} compile)", self.listed))
     }
@@ -427,10 +297,7 @@ fn build(copy: &Copy, samples: &mut [Sample]) -> Result<(), Failure> {
 /// Returns the file and byte offset of each compiler error.
 fn errors(messages: &str) -> Vec<(String, usize)> {
     let mut found = Vec::new();
-    for line in messages.lines() {
-        let Ok(message) = serde_json::from_str::<Value>(line) else {
-            continue;
-        };
+    for message in sh::messages(messages) {
         let message = &message["message"];
         if message["level"] != "error" {
             continue;
@@ -455,21 +322,21 @@ mod tests {
 
     #[test]
     fn too_many_missed_mutants_are_reported() {
-        let machine = MACHINES[0];
+        let machine = &MACHINES[0];
         let of = |caught, dead, missed| {
             let counts = [
                 ("caught", caught),
                 ("hangs or dies", dead),
                 ("missed", missed),
             ];
-            shortfall(&machine, &counts.into())
+            shortfall(machine, &counts.into())
         };
-        assert_eq!(of(machine.floor, 0, 5), None);
-        assert_eq!(of(machine.floor - 1, 1, 5), None);
-        assert!(of(machine.floor - 1, 0, 6).is_some());
+        assert_eq!(of(FLOOR, 0, 5), None);
+        assert_eq!(of(FLOOR - 1, 1, 5), None);
+        assert!(of(FLOOR - 1, 0, 6).is_some());
         // There are fewer mutants than the minimum, but all of them were detected.
         assert_eq!(of(2, 0, 0), None);
-        assert!(of(1, 0, 1).unwrap().contains(machine.name));
+        assert!(of(1, 0, 1).unwrap().contains(&machine.name));
     }
 
     #[test]
@@ -500,7 +367,7 @@ mod tests {
         assert_eq!(sample.lack(), None);
         sample.replace(&[SAMPLE + 2].into());
         let lack = sample.lack().unwrap();
-        assert!(lack.contains(sample.machine.name), "{lack}");
+        assert!(lack.contains(&sample.machine.name), "{lack}");
         // There are no more mutants.
         sample.listed = SAMPLE - 1;
         assert_eq!(sample.lack(), None);

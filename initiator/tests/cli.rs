@@ -527,7 +527,7 @@ fn open_file_is_served_after_signal() {
 
 #[test]
 fn detach_keeps_foreign_mount_at_path() {
-    use riser_initiator::block::{ByteDevice, MemoryDevice};
+    use riser_block::{ByteDevice, MemoryDevice};
     use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, unmount};
 
     let home = Home::new();

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use riser_initiator::block::task::block_on;
-use riser_initiator::block::{BlockDevice, ExtentKind, ZeroOptions};
+use riser_block::task::block_on;
+use riser_block::{BlockDevice, ExtentKind, ZeroOptions};
 use riser_initiator::disks::nbd::{NbdConfig, NbdError, connect};
 use riser_initiator::disks::{BUFFERS, ThreadDisk};
 use riser_initiator::nbd::client::HandshakeError;

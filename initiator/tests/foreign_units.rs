@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use foreign_target::{
     Attached, Disk, FILL, ForeignTarget, Nbd, Reply, check_condition, illegal_request, read, write,
 };
-use riser_initiator::block::task::block_on;
-use riser_initiator::block::{BlockDevice, ByteDevice, ZeroOptions};
+use riser_block::task::block_on;
+use riser_block::{BlockDevice, ByteDevice, ZeroOptions};
 use riser_initiator::engine::LinkState;
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions};
 use riser_initiator::session::Timing;

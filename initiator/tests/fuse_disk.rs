@@ -13,7 +13,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use riser_initiator::block::{
+use riser_block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};

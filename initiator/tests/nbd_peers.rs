@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use riser_initiator::block::{ByteDevice, Geometry, MemoryDevice};
+use riser_block::{ByteDevice, Geometry, MemoryDevice};
 use riser_initiator::nbd::{Server, ServerHandle};
 use riser_testkit::skip::skip;
 

@@ -4,8 +4,8 @@ use std::net::TcpStream;
 use std::process::{Output, Stdio};
 use std::time::Duration;
 
-use riser_initiator::block::Buffer;
-use riser_initiator::block::task::block_on;
+use riser_block::Buffer;
+use riser_block::task::block_on;
 use riser_initiator::engine::{Client, ClientBuilder, EngineError, IoData, ScsiIo, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::scsi::{BlockRange, Command};

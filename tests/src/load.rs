@@ -7,13 +7,14 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::history::{BLOCK, History, Port, Violation, WriteId};
-use riser_initiator::block::task::block_on;
-use riser_initiator::block::{BlockError, ZeroOptions};
+use riser_block::task::block_on;
+use riser_block::{BlockError, ZeroOptions};
 use riser_initiator::engine::IoData;
 use riser_initiator::lun::{Lun, LunError};
 use riser_initiator::request::{Cdb, DataLen};
 use riser_scsi::sense::{Sense, SenseKey};
+
+use crate::history::{BLOCK, History, Port, Violation, WriteId};
 
 /// Status of a command that was aborted by another initiator's task management request (SAM-5
 /// 5.3.1).

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use riser_initiator::block::task::block_on;
-use riser_initiator::block::{Buffer, Completion, Operation, Submissions, Workload, drive};
+use riser_block::task::block_on;
+use riser_block::{Buffer, Completion, Operation, Submissions, Workload, drive};
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::{IscsiUrl, SrpUrl, TargetUrl};

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::IscsiUrl;

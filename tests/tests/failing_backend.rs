@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use riser_initiator::block::ByteDevice;
-use riser_initiator::block::task::block_on;
+use riser_block::ByteDevice;
+use riser_block::task::block_on;
 use riser_initiator::engine::{Client, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::nbd;

@@ -7,8 +7,8 @@ use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use riser_initiator::block::ZeroOptions;
-use riser_initiator::block::task::block_on;
+use riser_block::ZeroOptions;
+use riser_block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen};

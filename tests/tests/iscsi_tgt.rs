@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use riser_initiator::block::Buffer;
-use riser_initiator::block::task::block_on;
+use riser_block::Buffer;
+use riser_block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::IscsiUrl;

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::{IoData, LinkState, ScsiIo, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen, RequestError};

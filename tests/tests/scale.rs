@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::IscsiUrl;

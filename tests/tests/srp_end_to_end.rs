@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use riser_initiator::block::task::block_on;
-use riser_initiator::block::{Buffer, ExtentKind, ZeroOptions};
+use riser_block::task::block_on;
+use riser_block::{Buffer, ExtentKind, ZeroOptions};
 use riser_initiator::engine::{Client, IoData, LinkState, ScsiIo, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen};

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::{Client, LinkState, Session};
 use riser_initiator::lun::{Lun, LunError};
 use riser_initiator::paths::PathState;

@@ -7,8 +7,8 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::Duration;
 
-use riser_initiator::block::Buffer;
-use riser_initiator::block::task::block_on;
+use riser_block::Buffer;
+use riser_block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::SrpUrl;

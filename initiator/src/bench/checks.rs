@@ -4,10 +4,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_block::BlockDevice;
+
 use super::error::BenchError;
 use super::task::{RunOptions, Task};
 use super::{setup, usage};
-use crate::block::BlockDevice;
 
 /// Checks whether jobs can run concurrently on their devices, using the information available
 /// before they start.

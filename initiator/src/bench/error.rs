@@ -2,10 +2,10 @@
 
 use std::fmt;
 
+use riser_block::BlockError;
 use thiserror::Error;
 
 use super::job::{COMMAND_LINE, Job};
-use crate::block::BlockError;
 
 /// Error of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]

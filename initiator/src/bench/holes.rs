@@ -4,8 +4,9 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use riser_block::{BlockDevice, ExtentKind, task};
+
 use super::outcome::Holes;
-use crate::block::{BlockDevice, ExtentKind, task};
 
 /// No further request is sent after this time, because the run has to wait for the response.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -51,8 +52,9 @@ fn within<D: BlockDevice>(
 
 #[cfg(test)]
 mod tests {
+    use riser_block::MemoryDevice;
+
     use super::*;
-    use crate::block::MemoryDevice;
 
     #[test]
     fn unwritten_blocks_are_holes() {

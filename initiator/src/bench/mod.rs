@@ -15,7 +15,7 @@
 //!   Outcome ◀─ collector ◀─ figures ────┘  stats: once in an interval
 //! ```
 //!
-//! A worker is a [`crate::block::Workload`] that runs on the thread where operations complete, so
+//! A worker is a [`riser_block::Workload`] that runs on the thread where operations complete, so
 //! the results don't include context switches, and no locks are required. We measure the time
 //! between the calls that start and complete an operation. If there is a rate, operations are
 //! started at planned times (open loop). If an operation is delayed by previous ones, we measure

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use fastrand::Rng;
+use riser_block::{BlockDevice, Buffer, task};
 
 use super::content::{Filler, mix};
 use super::error::BenchError;
@@ -20,7 +21,6 @@ use super::stats::Recorder;
 use super::task::Task;
 use super::verify::{Check, Verifier};
 use super::worker::{Clock, Parts, RemainingWork, Shared, Think, Worker};
-use crate::block::{BlockDevice, Buffer, task};
 
 /// Parameters of a clone before its worker is created.
 pub(super) struct ClonePlan {

@@ -6,6 +6,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant, SystemTime};
 
 use hdrhistogram::Histogram;
+use riser_block::BlockDevice;
 
 use super::error::BenchError;
 use super::job::Job;
@@ -18,7 +19,6 @@ use super::task::{RunOptions, Task};
 use super::usage::Meter;
 use super::worker::{Clock, RemainingWork, Worker};
 use super::{checks, holes, scan, setup};
-use crate::block::{self, BlockDevice};
 
 /// Interval between progress reports.
 const TICK: Duration = Duration::from_millis(250);
@@ -124,7 +124,7 @@ fn holes_of<D: BlockDevice>((task, prepared): (&Task<D>, &Prepared)) -> Option<H
 
 fn start<D: BlockDevice>(devices: &[Arc<D>], workers: Vec<Worker>) -> Result<(), BenchError> {
     for (worker, device) in workers.into_iter().zip(devices.iter().cycle()) {
-        block::drive(device, Box::new(worker))
+        riser_block::drive(device, Box::new(worker))
             .map_err(|error| BenchError::Config(format!("cannot start a thread: {error}")))?;
     }
     Ok(())

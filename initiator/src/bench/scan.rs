@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use riser_block::{BlockDevice, Buffer, Geometry, task};
+
 use super::content::Filler;
 use super::error::BenchError;
 use super::ledger::Ledger;
@@ -13,7 +15,6 @@ use super::state::{self, Layout, Lock, StateFile};
 use super::task::Task;
 use super::verify::{Check, Verifier};
 use super::worker::RemainingWork;
-use crate::block::{BlockDevice, Buffer, Geometry, task};
 
 /// Maximum length of reads in bytes, unless the blocks are larger.
 const PIECE: u64 = 128 << 10;

@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
+use riser_block::{Geometry, MAX_TRANSFER};
+
 use super::content::HEADER;
 use super::error::BenchError;
 use super::job::{Access, Amount, BlockSizes, Job, Pattern};
 use super::outcome::OpKind;
-use crate::block::{Geometry, MAX_TRANSFER};
 
 /// Maximum number of operations in flight for a job.
 const MAX_IN_FLIGHT: u32 = 4096;

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_block::{BlockDevice, MemoryDevice, task};
+
 use super::job::{Access, Amount, BlockSizes, Checksum, Content, Pattern, Rate, RateProcess};
 use super::outcome::{OpKind, Outcome};
 use super::prepare::prepare;
 use super::{BenchError, Difference, Job, RunOptions, Task, run};
-use crate::block::{BlockDevice, MemoryDevice, task};
 
 const SIZE: u64 = 8 << 20;
 

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use riser_block::{Buffer, Completion, Operation, Submissions, Workload};
+
 use super::error::BenchError;
 use super::outcome::{OpKind, Verified};
 use super::plan::{Arrivals, Op};
@@ -13,7 +15,6 @@ use super::reports::{Reporter, WorkerReport};
 use super::source::Source;
 use super::stats::{Completed, Recorder};
 use super::verify::{Check, Verifier};
-use crate::block::{Buffer, Completion, Operation, Submissions, Workload};
 
 /// The thread wakes up this time before a planned arrival, because timers of the kernel may be
 /// late.

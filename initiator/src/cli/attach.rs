@@ -4,6 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 
+use riser_block::ByteDevice;
+
 use super::args::{AttachArgs, Global};
 use super::blockdev;
 use super::disk::Disk;
@@ -11,7 +13,6 @@ use super::exit::{CliError, Exit};
 use super::serve::{self, Event, Ready};
 use super::state::Export;
 use super::{file, mount};
-use crate::block::ByteDevice;
 use crate::fuse::{Caching, FuseOptions};
 use crate::nbd::{NbdServer, NbdUri, Server};
 

@@ -12,6 +12,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use riser_block::{BlockDevice, Geometry, task};
+
 use super::address::Address;
 use super::args::{ConnectOptions, UblkNumber};
 use super::disk::Disk;
@@ -20,7 +22,6 @@ use super::port;
 use super::serve::{Event, Ready};
 use super::state::{Attachment, Export, StateDir};
 use super::udev;
-use crate::block::{BlockDevice, Geometry, task};
 use crate::ublk::{self, UblkDevice};
 
 /// Interval for checking whether a device is still in use before it's removed.
@@ -234,9 +235,10 @@ fn cannot_start(error: io::Error) -> CliError {
 
 #[cfg(test)]
 mod tests {
+    use riser_block::MemoryDevice;
+
     use super::super::state::Phase;
     use super::*;
-    use crate::block::MemoryDevice;
 
     #[test]
     fn recovered_device_requires_same_disk() {

@@ -12,13 +12,13 @@ use std::sync::mpsc;
 use std::time::Instant;
 
 use indicatif::ProgressBar;
+use riser_block::{BlockDevice, BlockError, Buffer, ByteDevice, Span, task};
 use serde::Serialize;
 
 use super::args::{Global, ReadArgs, WriteArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
 use super::{guard, output, units};
-use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Span, task};
 
 /// Maximum number of pieces in flight.
 const IN_FLIGHT: usize = 16;

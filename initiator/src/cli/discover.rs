@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use riser_block::task;
 use riser_scsi::lun::LunId;
 use serde::Serialize;
 
@@ -9,7 +10,6 @@ use super::args::{DiscoverArgs, Global};
 use super::disk::{connect, login_failed, login_once, lun_failed, start_engine, with_link};
 use super::exit::{CliError, Exit};
 use super::{output, units};
-use crate::block::task;
 use crate::engine::{Client, EngineError, Session};
 use crate::lun::{LunError, LunInfo};
 use crate::request::RequestError;

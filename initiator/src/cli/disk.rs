@@ -9,6 +9,10 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use riser_block::{
+    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, Workload,
+    ZeroOptions, task,
+};
 use riser_scsi::iscsi::login::LoginError as IscsiLogin;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::LoginRejReason;
@@ -21,10 +25,6 @@ use super::address::Address;
 use super::args::{ConnectOptions, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::shared;
-use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, Workload,
-    ZeroOptions, task,
-};
 use crate::disks::file::{FileConfig, FileError};
 use crate::disks::nbd::{NbdConfig, NbdError};
 use crate::disks::{self, ThreadDisk};

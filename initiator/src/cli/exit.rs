@@ -7,9 +7,9 @@ use std::process::ExitCode;
 
 use miette::Diagnostic;
 use num_enum::{FromPrimitive, IntoPrimitive};
+use riser_block::BlockError;
 
 use crate::bench::BenchError;
-use crate::block::BlockError;
 use crate::fuse::UnmountError;
 
 /// Exit status of a failure. If another riser process reports an unknown number, this is treated as

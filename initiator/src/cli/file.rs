@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use riser_block::{ByteDevice, task};
+
 use super::disk::Disk;
 use super::exit::CliError;
 use super::serve::Event;
-use crate::block::{ByteDevice, task};
 use crate::fuse::{FuseMount, FuseOptions};
 
 /// Grace period for processes that have opened a detached file.

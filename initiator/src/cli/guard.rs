@@ -9,6 +9,8 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
+use riser_block::{BlockDevice, BlockError, ByteDevice, task};
+
 use super::address::Address;
 use super::args::Global;
 use super::disk::Disk;
@@ -17,7 +19,6 @@ use super::loops;
 use super::others;
 use super::output;
 use super::state::{Attachment, Export, Listing, Phase, StateDir};
-use crate::block::{BlockDevice, BlockError, ByteDevice, task};
 use crate::mounts::Mounts;
 
 /// Number of bytes to check at the start of a disk, including the last known [`signature`].

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use riser_block::task;
 use riser_scsi::data::{inquiry, vpd};
 use riser_scsi::lun::LunId;
 use serde::Serialize;
@@ -10,7 +11,6 @@ use super::args::{Global, TargetArgs};
 use super::disk::{connect, lun_failed};
 use super::exit::{CliError, Exit};
 use super::output;
-use crate::block::task;
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::inquiry::{Fields, page, page_name, standard, supported_pages};
 use crate::lun::LunError;

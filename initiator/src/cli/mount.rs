@@ -19,6 +19,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use riser_block::{BlockDevice, ByteDevice};
 use rustix::event::{PollFd, PollFlags};
 use rustix::mount::UnmountFlags;
 
@@ -30,7 +31,6 @@ use super::guard;
 use super::loops::{release_loop, run_tool};
 use super::serve::{self, Event, Ready};
 use super::state::{Export, StateDir, process_name};
-use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 use crate::mounts::{self, MountId, Mounts};
 

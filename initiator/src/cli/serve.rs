@@ -14,6 +14,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use riser_block::BlockDevice;
 use rustix::process::{Pid, Signal};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
@@ -33,7 +34,6 @@ use super::state::{
     Attachment, Export, LinkEntry, Phase, Registration, StateDir, process_name, process_start,
 };
 use super::units;
-use crate::block::BlockDevice;
 use crate::engine::SessionStatus;
 use crate::url::TargetUrl;
 use crate::url::{SECRET_ENV, Secrets};

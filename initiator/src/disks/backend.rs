@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
+use riser_block::poll_fds::PollInterests;
+
 use super::operation::Operation;
-use crate::poll_fds::PollInterests;
 
 /// The part of a disk that executes operations. It is only used on the disk thread.
 pub(super) trait Backend {

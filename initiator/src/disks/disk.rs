@@ -6,15 +6,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::task::Waker;
 
+use riser_block::BufferPool;
+use riser_block::oneshot::oneshot;
+use riser_block::{
+    BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, MAX_TRANSFER,
+    Operation, Service, Workload, ZeroOptions,
+};
+
 use super::backend::Backend;
 use super::limits::{Limits, Plan};
 use super::operation::{Command, Ended};
 use super::thread::DiskThread;
-use crate::block::{
-    BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, MAX_TRANSFER,
-    Operation, Service, Workload, ZeroOptions,
-};
-use crate::engine::{BufferPool, oneshot};
 
 /// Default memory size for disk buffers, in bytes. The memory is only allocated when it is used.
 pub const BUFFERS: u64 = 64 << 20;

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use riser_block::{BlockError, Buffer, Geometry};
+
 use super::operation::Command;
-use crate::block::{self, BlockError, Buffer, Geometry};
 
 /// Limits for disk operations.
 #[derive(Debug)]
@@ -28,14 +29,14 @@ impl Limits {
     ///
     /// # Errors
     /// Returns an error if it exceeds the limits; the buffer will be dropped.
-    pub(super) fn plan(&self, operation: block::Operation) -> Result<Plan, BlockError> {
+    pub(super) fn plan(&self, operation: riser_block::Operation) -> Result<Plan, BlockError> {
         let only = |command| Plan {
             command,
             buffer: None,
             then_flush: false,
         };
         Ok(match operation {
-            block::Operation::Read { offset, buffer } => {
+            riser_block::Operation::Read { offset, buffer } => {
                 self.check_transfer(offset, buffer.len())?;
                 let command = Command::Read { offset };
                 Plan {
@@ -44,7 +45,7 @@ impl Limits {
                     then_flush: false,
                 }
             }
-            block::Operation::Write {
+            riser_block::Operation::Write {
                 offset,
                 buffer,
                 fua,
@@ -64,8 +65,10 @@ impl Limits {
                     then_flush: fua && !self.has_fua && is_cached,
                 }
             }
-            block::Operation::Flush => only(self.geometry.volatile_cache.then_some(Command::Flush)),
-            block::Operation::Discard(range) => {
+            riser_block::Operation::Flush => {
+                only(self.geometry.volatile_cache.then_some(Command::Flush))
+            }
+            riser_block::Operation::Discard(range) => {
                 self.check_change(&range, self.geometry.max_discard)?;
                 only((!range.is_empty()).then_some(Command::Discard(range)))
             }

@@ -1,6 +1,6 @@
 //! Disks other than logical units: NBD exports, local files and block devices.
 //!
-//! - [`ThreadDisk`]: a disk, implements [`BlockDevice`](crate::block::BlockDevice). It has a
+//! - [`ThreadDisk`]: a disk, implements [`BlockDevice`](riser_block::BlockDevice). It has a
 //!   dedicated thread to submit and complete operations, run workloads and serve clients.
 //! - [`nbd`]: connects to an NBD export.
 //! - [`file`](mod@file): opens a file or block device.

@@ -4,8 +4,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::block::{BlockError, Buffer, Extent, ZeroOptions};
-use crate::engine::Sender;
+use riser_block::oneshot::Sender;
+use riser_block::{BlockError, Buffer, Extent, ZeroOptions};
 
 /// Operation type and range. Offsets and lengths must be aligned to blocks, and within the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]

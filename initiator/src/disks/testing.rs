@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use crate::block::{Completion, Operation, Submissions, Workload};
+use riser_block::{Completion, Operation, Submissions, Workload};
 
 /// Completion seen by the workload.
 #[derive(Debug)]

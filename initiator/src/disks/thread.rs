@@ -11,15 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use riser_block::Mailbox;
+use riser_block::oneshot::Sender;
+use riser_block::poll_fds::PollInterests;
+use riser_block::{Buffer, Service, Services, Workload};
 use riser_reactor::{Next, Spinner};
 
 use super::backend::Backend;
 use super::limits::Limits;
 use super::operation::{Command, Done, Ended, Operation};
 use super::workload::Workloads;
-use crate::block::{Buffer, Service, Services, Workload};
-use crate::engine::{Mailbox, Sender};
-use crate::poll_fds::PollInterests;
 
 /// Max polling time when idle, same as for the session engine.
 const SPIN: Duration = Duration::from_micros(50);

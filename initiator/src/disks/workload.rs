@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use riser_block::{Buffer, Submissions, Workload};
 use slab::Slab;
 
 use super::backend::Backend;
 use super::limits::{Limits, Plan};
 use super::operation::{Command, Done, Ended, EndedQueue, Operation, Ticket};
-use crate::block::{self, Buffer, Submissions, Workload};
 
 struct Running {
     workload: Box<dyn Workload>,
@@ -130,7 +130,7 @@ impl Workloads {
         &self,
         workload: usize,
         tag: u32,
-        operation: block::Operation,
+        operation: riser_block::Operation,
         backend: &mut impl Backend,
         now: Instant,
     ) {

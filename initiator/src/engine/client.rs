@@ -6,15 +6,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use fastrand::Rng;
+use riser_block::BufferPool;
+use riser_block::Mailbox;
+use riser_block::Service;
+use riser_block::oneshot::oneshot;
 use riser_transport::verbs::{PKey, Provider};
 
 use super::builder::ClientBuilder;
 use super::driver::Message;
-use super::oneshot::oneshot;
-use super::park::Mailbox;
-use super::pool::BufferPool;
 use super::timer::Timeout;
-use crate::block::Service;
 #[cfg(doc)]
 use crate::request::RequestError;
 

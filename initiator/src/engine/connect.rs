@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_block::oneshot::{Sender, oneshot};
 use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName};
 use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 
@@ -14,7 +15,6 @@ use super::driver::{
 use super::hostname::HostName;
 use super::io::Target;
 use super::iser::IserConfig;
-use super::oneshot::{Sender, oneshot};
 use super::session::{Session, SessionHandle};
 use super::srp::SrpConfig;
 use super::status::SessionStatus;

@@ -5,13 +5,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_block::Buffer;
+use riser_block::oneshot::Sender;
 use riser_memory::MemSlice;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::TaskAttr;
 
 use super::hostname::HostName;
-use super::oneshot::Sender;
-use crate::block::Buffer;
 use crate::paths::PathIndex;
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;

@@ -6,16 +6,16 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use riser_block::Buffer;
+use riser_block::oneshot::{Receiver, oneshot};
 use riser_scsi::lun::LunId;
 
 use super::EngineError;
 use super::client::Client;
 use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
 use super::io::{IoCompletion, IoData, ScsiIo, Workload};
-use super::oneshot::{Receiver, oneshot};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
-use crate::block::Buffer;
 use crate::request::RequestError;
 use crate::scsi::CachingPage;
 use crate::unit::{Losses, Snapshot};

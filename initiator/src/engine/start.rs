@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use fastrand::Rng;
+use riser_block::BufferPool;
+use riser_block::Mailbox;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
 
@@ -13,8 +15,6 @@ use super::builder::ClientBuilder;
 use super::client::{Client, DeviceInfo, Shared};
 use super::driver::Driver;
 use super::env::Env;
-use super::park::Mailbox;
-use super::pool::BufferPool;
 use super::system::{self, OpenDevice, System};
 
 /// Engine without a thread. Its owner steps it and provides the time.
@@ -143,8 +143,9 @@ mod tests {
     use std::net::TcpListener;
     use std::time::Duration;
 
+    use riser_block::task::block_on;
+
     use super::*;
-    use crate::block::task::block_on;
     use crate::engine::Elapsed;
     use crate::session::{ConnectError, Down};
     use crate::url::IscsiUrl;

@@ -1,15 +1,14 @@
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
-
-use riser_transport::roce::fault::FaultConfig;
-
-use super::fake_target::{BLOCK, FakeTarget};
 use std::time::{Duration, Instant};
 
+use riser_block::{Buffer, ZeroOptions};
 use riser_transport::loopback::Endpoint;
+use riser_transport::roce::fault::FaultConfig;
 
+use self::world::{begin, block_on, eventually};
+use super::fake_target::{BLOCK, FakeTarget};
 use super::*;
-use crate::block::{Buffer, ZeroOptions};
 use crate::lun::{Lun, LunError};
 use crate::request::RequestError;
 use crate::request::{Cdb, DataLen};
@@ -17,8 +16,6 @@ use crate::scsi::Command;
 use crate::session::{ConnectError, Timing};
 use crate::url::SrpUrl;
 use crate::url::TargetUrl;
-
-use self::world::{begin, block_on, eventually};
 
 mod hostile_iser;
 mod iscsi;
@@ -682,7 +679,7 @@ struct Loop {
 }
 
 impl Loop {
-    fn next(&mut self, buffer: crate::block::Buffer, queue: &mut WorkQueue) {
+    fn next(&mut self, buffer: riser_block::Buffer, queue: &mut WorkQueue) {
         if self.left > 0 {
             self.left -= 1;
             let offset = u64::from(self.left * 97 % 500) * 4096;

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::oneshot::{Receiver, Sender};
+use riser_block::oneshot::{Receiver, Sender};
 
 /// The timeout expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -101,9 +101,10 @@ impl Timers {
 mod tests {
     use std::time::Duration;
 
-    use super::super::oneshot::oneshot;
+    use riser_block::oneshot::oneshot;
+    use riser_block::task::block_on;
+
     use super::*;
-    use crate::block::task::block_on;
 
     #[test]
     fn timers_fire_in_deadline_order() {

@@ -15,11 +15,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use riser_block::{BlockError, Buffer};
 use riser_memory::sys::{SendPiece, write_pieces};
 use zerocopy::IntoBytes;
 
 use super::sys::OutHeader;
-use crate::block::{Bell, BlockError, Buffer};
+use crate::bell::Bell;
 
 /// Max requests in flight per queue.
 pub(super) const MAX_IN_FLIGHT: u32 = 256;

@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use riser_block::{Geometry, ZeroOptions};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::files::OpenFiles;
@@ -11,7 +12,6 @@ use super::sys::{
     self, Attr, AttrOut, Dirent, EntryOut, FallocateIn, FileIn, IoIn, LseekIn, Opcode, OpenOut,
     ROOT, SetattrIn, StatfsOut, dirent_len,
 };
-use crate::block::{Geometry, ZeroOptions};
 
 /// File attributes never change, so the kernel can cache them for a long time. In seconds.
 const VALID: u64 = 86_400;
@@ -356,8 +356,9 @@ fn parsed<T: FromBytes>(body: &[u8], f: impl FnOnce(T) -> Verdict) -> Verdict {
 
 #[cfg(test)]
 mod tests {
+    use riser_block::{BlockDevice, MemoryDevice};
+
     use super::*;
-    use crate::block::{BlockDevice, MemoryDevice};
 
     const SIZE: u64 = 1 << 20;
 

@@ -3,9 +3,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use riser_block::LossCursor;
 use slab::Slab;
-
-use crate::block::LossCursor;
 
 /// Open files by handle.
 #[derive(Debug, Default)]

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use fuser::{Config, Filesystem, InitFlags, KernelConfig, MountOption, Session, SessionACL};
+use riser_block::{BlockDevice, ByteDevice, Service, serve, task};
 use rustix::fs::OFlags;
 use rustix::mount::UnmountFlags;
 use thiserror::Error;
@@ -17,7 +18,7 @@ use super::channel::Channel;
 use super::disk::{Caching, DiskFs, Layout};
 use super::queue::{Queue, max_write};
 use super::sys;
-use crate::block::{BlockDevice, ByteDevice, Ending, Outcome, Service, serve, task};
+use crate::ending::{Ending, Outcome};
 use crate::mounts::{MountId, Mounts};
 
 /// Max number of background requests (readahead, async direct I/O) which the kernel can have in

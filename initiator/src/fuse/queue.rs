@@ -8,6 +8,8 @@
 use std::io;
 use std::sync::Arc;
 
+use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_block::{BlockDevice, Buffer, ByteDevice, Geometry, Service, ServiceStatus, Span, task};
 use riser_memory::PAGE;
 use riser_memory::sys::{ReceivePiece, read_pieces};
 use zerocopy::{FromBytes, IntoBytes};
@@ -16,11 +18,9 @@ use super::channel::{Channel, Reply};
 use super::disk::{DiskFs, Verdict, Work};
 use super::requests::{self, anonymous, copy};
 use super::sys::{InHeader, IoIn, MIN_ROOM, MIN_WRITE, Opcode, OpenOut};
-use crate::block::{
-    BlockDevice, Buffer, ByteDevice, Ending, Geometry, Looks, Service, ServiceStatus, Span, task,
-};
+use crate::ending::Ending;
+use crate::looks::Looks;
 use crate::mounts::MountId;
-use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Max read and write size which we request from the kernel, in bytes.
 const MAX_REQUEST: u32 = 1 << 20;

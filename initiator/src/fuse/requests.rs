@@ -3,14 +3,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use riser_block::{
+    BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, LossCursor, Span, ZeroOptions,
+};
 use riser_memory::Memory;
 use zerocopy::IntoBytes;
 
 use super::channel::Reply;
 use super::sys::{LseekOut, WriteOut};
-use crate::block::{
-    BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, LossCursor, Span, ZeroOptions,
-};
 
 /// Range size used for each allocation query by `lseek`, in bytes.
 const SEEK_WINDOW: u64 = 1 << 30;

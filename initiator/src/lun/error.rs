@@ -1,9 +1,9 @@
 //! Errors of operations on logical units.
 
+use riser_block::BlockError;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 use riser_scsi::step::Status;
 
-use crate::block::BlockError;
 use crate::engine::{Elapsed, IoCompletion, IoData};
 use crate::request::{CommandResponse, RequestError};
 use crate::scsi::CapacityError;

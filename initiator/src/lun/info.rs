@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use riser_block::{Geometry, MAX_TRANSFER};
 use riser_scsi::data::{luns, vpd};
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::SenseKey;
 
 use super::error::check_response;
 use super::{Lun, LunError, LunShared};
-use crate::block::{Geometry, MAX_TRANSFER};
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::request::DataLen;
 use crate::request::RequestError;

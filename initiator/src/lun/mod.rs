@@ -20,16 +20,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
+use riser_block::BufferPool;
+use riser_block::{
+    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, SharedBuffer, Workload,
+    ZeroOptions,
+};
 use riser_scsi::data::lba_status;
 
 pub use self::error::LunError;
 use self::error::{check_response, check_whole};
 pub use self::info::LunInfo;
-use crate::block::{
-    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, SharedBuffer, Workload,
-    ZeroOptions,
-};
-use crate::engine::{BufferPool, IoCompletion, IoData, IoFuture, ScsiIo, Session};
+use crate::engine::{IoCompletion, IoData, IoFuture, ScsiIo, Session};
 use crate::request::{Cdb, DataLen};
 use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};

@@ -2,13 +2,11 @@
 
 use std::time::Instant;
 
+use riser_block::{BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload};
 use rustc_hash::FxHashMap;
 
 use super::error::check_response;
 use super::{Lun, LunError, Transfer};
-use crate::block::{
-    BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload,
-};
 use crate::engine::{self, IoCompletion, IoData, ScsiIo, WorkQueue};
 use crate::request::RequestError;
 use crate::scsi::{BlockRange, Command, unmap_list};

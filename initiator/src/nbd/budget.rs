@@ -19,9 +19,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+use riser_block::{BufferWaiters, Span};
 use riser_memory::PAGE;
-
-use crate::block::{BufferWaiters, Span};
 
 /// Max number of connections.
 const MAX_CONNECTIONS: u64 = 64;
@@ -299,8 +298,9 @@ impl Drop for Share {
 mod tests {
     use std::task::Context;
 
+    use crate::bell::Bell;
+
     use super::*;
-    use crate::block::Bell;
 
     /// Allocates a share with `pages` pages.
     fn allocate_share(account: &Arc<Account>, pages: usize) -> Option<Share> {

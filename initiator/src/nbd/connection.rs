@@ -7,6 +7,10 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use arrayvec::ArrayVec;
+use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_block::{
+    BlockDevice, Buffer, ByteDevice, LossCursor, Service, ServiceStatus, Span, ZeroOptions, task,
+};
 use riser_memory::sys::{self, ReceivePiece};
 
 use super::Export;
@@ -16,11 +20,7 @@ use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use super::reply::{PendingReply, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, NbdRequest};
-use crate::block::{
-    BlockDevice, Buffer, ByteDevice, Looks, LossCursor, Service, ServiceStatus, Span, ZeroOptions,
-    task,
-};
-use crate::poll_fds::{PollInterest, PollInterests};
+use crate::looks::Looks;
 
 /// Receive buffer size: enough for multiple options or thousands of requests.
 const RECEIVE: usize = 64 << 10;
@@ -464,10 +464,11 @@ mod tests {
     use std::io::{Read as _, Write as _};
     use std::os::unix::net::UnixStream;
 
+    use riser_block::MemoryDevice;
+
     use super::super::budget::{Account, Budget};
     use super::super::proto::{OPTION_MAGIC, REQUEST_MAGIC, cmd, handshake_flag, opt};
     use super::*;
-    use crate::block::MemoryDevice;
 
     /// Creates a connection after the handshake, and its client.
     fn connection() -> (Connection<MemoryDevice>, UnixStream) {

@@ -5,7 +5,7 @@
 //! - [`client`]: client protocol; see [`crate::disks::nbd`] for the socket I/O.
 //! - [`Machine`]: sans-I/O server connection: bytes in, requests and bytes out.
 //! - [`Server`]: accepts clients, runs a machine for each connection and executes the requests on a
-//!   [`ByteDevice`](crate::block::ByteDevice).
+//!   [`ByteDevice`](riser_block::ByteDevice).
 //!
 //! Source: NBD protocol specification (`doc/proto.md` in the reference implementation).
 //!

@@ -19,10 +19,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
+use riser_block::Buffer;
 use riser_memory::sys::{self, SendPiece};
 
 use super::budget::{Account, Share};
-use crate::block::{Bell, Buffer};
+use crate::bell::Bell;
 
 /// Max requests in flight per connection.
 pub(super) const MAX_IN_FLIGHT: u32 = 256;

@@ -163,8 +163,8 @@ impl Errno {
     /// Converts an error code received from a server to a block error. Unknown codes are treated as
     /// I/O errors.
     #[must_use]
-    pub fn block_error(number: u32, message: &str) -> crate::block::BlockError {
-        use crate::block::BlockError as E;
+    pub fn block_error(number: u32, message: &str) -> riser_block::BlockError {
+        use riser_block::BlockError as E;
         match number {
             n if n == Self::Perm as u32 => E::ReadOnly,
             n if n == Self::NoSpc as u32 => E::NoSpace,
@@ -176,9 +176,9 @@ impl Errno {
     }
 }
 
-impl From<&crate::block::BlockError> for Errno {
-    fn from(error: &crate::block::BlockError) -> Self {
-        use crate::block::BlockError as E;
+impl From<&riser_block::BlockError> for Errno {
+    fn from(error: &riser_block::BlockError) -> Self {
+        use riser_block::BlockError as E;
         match error {
             E::ReadOnly | E::ReservationConflict => Self::Perm,
             E::NoSpace => Self::NoSpc,

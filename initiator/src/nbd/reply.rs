@@ -7,12 +7,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use riser_block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, task};
 use riser_memory::{Memory, PAGE};
 
 use super::budget::{Account, Share};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
-use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, task};
 
 /// Max extents in a `BLOCK_STATUS` reply.
 const MAX_EXTENTS: usize = 4096;

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use riser_block::{BlockDevice, ByteDevice, serve, task};
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::fs::Mode;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -18,7 +19,6 @@ use super::Export;
 use super::budget::{Account, Budget};
 use super::connection::Connection;
 use super::outgoing::Shared;
-use crate::block::{BlockDevice, ByteDevice, serve, task};
 
 /// Max clients waiting for accept.
 const BACKLOG: i32 = 128;

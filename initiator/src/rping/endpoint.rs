@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use riser_block::poll_fds::wait_readable;
 use riser_memory::Memory;
 use riser_transport::verbs::{
     Access, CmError, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, Notify, PdId,
@@ -11,7 +12,6 @@ use riser_transport::verbs::{
 };
 
 use super::{MAX_SIZE, MIN_SIZE, Options, RdmaInfo, RpingError};
-use crate::poll_fds::wait_readable;
 
 /// Number of receive buffers: one, and another in case the peer is ahead of us.
 const RECEIVES: u64 = 2;

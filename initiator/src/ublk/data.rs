@@ -10,8 +10,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 
+use riser_block::{BlockError, Buffer};
+
 use super::sys::{DATA_OFFSET, DESCS_OFFSET, IoDesc, TAG_SHIFT};
-use crate::block::{BlockError, Buffer};
 
 /// Request descriptors, written by the kernel.
 pub(super) struct Descs {

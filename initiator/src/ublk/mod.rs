@@ -40,12 +40,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use riser_block::BlockDevice;
 use rustix::fs::OFlags;
 
 use self::control::Control;
 use self::queue::Queue;
 use self::sys::State;
-use crate::block::BlockDevice;
 
 /// Max time to wait for the device files.
 const APPEARS: Duration = Duration::from_secs(5);

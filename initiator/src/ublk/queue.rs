@@ -10,14 +10,16 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
+use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_block::{
+    BlockDevice, BlockError, Buffer, Service, ServiceStatus, ZeroOptions, serve, task,
+};
+
 use super::commands::{Commands, Ring};
 use super::data::{Descs, Direction, copy};
 use super::sys::{ABORT, IoDesc, IoOp, Op};
-use crate::block::{
-    Bell, BlockDevice, BlockError, Buffer, Ending, Outcome, Service, ServiceStatus, ZeroOptions,
-    serve, task,
-};
-use crate::poll_fds::{PollInterest, PollInterests};
+use crate::bell::Bell;
+use crate::ending::{Ending, Outcome};
 
 /// Max data bytes per turn, in each direction. After this, other services get a chance.
 const TURN_BYTES: u64 = 1 << 20;

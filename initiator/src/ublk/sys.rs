@@ -3,10 +3,9 @@
 
 use std::io;
 
+use riser_block::Geometry;
 use zerocopy::byteorder::native_endian::{I32, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
-
-use crate::block::Geometry;
 
 /// Unit for sizes and offsets in bytes.
 pub(super) const SECTOR: u64 = 512;
@@ -292,8 +291,9 @@ impl Params {
 
 #[cfg(test)]
 mod tests {
+    use riser_block::{BlockDevice, MemoryDevice};
+
     use super::*;
-    use crate::block::{BlockDevice, MemoryDevice};
 
     #[test]
     fn structures_and_commands_match_kernel() {

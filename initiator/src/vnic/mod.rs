@@ -21,6 +21,8 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use queue::{Event, MULTICAST_QPN, Queue, QueueConfig};
+use riser_block::poll_fds::{PollInterest, PollInterests, wait};
 use riser_fabric::vnic::manager::MadDestination;
 use riser_fabric::vnic::port::{Destination, Encapsulated, InterfaceConfig};
 use riser_fabric::vnic::stats::Stats;
@@ -34,9 +36,6 @@ use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{
     AhAttr, AhId, AsyncEvent, Completion, CqId, Gid, Notify, PdId, Provider, Verbs, VerbsError,
 };
-
-use crate::poll_fds::{PollInterest, PollInterests, wait};
-use queue::{Event, MULTICAST_QPN, Queue, QueueConfig};
 pub use tap::{InterfaceState, MAX_NAME, Tap};
 
 /// Max frames and packets of each type processed per poll.

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::{Client, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::session::Timing;

@@ -11,7 +11,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use fastrand::Rng;
-use riser_initiator::block::ZeroOptions;
+use riser_block::ZeroOptions;
 use riser_initiator::engine::{Client, Engine, Env, IoData, Session};
 use riser_initiator::lun::{Lun, LunError};
 use riser_initiator::request::{Cdb, CommandResponse, DataLen, RequestError, RequestResult};

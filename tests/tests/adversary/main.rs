@@ -42,7 +42,7 @@ use std::time::{Duration, Instant};
 
 use forge::{Forger, Login, Reach, Sniffer, Trick};
 use net::{HONEST, LATER, TARGET, World};
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::{Client, EngineError, LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;

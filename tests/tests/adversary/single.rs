@@ -13,7 +13,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::{LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_testkit::eventually;

@@ -25,8 +25,8 @@ use std::task::Waker;
 use std::thread;
 use std::time::Duration;
 
-use riser_initiator::block::task::block_on;
-use riser_initiator::block::{
+use riser_block::task::block_on;
+use riser_block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
 use riser_initiator::engine::IoData;

@@ -24,7 +24,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use guest::{End, Guest, Kind, Protocol};
-use riser_initiator::block::task::block_on;
+use riser_block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
+use riser_block::poll_fds::wait_readable;
 use riser_memory::Memory;
 use riser_transport::roce::batch::{SendOutcome, TxBatch};
 use riser_transport::roce::driver::Driver;
@@ -12,7 +13,6 @@ use riser_transport::wire::IcrcFlow;
 use super::packets::{Kind, Message, Received, Sender, parse};
 use super::responder::MAX_REPLY;
 use super::{WireCase, WireConfig, WireError, WireLatency};
-use crate::poll_fds::wait_readable;
 
 /// Maximum number of datagrams or trains received in a round.
 const RECEIVES: usize = 8;

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use riser_block::poll_fds::wait_readable;
 use riser_memory::{Memory, PAGE};
 use riser_transport::roce::batch::{SendOutcome, TxBatch};
 use riser_transport::roce::driver::Driver;
@@ -11,7 +12,6 @@ use riser_transport::wire::IcrcFlow;
 
 use super::packets::{Kind, Message, Received, Sender, parse};
 use super::{WireError, open};
-use crate::poll_fds::wait_readable;
 
 /// Number of commands for which we first send all data, followed by all responses. This value is
 /// the fastest for 4 KiB reads on loopback.

@@ -6,6 +6,8 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_block::{BlockError, Extent};
 use riser_reactor::{
     Completion, Durability, Fallocate, Handle, Offload, Ring, RingConfig, SubmitError, SyncKind,
     SystemThreads, Token, Waker,
@@ -13,10 +15,8 @@ use riser_reactor::{
 use slab::Slab;
 
 use super::sys;
-use crate::block::{BlockError, Extent};
 use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Max number of operations in flight; if there are more, they are queued. This is one less than a
 /// power of two, because we need an entry for the ring's waker.
@@ -398,13 +398,13 @@ fn block_error(error: &io::Error) -> BlockError {
 mod tests {
     use std::time::Duration;
 
+    use riser_block::oneshot::oneshot;
+    use riser_block::task::block_on;
+    use riser_block::{Buffer, ZeroOptions};
     use riser_testkit::eventually;
 
     use super::*;
-    use crate::block::task::block_on;
-    use crate::block::{Buffer, ZeroOptions};
     use crate::disks::operation::{Done, Ended};
-    use crate::engine::oneshot;
 
     fn backend() -> FileBackend {
         let file = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -530,7 +530,7 @@ mod tests {
                     let mut waited = PollInterests::new();
                     backend.add_interests(&mut waited);
                     let begun = Instant::now();
-                    crate::poll_fds::wait(waited, Some(PATIENCE));
+                    riser_block::poll_fds::wait(waited, Some(PATIENCE));
                     assert!(begun.elapsed() < PATIENCE, "nothing has ended the sleep");
                 }
                 backend.complete(Instant::now());

@@ -6,12 +6,12 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use riser_block::{Geometry, MAX_TRANSFER};
 use rustix::fs::OFlags;
 use thiserror::Error;
 
 use super::driver::{FileBackend, Target};
 use super::sys;
-use crate::block::{Geometry, MAX_TRANSFER};
 use crate::disks::disk::{BUFFERS, MAX_RANGE, Properties, ThreadDisk};
 
 /// Options for opening a disk.

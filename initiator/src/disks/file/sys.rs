@@ -4,10 +4,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
+use riser_block::{Extent, ExtentKind};
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags};
 use rustix::io::Errno;
-
-use crate::block::{Extent, ExtentKind};
 
 /// Max extents returned; if there are more, a smaller range is reported.
 const MAX_EXTENTS: usize = 4096;

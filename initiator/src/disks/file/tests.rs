@@ -3,9 +3,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use riser_block::task::{block_on, join_all};
+use riser_block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Operation, ZeroOptions};
+
 use super::*;
-use crate::block::task::{block_on, join_all};
-use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Operation, ZeroOptions};
 use crate::disks::ThreadDisk;
 use crate::disks::testing::List;
 

@@ -7,17 +7,17 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
+use riser_block::BlockError;
+use riser_block::poll_fds::{PollInterest, PollInterests};
 use riser_memory::sys::{self, ReceivePiece};
 
 use super::outgoing::Outgoing;
-use crate::block::BlockError;
 use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
 use crate::nbd::client::{
     Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, RequestOutcome, Requests,
 };
 use crate::nbd::proto::{Cookie, cmd, request_header};
-use crate::poll_fds::{PollInterest, PollInterests};
 
 /// Receive buffer size. Data received here is copied to the request buffers.
 const RECEIVE: usize = 256 << 10;
@@ -404,11 +404,12 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
+    use riser_block::Buffer;
+    use riser_block::oneshot::oneshot;
+    use riser_block::task::block_on;
+
     use super::*;
-    use crate::block::Buffer;
-    use crate::block::task::block_on;
     use crate::disks::operation::{Done, Ended};
-    use crate::engine::oneshot;
     use crate::nbd::proto::{Errno, simple_reply};
 
     fn submit(

@@ -21,12 +21,12 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use riser_block::{Geometry, MAX_TRANSFER};
 use thiserror::Error;
 
 use self::connect::TimedStream;
 use self::driver::NbdBackend;
 use super::disk::{MAX_RANGE, Properties, ThreadDisk};
-use crate::block::{Geometry, MAX_TRANSFER};
 use crate::nbd::client::{HandshakeError, Negotiated, negotiate};
 use crate::nbd::proto::flag;
 use crate::nbd::{NbdServer, NbdUri};

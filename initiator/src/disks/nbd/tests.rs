@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 
+use riser_block::poll_fds::PollInterests;
+use riser_block::task::{block_on, join_all};
+use riser_block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER};
+use riser_block::{MemoryDevice, Operation, Service, ServiceStatus, ZeroOptions};
+
 use super::*;
-use crate::block::task::{block_on, join_all};
-use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER};
-use crate::block::{MemoryDevice, Operation, Service, ServiceStatus, ZeroOptions};
 use crate::disks::testing::List;
 use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
 use crate::nbd::{Server, ServerHandle};
-use crate::poll_fds::PollInterests;
 
 const CONFIG: NbdConfig = NbdConfig {
     connect: Duration::from_secs(20),
@@ -231,7 +232,7 @@ struct Reader {
 impl Service for Reader {
     fn run_once(&mut self) -> ServiceStatus {
         let (disk, done) = (self.disk.clone(), self.done.clone());
-        crate::block::task::spawn(async move {
+        riser_block::task::spawn(async move {
             for n in 0..100 {
                 let buffer = disk.buffer(4096).await;
                 BlockDevice::read(&*disk, n * 4096, buffer).await.unwrap();

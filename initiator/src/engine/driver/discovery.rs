@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::time::Instant;
 
+use riser_block::oneshot::Sender;
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
     Access, AhAttr, CqId, Gid, Mr, PdId, PollContext, Provider, QKey, QpCap, QpId, QpInitAttr,
@@ -13,7 +14,6 @@ use riser_transport::wire::dm::MAD_LEN;
 
 use super::Driver;
 use crate::engine::env::Env;
-use crate::engine::oneshot::Sender;
 use crate::srp::discovery::{Discovery, DiscoveryError, FoundPort};
 
 /// Maximum number of receives, outstanding sends, and concurrent searches. Other searches are

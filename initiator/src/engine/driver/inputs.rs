@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use riser_block::Buffer;
 use riser_scsi::lun::{LunId, WireLun};
 use riser_scsi::sense::{AdditionalSense, Sense};
 
-use crate::block::Buffer;
 use crate::engine::io::{Done, Io, IoCompletion, IoData, ScsiIo, SessionKey};
 use crate::paths::{PathIndex, PortTag};
 use crate::request::{RequestId, RequestResult, Retry};

@@ -5,6 +5,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_block::oneshot::Sender;
+use riser_block::poll_fds::PollInterest;
 use riser_memory::MemSlice;
 use riser_scsi::iscsi::name::{DiscoveredTarget, TargetAddress};
 use riser_transport::verbs::{CmEventKind, Completion, Provider, VerbsError};
@@ -17,8 +19,6 @@ use crate::engine::env::Env;
 use crate::engine::hostname::HostName;
 use crate::engine::io::Target;
 use crate::engine::iser::{IserConfig, MAX_PIECES};
-use crate::engine::oneshot::Sender;
-use crate::engine::park::PollInterest;
 use crate::engine::rdma::Device;
 use crate::iscsi::session::{IscsiSession, Output};
 use crate::session::{ConnectError, IscsiFault, Machine};

@@ -6,6 +6,7 @@
 
 use std::time::Instant;
 
+use riser_block::poll_fds::PollInterest;
 use riser_transport::verbs::{CmEventKind, Completion, Provider};
 
 use super::context::{Context, Report};
@@ -14,7 +15,6 @@ use super::multipath::PathsLink;
 use super::srp::SrpLink;
 use crate::engine::env::Env;
 use crate::engine::io::Target;
-use crate::engine::park::PollInterest;
 use crate::engine::rdma::Device;
 use crate::paths::PortTag;
 use crate::request::{RequestId, RequestSpec};

@@ -4,13 +4,14 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_block::Mailbox;
+use riser_block::Service;
+use riser_block::oneshot::Sender;
+
 use super::discovery::SearchResult;
 use super::plan::Plan;
 use super::units::Watch;
-use crate::block::Service;
 use crate::engine::io::{IoCompletion, ScsiIo, SessionKey, Target, Workload};
-use crate::engine::oneshot::Sender;
-use crate::engine::park::Mailbox;
 use crate::engine::status::SessionStatus;
 use crate::paths::PathIndex;
 use crate::session::Down;

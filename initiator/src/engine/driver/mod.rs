@@ -27,6 +27,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_block::Mailbox;
+use riser_block::Services;
+use riser_block::oneshot::Sender;
+use riser_block::poll_fds::{PollInterest, PollInterests};
 use riser_memory::MemSlice;
 use riser_transport::verbs::{Completion, Provider, VerbsError};
 use slab::Slab;
@@ -46,11 +50,8 @@ pub(super) use self::plan::{
 use self::srp::SrpLink;
 pub(super) use self::units::Watch;
 use self::units::Watched;
-use crate::block::Services;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target, WorkQueue, Workload};
-use crate::engine::oneshot::Sender;
-use crate::engine::park::{Mailbox, PollInterest, PollInterests};
 use crate::engine::rdma::Device;
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;

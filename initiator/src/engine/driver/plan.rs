@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
+use riser_block::Buffer;
+use riser_block::oneshot::Sender;
 use riser_scsi::iscsi::name::DiscoveredTarget;
 use riser_scsi::lun::LunId;
 
-use crate::block::Buffer;
 use crate::engine::io::Target;
 use crate::engine::iser::IserConfig;
-use crate::engine::oneshot::Sender;
 use crate::engine::srp::SrpConfig;
 use crate::paths::PathsConfig;
 use crate::scsi::VPD_LEN;

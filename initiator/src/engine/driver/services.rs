@@ -17,9 +17,10 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::thread;
 
-    use crate::block::{Service, ServiceStatus};
+    use riser_block::poll_fds::{PollInterest, PollInterests};
+    use riser_block::{Service, ServiceStatus};
+
     use crate::engine::Client;
-    use crate::poll_fds::{PollInterest, PollInterests};
 
     /// Echoes bytes with the name of the thread; a zero closes the connection.
     struct Echo(UnixStream);

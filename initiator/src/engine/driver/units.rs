@@ -6,12 +6,12 @@
 use std::sync::Weak;
 use std::time::Instant;
 
+use riser_block::Buffer;
 use riser_scsi::lun::{LunId, WireLun};
 use riser_scsi::sense::Sense;
 
 use super::inputs::{Input, probe, probe_response};
 use super::{Driver, EngineSession};
-use crate::block::Buffer;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoCompletion, SessionKey};
 use crate::engine::status::{LinkState, Pending};
@@ -536,21 +536,21 @@ mod tests {
     use std::sync::{Arc, Weak};
     use std::time::Duration;
 
-    use super::*;
+    use riser_block::BufferPool;
+    use riser_block::Mailbox;
+    use riser_block::oneshot::oneshot;
+    use riser_scsi::sense::AdditionalSense;
 
+    use super::*;
     use crate::engine::driver::{
         IscsiOpen, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
     };
     use crate::engine::io::{IoCompletion, IoData, ScsiIo, Target, WorkQueue, Workload};
-    use crate::engine::oneshot::oneshot;
-    use crate::engine::park::Mailbox;
-    use crate::engine::pool::BufferPool;
     use crate::engine::tests::world::Sim;
     use crate::iscsi::session::fixture::config;
     use crate::paths::{PathIndex, PathsConfig, PortTag};
     use crate::request::{CHECK_CONDITION, GOOD};
     use crate::session::ConnectError;
-    use riser_scsi::sense::AdditionalSense;
 
     fn target() -> Target {
         Target {

@@ -147,7 +147,7 @@ impl Incoming {
     pub(in crate::engine) fn next<'b>(
         &mut self,
         place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
-        buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
+        buffers: impl Fn(RequestId) -> &'b [riser_block::Buffer],
     ) -> Result<Option<Item<'_>>, IscsiFault> {
         if !self.has_begun && self.start < self.end {
             self.check_peer()?;
@@ -199,7 +199,7 @@ impl Incoming {
     fn begin_data<'b>(
         &mut self,
         place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
-        buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
+        buffers: impl Fn(RequestId) -> &'b [riser_block::Buffer],
     ) -> Result<(), IscsiFault> {
         let header_len = BHS_LEN + if self.digests.header { 4 } else { 0 };
         let input = &self.buffer[self.start..self.end];
@@ -223,7 +223,7 @@ impl Incoming {
         let placement = place(&bhs, len)?;
         self.direct.clear();
         if let Placement::Into(request, offset) = placement {
-            let slices = buffers(request).iter().map(crate::block::Buffer::slice);
+            let slices = buffers(request).iter().map(riser_block::Buffer::slice);
             cut(slices, offset as usize, len as usize, |slice| {
                 self.direct.push(slice);
             });
@@ -290,11 +290,11 @@ impl Incoming {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use riser_block::Buffer;
+    use riser_block::BufferPool;
     use riser_scsi::iscsi::frame;
 
     use super::*;
-    use crate::block::Buffer;
-    use crate::engine::pool::BufferPool;
 
     const LEN: usize = 70_001;
 

@@ -11,12 +11,12 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use riser_block::Buffer;
 use riser_memory::MemSlice;
 use riser_scsi::iscsi::frame::{self, DataDigest, Digests, padding};
 use riser_scsi::iscsi::pdu::DataOut;
 
 use super::{cut, read_parts};
-use crate::block::Buffer;
 use crate::engine::io::Io;
 use crate::iscsi::session::{ControlKind, ControlPdu, DataOrder, IscsiSession, MAX_CONTROLS};
 use crate::request::RequestId;

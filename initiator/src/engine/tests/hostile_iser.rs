@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 use proptest::prelude::*;
+use riser_block::Buffer;
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iser::{Buffers, HEADER_LEN, Message, RemoteBuffer, put_control};
 use riser_scsi::lun::LunId;
@@ -13,7 +14,6 @@ use riser_transport::verbs::{Provider, QpId, RKey, RdmaCm, RemoteAddr, SendOp, S
 
 use super::iser::{MESSAGE, Peer};
 use super::*;
-use crate::block::Buffer;
 use crate::scsi::BlockRange;
 use crate::url::IscsiUrl;
 

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
+use riser_block::{BlockError, Extent, MemoryDevice, ZeroOptions};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
 use zerocopy::IntoBytes;
 
@@ -15,7 +16,7 @@ use super::super::channel::MAX_IN_FLIGHT;
 use super::super::disk::{Caching, Layout};
 use super::super::sys::{LseekIn, OutHeader, ROOT, WriteOut};
 use super::*;
-use crate::block::{BlockError, Extent, MemoryDevice, Outcome, ZeroOptions};
+use crate::ending::Outcome;
 
 const SIZE: u64 = 1 << 20;
 
@@ -373,12 +374,12 @@ fn excess_requests_remain_in_kernel() {
     assert_eq!(bed.in_flight(), MAX_IN_FLIGHT as usize);
     // It should sleep, without polling the descriptor, which has more data.
     assert!(bed.queue.prepare_sleep());
-    let mut waited = crate::poll_fds::PollInterests::new();
+    let mut waited = riser_block::poll_fds::PollInterests::new();
     bed.queue.add_interests(&mut waited);
     assert_eq!(waited.len(), 1);
     bed.device.open();
     // The responses caused a wakeup.
-    crate::poll_fds::wait(waited, None);
+    riser_block::poll_fds::wait(waited, None);
     bed.queue.end_sleep();
     bed.run();
     let answers = bed.answers();

@@ -12,12 +12,12 @@
 //! [`Requests::payload`] returns a range, read data is next in the stream: the driver should
 //! receive these bytes directly into the buffer and then call [`Requests::handle_payload`].
 
+use riser_block::{BlockError, Extent, ExtentKind};
 use riser_state::become_state;
 use slab::Slab;
 use thiserror::Error;
 
 use super::coverage::Coverage;
-use crate::block::{BlockError, Extent, ExtentKind};
 use crate::nbd::cursor::Cursor;
 use crate::nbd::proto::{
     self, CHUNK_LEN, Cookie, Errno, MAX_STRING, REQUEST_LEN, SIMPLE_REPLY_LEN, SIMPLE_REPLY_MAGIC,

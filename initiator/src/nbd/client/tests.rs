@@ -1,9 +1,9 @@
 use std::io::{self, Cursor, Read, Write};
 
 use proptest::prelude::*;
+use riser_block::{BlockError, Extent, ExtentKind};
 
 use super::*;
-use crate::block::{BlockError, Extent, ExtentKind};
 use crate::nbd::proto::{self, Cookie, Errno, chunk, flag, info, opt, rep};
 use crate::nbd::{Export, Machine};
 

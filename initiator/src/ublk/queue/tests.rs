@@ -5,12 +5,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc;
 
+use riser_block::MemoryDevice;
 use rustix::event::{EventfdFlags, eventfd};
 use zerocopy::IntoBytes;
 
 use super::super::sys::{DATA_OFFSET, TAG_SHIFT};
 use super::*;
-use crate::block::MemoryDevice;
 
 const SIZE: u64 = 8 << 20;
 const DEPTH: u16 = 16;
@@ -223,9 +223,9 @@ fn completion_on_other_thread_ends_sleep() {
     bed.request(9, READ, 0, 64 << 10);
     while bed.submitted.try_recv().is_err() {
         if bed.server.run_once() == ServiceStatus::Waiting && bed.server.prepare_sleep() {
-            let mut waited = crate::poll_fds::PollInterests::new();
+            let mut waited = riser_block::poll_fds::PollInterests::new();
             bed.server.add_interests(&mut waited);
-            crate::poll_fds::wait(waited, None);
+            riser_block::poll_fds::wait(waited, None);
         }
         bed.server.end_sleep();
     }

@@ -9,6 +9,7 @@ mod cache;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use riser_block::Buffer;
 use riser_scsi::lun::LunId;
 
 use super::Driver;
@@ -16,7 +17,6 @@ use super::context::{Context, Report};
 use super::inputs::{Input, probe, probe_response};
 use super::message::{Open, User};
 use super::plan::{PathPlan, PathsOpen, Plan, Protocol};
-use crate::block::Buffer;
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target};
 use crate::engine::status::SessionStatus;

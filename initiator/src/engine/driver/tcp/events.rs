@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
+use riser_block::Buffer;
+
 use super::{TcpMover, tcp_error};
-use crate::block::Buffer;
 use crate::engine::driver::Driver;
 use crate::engine::driver::context::{Context, log_in};
 use crate::engine::env::Env;

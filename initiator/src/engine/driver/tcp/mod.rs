@@ -4,12 +4,12 @@ mod events;
 
 use std::time::Instant;
 
+use riser_block::poll_fds::PollInterest;
 use riser_scsi::iscsi::login::ConnectionParams;
 
 use super::context::MoverError;
 use crate::engine::env::Env;
 use crate::engine::io::Target;
-use crate::engine::park::PollInterest;
 use crate::engine::tcp::{Item, TcpConn};
 use crate::iscsi::session::{ControlPdu, DataOrder};
 use crate::request::RequestId;

@@ -1,4 +1,4 @@
-//! Sends a single value from the engine to a future on any executor.
+//! Sends a single value from a device thread to a future on any executor.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -24,15 +24,16 @@ impl<T> Shared<T> {
 
 /// Sends the value. If it is dropped without sending, the receiver returns `None`.
 #[derive(Debug)]
-pub(crate) struct Sender<T>(Arc<Shared<T>>);
+pub struct Sender<T>(Arc<Shared<T>>);
 
 /// Waits for the value; returns `None` if the sender was dropped.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless polled"]
-pub(crate) struct Receiver<T>(Arc<Shared<T>>);
+pub struct Receiver<T>(Arc<Shared<T>>);
 
 /// Creates a connected pair.
-pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
+#[must_use]
+pub fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared(Mutex::new(State {
         value: None,
         waker: None,
@@ -43,7 +44,7 @@ pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
 
 impl<T> Sender<T> {
     /// Sends the value. If the receiver was dropped, the value is dropped with the pair.
-    pub(crate) fn send(self, value: T) {
+    pub fn send(self, value: T) {
         self.0.state().value = Some(value);
         // Dropping `self` closes the pair and wakes the receiver.
     }
@@ -82,7 +83,7 @@ impl<T> Future for Receiver<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::task::block_on;
+    use crate::task::block_on;
 
     #[test]
     fn value_is_sent_across_threads() {

@@ -145,7 +145,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::block::MemoryDevice;
+    use crate::MemoryDevice;
 
     /// Sends flushes: some immediately, and the others at a fixed interval.
     struct Flushes {

@@ -89,15 +89,20 @@ impl Buffer {
 
 /// Buffer shared by multiple operations. Each operation uses a piece of it.
 #[derive(Debug)]
-pub(crate) struct SharedBuffer(Arc<Buffer>);
+pub struct SharedBuffer(Arc<Buffer>);
 
 impl SharedBuffer {
-    pub(crate) fn new(buffer: Buffer) -> Self {
+    /// Shares a buffer whose pieces will be used by multiple operations.
+    #[must_use]
+    pub fn new(buffer: Buffer) -> Self {
         Self(Arc::new(buffer))
     }
 
     /// Splits the buffer into pieces of `len` bytes; the last piece contains the remaining bytes.
-    pub(crate) fn pieces(&self, len: usize) -> impl Iterator<Item = Buffer> + '_ {
+    ///
+    /// # Panics
+    /// If `len` is 0.
+    pub fn pieces(&self, len: usize) -> impl Iterator<Item = Buffer> + '_ {
         let whole = self.0.slice();
         (0..whole.len()).step_by(len).map(move |at| {
             let end = whole.len().min(at + len);
@@ -108,7 +113,8 @@ impl SharedBuffer {
     }
 
     /// Returns the buffer if all pieces have been dropped.
-    pub(crate) fn into_whole(self) -> Option<Buffer> {
+    #[must_use]
+    pub fn into_whole(self) -> Option<Buffer> {
         Arc::into_inner(self.0)
     }
 }

@@ -1,4 +1,4 @@
-//! Parking of the engine's thread, and its wake-up by other threads.
+//! Parking of a device thread, and its wake-up by other threads: [`Mailbox`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,8 +8,7 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::poll_fds::wait;
-pub(crate) use crate::poll_fds::{PollInterest, PollInterests};
+use crate::poll_fds::{PollInterest, wait};
 
 /// Maximum sleep. A wake-up per hour is cheap and avoids large sums of times.
 const LONGEST: Duration = Duration::from_secs(3600);
@@ -19,7 +18,7 @@ const LONGEST: Duration = Duration::from_secs(3600);
 /// Not bounded: each message corresponds to a resource held by its sender (a request with its
 /// buffer, or a session), so the senders limit the number of messages.
 #[derive(Debug)]
-pub(crate) struct Mailbox<T> {
+pub struct Mailbox<T> {
     inner: Mutex<Inner<T>>,
     /// The thread is sleeping, or about to sleep.
     parked: AtomicBool,
@@ -33,7 +32,11 @@ struct Inner<T> {
 }
 
 impl<T> Mailbox<T> {
-    pub(crate) fn new() -> io::Result<Self> {
+    /// Creates an empty mailbox.
+    ///
+    /// # Errors
+    /// Returns the error of `eventfd(2)`.
+    pub fn new() -> io::Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         Ok(Self {
             inner: Mutex::new(Inner {
@@ -53,7 +56,7 @@ impl<T> Mailbox<T> {
     ///
     /// # Errors
     /// Returns the message if the mailbox is closed.
-    pub(crate) fn send(&self, message: T) -> Result<(), T> {
+    pub fn send(&self, message: T) -> Result<(), T> {
         {
             let mut inner = self.inner();
             if inner.closed {
@@ -70,13 +73,13 @@ impl<T> Mailbox<T> {
     }
 
     /// Swaps the received messages into `out`, which must be empty.
-    pub(crate) fn receive(&self, out: &mut Vec<T>) {
+    pub fn receive(&self, out: &mut Vec<T>) {
         debug_assert!(out.is_empty());
         std::mem::swap(&mut self.inner().messages, out);
     }
 
     /// Closes the mailbox for further messages, and returns the remaining ones.
-    pub(crate) fn close(&self) -> Vec<T> {
+    pub fn close(&self) -> Vec<T> {
         let mut inner = self.inner();
         inner.closed = true;
         std::mem::take(&mut inner.messages)
@@ -84,7 +87,7 @@ impl<T> Mailbox<T> {
 
     /// Sleeps until a message arrives, a descriptor is ready, or the timeout expires. Spurious
     /// wake-ups are possible.
-    pub(crate) fn park(&self, fds: &[PollInterest<'_>], timeout: Option<Duration>) {
+    pub fn park(&self, fds: &[PollInterest<'_>], timeout: Option<Duration>) {
         self.parked.store(true, Ordering::SeqCst);
         if !self.inner().messages.is_empty() {
             self.parked.store(false, Ordering::SeqCst);

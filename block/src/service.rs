@@ -1,6 +1,6 @@
 //! Serving the clients of a device on a shared thread: [`Service`].
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::poll_fds::{PollInterests, wait};
 
@@ -38,16 +38,17 @@ pub trait Service: Send {
 
 /// Services on a thread.
 #[derive(Default)]
-pub(crate) struct Services(Vec<Box<dyn Service>>);
+pub struct Services(Vec<Box<dyn Service>>);
 
 impl Services {
-    pub(crate) fn push(&mut self, service: Box<dyn Service>) {
+    /// Adds a service. It is dropped once it is closed.
+    pub fn push(&mut self, service: Box<dyn Service>) {
         self.0.push(service);
     }
 
     /// Runs all services once, and drops the services that are closed. Returns whether there was
     /// any work to do.
-    pub(crate) fn run_all(&mut self) -> bool {
+    pub fn run_all(&mut self) -> bool {
         let mut worked = false;
         self.0.retain_mut(|service| {
             let turn = service.run_once();
@@ -58,7 +59,7 @@ impl Services {
     }
 
     /// Prepares all services for sleep; returns false if there is work to do.
-    pub(crate) fn prepare_sleep(&mut self) -> bool {
+    pub fn prepare_sleep(&mut self) -> bool {
         let mut may_sleep = true;
         for service in &mut self.0 {
             may_sleep &= service.prepare_sleep();
@@ -67,77 +68,17 @@ impl Services {
     }
 
     /// Adds the file descriptors to poll while sleeping.
-    pub(crate) fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
+    pub fn add_interests<'a>(&'a self, out: &mut PollInterests<'a>) {
         for service in &self.0 {
             service.add_interests(out);
         }
     }
 
     /// Must be called when the thread is awake again, or if it didn't sleep.
-    pub(crate) fn end_sleep(&mut self) {
+    pub fn end_sleep(&mut self) {
         for service in &mut self.0 {
             service.end_sleep();
         }
-    }
-}
-
-/// After this number of unsuccessful checks, a service will only check its descriptor every
-/// [`LOOK`].
-const VAIN: u32 = 64;
-const LOOK: Duration = Duration::from_micros(50);
-
-/// Decides when a service should check its descriptor. This requires a system call, and if the
-/// thread is busy with other services, it would be done very often.
-#[derive(Debug)]
-pub(crate) struct Looks {
-    /// Number of unsuccessful checks in a row.
-    vain: u32,
-    last: Instant,
-}
-
-impl Looks {
-    pub(crate) fn new() -> Self {
-        Self {
-            vain: 0,
-            last: Instant::now(),
-        }
-    }
-
-    /// Returns whether the descriptor should be checked now.
-    pub(crate) fn is_due(&mut self) -> bool {
-        if self.vain < VAIN {
-            return true;
-        }
-        let now = Instant::now();
-        let is_due = now.saturating_duration_since(self.last) >= LOOK;
-        if is_due {
-            self.last = now;
-        }
-        is_due
-    }
-
-    /// Must be called after an unsuccessful check.
-    pub(crate) fn note_vain(&mut self) {
-        self.vain = self.vain.saturating_add(1);
-    }
-
-    /// Must be called after data was received, or if new data is likely, for example because we
-    /// sent a response or a sleep was interrupted.
-    pub(crate) fn expect(&mut self) {
-        self.vain = 0;
-    }
-
-    /// Returns whether the descriptor is only checked at intervals.
-    #[cfg(test)]
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.vain >= VAIN
-    }
-
-    /// Disables the interval, so that a test can see other reasons for a check.
-    #[cfg(test)]
-    pub(crate) fn defer_check(&mut self) {
-        self.vain = VAIN;
-        self.last = Instant::now() + Duration::from_secs(3600);
     }
 }
 

@@ -1,31 +1,35 @@
-//! Async block device used by all exports, and the code around it.
+//! Async block devices, and the code to implement, serve and load them.
 //!
 //! - [`BlockDevice`]: the trait. All offsets and lengths must be aligned to logical blocks, and the
 //!   caller must check the limits in [`Geometry`]. It is implemented by remote logical units and by
 //!   [`MemoryDevice`], which is used to test the exports.
 //! - [`Buffer`]: transfer buffer. It is allocated by the device, because the memory may need to be
-//!   registered with a NIC.
+//!   registered with a NIC. [`BufferPool`]: pool of buffers in a single mapping.
 //! - [`ByteDevice`]: adds support for requests with any byte offset and length.
 //! - [`Service`]: client connection or kernel queue that can be served on the device thread.
 //! - [`Workload`]: I/O load that can be run on the device thread; see [`drive`] if there may be no
 //!   thread.
 //! - [`task`]: executor used by exports for their requests: the thread that completes an operation
 //!   also continues the request, so there is no thread switch.
+//! - [`Mailbox`], [`mod@oneshot`], [`poll_fds`]: messages to a device thread, its results, and its
+//!   sleep.
 //!
 //! # Invariants
 //! During an operation, the buffer is owned by the device: it is moved into the call and returned
 //! with the result.
 //!
-//! This module doesn't limit the queue depth, that's up to the server that accepts the requests.
+//! This crate doesn't limit the queue depth, that's up to the server that accepts the requests.
 
-mod bell;
 mod buffer;
 mod bytes;
-mod ending;
 mod error;
 mod lock;
 mod losses;
+mod mailbox;
 mod memory;
+pub mod oneshot;
+pub mod poll_fds;
+mod pool;
 mod service;
 pub mod task;
 mod tasks;
@@ -35,22 +39,20 @@ use std::future::{Future, poll_fn};
 use std::ops::Range;
 use std::task::{Poll, Waker};
 
-pub(crate) use bell::Bell;
-pub(crate) use buffer::SharedBuffer;
-pub use buffer::{Buffer, BufferWaiters};
+pub use buffer::{Buffer, BufferWaiters, SharedBuffer};
 pub use bytes::{ByteDevice, Span};
-pub(crate) use ending::{Ending, Outcome};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
 pub use losses::LossCursor;
+pub use mailbox::Mailbox;
 pub use memory::MemoryDevice;
-pub(crate) use service::{Looks, Services};
-pub use service::{Service, ServiceStatus, serve};
+pub use pool::{BufferPool, TakeBuffer};
+pub use service::{Service, ServiceStatus, Services, serve};
 pub use tasks::drive;
 pub use workload::{Completion, Operation, Submissions, Workload};
 
 /// Max size of a single transfer in bytes, even if the target supports more.
-pub(crate) const MAX_TRANSFER: u32 = 4 << 20;
+pub const MAX_TRANSFER: u32 = 4 << 20;
 
 /// Size and limits of a block device. All sizes are in bytes, and must be a multiple of
 /// `block_size`.

@@ -7,7 +7,7 @@ use std::task::Wake;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Notifies the thread of a [`Service`](super::Service) about changes made by other threads, or by
+/// Notifies the thread of a [`Service`](riser_block::Service) about changes made by other threads, or by
 /// tasks on the same thread. If the thread is awake, this is just an atomic addition.
 ///
 /// To make sure that we don't miss any event, the thread must read [`Bell::events`], then check for
@@ -79,8 +79,9 @@ impl Wake for Bell {
 mod tests {
     use std::time::Duration;
 
+    use riser_block::poll_fds::{PollInterest, wait};
+
     use super::*;
-    use crate::poll_fds::{PollInterest, wait};
 
     #[test]
     fn late_wakeup_ends_single_sleep() {

@@ -19,7 +19,7 @@ use std::task::{Context, Poll, Waker};
 
 use riser_memory::{Memory, PAGE};
 
-use crate::block::{Buffer, BufferWaiters};
+use crate::{Buffer, BufferWaiters};
 
 /// Length of the zeroes in bytes: the largest worthwhile command if zeroes are written as data.
 const ZEROES: usize = 256 << 10;
@@ -165,7 +165,8 @@ impl BufferPool {
 
     /// Returns the first `most` bytes of the zeroes, or all of them. They must not be modified,
     /// because other users may be sending them.
-    pub(crate) fn zeroes(&self, most: u64) -> Buffer {
+    #[must_use]
+    pub fn zeroes(&self, most: u64) -> Buffer {
         let len = most.min(ZEROES as u64) as usize;
         let start = self.size();
         let slice = self.0.memory.slice(start..start + len);

@@ -8,31 +8,23 @@
 //!   protocols.
 //!   [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
 //!   writes. [`url`]: addresses.
-//! - [`nbd`], [`fuse`], [`ublk`]: the exports of block devices ([`riser_block`]).
 //! - [`disks`]: disks which aren't logical units: NBD exports, files, block devices.
 //! - [`vnic`]: virtual Ethernet member.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
-mod bell;
 pub mod bench;
 pub mod cli;
 pub mod disks;
-mod ending;
 pub mod engine;
-pub mod fuse;
 pub mod inquiry;
 pub mod iscsi;
-mod looks;
 pub mod lun;
-mod mounts;
-pub mod nbd;
 pub mod paths;
 pub mod request;
 pub mod rping;
 pub mod scsi;
 pub mod session;
 pub mod srp;
-pub mod ublk;
 pub mod unit;
 pub mod url;
 pub mod vnic;

@@ -488,7 +488,7 @@ fn fuse_attachment_is_file_until_unmount() {
     eventually("the file is there", Duration::from_secs(60), || {
         file.exists()
     });
-    riser_initiator::fuse::unmount(Path::new(&dir), true).unwrap();
+    riser_exports::fuse::unmount(Path::new(&dir), true).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success());
 }
@@ -528,7 +528,7 @@ fn open_file_is_served_after_signal() {
 #[test]
 fn detach_keeps_foreign_mount_at_path() {
     use riser_block::{ByteDevice, MemoryDevice};
-    use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, unmount};
+    use riser_exports::fuse::{Caching, FuseMount, FuseOptions, unmount};
 
     let home = Home::new();
     let dir = home.path("mount");

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use riser_block::task::block_on;
 use riser_block::{BlockDevice, ExtentKind, ZeroOptions};
+use riser_exports::nbd::client::HandshakeError;
 use riser_initiator::disks::nbd::{NbdConfig, NbdError, connect};
 use riser_initiator::disks::{BUFFERS, ThreadDisk};
-use riser_initiator::nbd::client::HandshakeError;
 use riser_testkit::eventually;
 use riser_testkit::skip::skip;
 

@@ -19,8 +19,8 @@ use foreign_target::{
 };
 use riser_block::task::block_on;
 use riser_block::{BlockDevice, ByteDevice, ZeroOptions};
+use riser_exports::fuse::{Caching, FuseMount, FuseOptions};
 use riser_initiator::engine::LinkState;
-use riser_initiator::fuse::{Caching, FuseMount, FuseOptions};
 use riser_initiator::session::Timing;
 use riser_testkit::skip::skip;
 

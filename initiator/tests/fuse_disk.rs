@@ -16,7 +16,7 @@ use std::time::Duration;
 use riser_block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
-use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+use riser_exports::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 use riser_testkit::eventually;
 use riser_testkit::skip::skip;
 
@@ -561,7 +561,7 @@ fn externally_detached_mount_spares_next_mount() {
         };
         let file = open(&mount);
         // Like `umount -l`.
-        riser_initiator::fuse::unmount(&dir, true).unwrap();
+        riser_exports::fuse::unmount(&dir, true).unwrap();
         let next = has_next.then(|| mount_over(&dir, disk(), Caching::Direct, || {}).unwrap());
         mount.detach().unwrap();
         if let Some(next) = next {

@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 
 use riser_block::ByteDevice;
 use riser_block::task::block_on;
+use riser_exports::nbd;
 use riser_initiator::engine::{Client, Session};
 use riser_initiator::lun::Lun;
-use riser_initiator::nbd;
 use riser_initiator::session::Timing;
 use riser_initiator::url::TargetUrl;
 use riser_scsi::step::BackendError;

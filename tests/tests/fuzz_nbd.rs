@@ -1,7 +1,7 @@
 //! Fuzz targets for a connection of the NBD server, using the input as data received from a client.
 
-use riser_initiator::nbd::proto::{self, MAX_REQUEST, NBD_MAGIC, OPTION_MAGIC, REQUEST_MAGIC};
-use riser_initiator::nbd::{Command, Event, Export, Machine, NbdRequest};
+use riser_exports::nbd::proto::{self, MAX_REQUEST, NBD_MAGIC, OPTION_MAGIC, REQUEST_MAGIC};
+use riser_exports::nbd::{Command, Event, Export, Machine, NbdRequest};
 use riser_tests::seeds;
 
 const SIZE: u64 = 1 << 20;

@@ -2,7 +2,7 @@
 
 use std::io::{self, Cursor, Read, Write};
 
-use riser_initiator::nbd::client::{
+use riser_exports::nbd::client::{
     Event, HandshakeError, Negotiated, ReplyFault, Request, RequestOutcome, Requests, negotiate,
 };
 use riser_tests::seeds;

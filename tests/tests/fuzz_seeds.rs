@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use riser_initiator::nbd::proto::{self, Cookie, Errno, flag, info, opt, rep};
+use riser_exports::nbd::proto::{self, Cookie, Errno, flag, info, opt, rep};
 use riser_scsi::iscsi::frame::{Digests, Framer};
 use riser_scsi::iscsi::pdu::{
     DataOut, FromInitiator as FromIscsiInitiator, FromTarget as FromIscsiTarget, LogoutReason,

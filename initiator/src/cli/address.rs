@@ -4,9 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use riser_exports::nbd::NbdUri;
+
 use super::exit::{CliError, Exit};
 use super::units;
-use crate::nbd::NbdUri;
 use crate::url::{TargetUrl, UrlError};
 
 /// Address of a disk.

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc;
 
 use riser_block::ByteDevice;
+use riser_exports::fuse::{Caching, FuseOptions};
+use riser_exports::nbd::{NbdServer, NbdUri, Server};
 
 use super::args::{AttachArgs, Global};
 use super::blockdev;
@@ -13,8 +15,6 @@ use super::exit::{CliError, Exit};
 use super::serve::{self, Event, Ready};
 use super::state::Export;
 use super::{file, mount};
-use crate::fuse::{Caching, FuseOptions};
-use crate::nbd::{NbdServer, NbdUri, Server};
 
 pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
     serve::run(&args.serve, global, |events, sender, ready| {

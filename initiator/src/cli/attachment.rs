@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use riser_exports::mounts::MountId;
+use riser_exports::ublk;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::{LinkReport, PathReport};
-use crate::mounts::MountId;
-use crate::ublk;
 
 /// Type of an attachment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -13,6 +13,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use riser_block::{BlockDevice, Geometry, task};
+use riser_exports::ublk::{self, UblkDevice};
 
 use super::address::Address;
 use super::args::{ConnectOptions, UblkNumber};
@@ -22,7 +23,6 @@ use super::port;
 use super::serve::{Event, Ready};
 use super::state::{Attachment, Export, StateDir};
 use super::udev;
-use crate::ublk::{self, UblkDevice};
 
 /// Interval for checking whether a device is still in use before it's removed.
 const LOOK: Duration = Duration::from_millis(50);

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use riser_exports::mounts::{self, MountId, MountUser, Mounts};
+use riser_exports::{fuse, ublk};
 use rustix::process::{Pid, Signal};
 use serde::Serialize;
 
@@ -14,8 +16,6 @@ use super::exit::{CliError, Exit};
 use super::state::{Attachment, Export, Phase, StateDir};
 use super::{lock, mount, output};
 use crate::engine::{LinkState, Pending};
-use crate::mounts::{self, MountId, MountUser, Mounts};
-use crate::{fuse, ublk};
 
 /// Maximum time for a process to exit cleanly with `--force`. If the target responds, this includes
 /// a flush.

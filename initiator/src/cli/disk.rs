@@ -13,6 +13,8 @@ use riser_block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, Workload,
     ZeroOptions, task,
 };
+use riser_exports::nbd::NbdUri;
+use riser_exports::nbd::client::HandshakeError;
 use riser_scsi::iscsi::login::LoginError as IscsiLogin;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::LoginRejReason;
@@ -30,8 +32,6 @@ use crate::disks::nbd::{NbdConfig, NbdError};
 use crate::disks::{self, ThreadDisk};
 use crate::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
-use crate::nbd::NbdUri;
-use crate::nbd::client::HandshakeError;
 use crate::request::RequestError;
 use crate::session::{ConnectError, Down, SrpLoginError, Timing};
 use crate::url::TargetUrl;

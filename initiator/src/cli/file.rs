@@ -5,11 +5,11 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use riser_block::{ByteDevice, task};
+use riser_exports::fuse::{FuseMount, FuseOptions};
 
 use super::disk::Disk;
 use super::exit::CliError;
 use super::serve::Event;
-use crate::fuse::{FuseMount, FuseOptions};
 
 /// Grace period for processes that have opened a detached file.
 const GRACE: Duration = Duration::from_secs(5);

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use riser_block::{BlockDevice, BlockError, ByteDevice, task};
+use riser_exports::mounts::Mounts;
 
 use super::address::Address;
 use super::args::Global;
@@ -19,7 +20,6 @@ use super::loops;
 use super::others;
 use super::output;
 use super::state::{Attachment, Export, Listing, Phase, StateDir};
-use crate::mounts::Mounts;
 
 /// Number of bytes to check at the start of a disk, including the last known [`signature`].
 const HEAD: u64 = (1 << 20) + 4096;

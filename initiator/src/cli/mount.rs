@@ -20,6 +20,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_block::{BlockDevice, ByteDevice};
+use riser_exports::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+use riser_exports::mounts::{self, MountId, Mounts};
 use rustix::event::{PollFd, PollFlags};
 use rustix::mount::UnmountFlags;
 
@@ -31,8 +33,6 @@ use super::guard;
 use super::loops::{release_loop, run_tool};
 use super::serve::{self, Event, Ready};
 use super::state::{Export, StateDir, process_name};
-use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
-use crate::mounts::{self, MountId, Mounts};
 
 /// Maximum time to wait for the kernel to release the file, after the loop device was released.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(30);

@@ -10,11 +10,11 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use riser_exports::fuse;
+use riser_exports::mounts::{Mount, Mounts};
 use rustix::fs::{Mode, OFlags};
 
 use super::state::{Attachment, Export};
-use crate::fuse;
-use crate::mounts::{Mount, Mounts};
 
 /// Maximum file size in bytes. An attachment with eight paths requires about 3 KiB.
 const LONGEST: u64 = 64 << 10;

@@ -29,8 +29,8 @@ use riser_block::task::block_on;
 use riser_block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
+use riser_exports::fuse::{Caching, FuseMount, FuseOptions};
 use riser_initiator::engine::IoData;
-use riser_initiator::fuse::{Caching, FuseMount, FuseOptions};
 use riser_initiator::lun::Lun;
 use riser_initiator::request::{Cdb, DataLen};
 use riser_testkit::eventually_ok;

@@ -69,6 +69,11 @@ impl<'a> Judge<'a> {
         }
     }
 
+    /// Returns the package with the tests, or `None` for the simulator.
+    pub(super) fn package(self) -> Option<&'a str> {
+        self.tests().map(|(package, ..)| package)
+    }
+
     /// Returns variables that set the number of seeds or interleavings.
     fn sizes(self, count: u64) -> Vec<(&'static str, u64)> {
         match self {

@@ -274,6 +274,10 @@ fn build(copy: &Copy, samples: &mut [Sample]) -> Result<(), Failure> {
             ranges.insert(file.as_str(), with_switches.ranges);
         }
         let mut command = copy.building();
+        // Packages that are not part of the simulator.
+        let judges = samples.iter().map(|sample| sample.machine.judge());
+        let packages: BTreeSet<_> = judges.filter_map(Judge::package).collect();
+        command.args(packages.into_iter().flat_map(|name| ["--package", name]));
         let out = command.arg("--message-format=json").output()?;
         if out.status.success() {
             return Ok(());
@@ -375,7 +379,7 @@ mod tests {
 
     #[test]
     fn state_tables_belong_to_machines() {
-        let crates = ["initiator", "scsi", "target", "transport"];
+        let crates = ["exports", "initiator", "scsi", "target", "transport"];
         let sources = crates.map(|name| root().join(name).join("src"));
         let files = sources.iter().flat_map(WalkDir::new).filter_map(Result::ok);
         let known: BTreeSet<_> = MACHINES.iter().flat_map(Machine::paths).collect();

@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use riser_block::BlockError;
 use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_exports::nbd::client::{
+    Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, RequestOutcome, Requests,
+};
+use riser_exports::nbd::proto::{Cookie, cmd, request_header};
 use riser_memory::sys::{self, ReceivePiece};
 
 use super::outgoing::Outgoing;
 use crate::disks::backend::Backend;
 use crate::disks::operation::{Command, Operation};
-use crate::nbd::client::{
-    Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, RequestOutcome, Requests,
-};
-use crate::nbd::proto::{Cookie, cmd, request_header};
 
 /// Receive buffer size. Data received here is copied to the request buffers.
 const RECEIVE: usize = 256 << 10;
@@ -407,10 +407,10 @@ mod tests {
     use riser_block::Buffer;
     use riser_block::oneshot::oneshot;
     use riser_block::task::block_on;
+    use riser_exports::nbd::proto::{Errno, simple_reply};
 
     use super::*;
     use crate::disks::operation::{Done, Ended};
-    use crate::nbd::proto::{Errno, simple_reply};
 
     fn submit(
         backend: &mut NbdBackend,

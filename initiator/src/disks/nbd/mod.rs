@@ -1,4 +1,4 @@
-//! NBD exports, using the client in [`crate::nbd::client`] on a TCP or Unix socket.
+//! NBD exports, using the client in [`riser_exports::nbd::client`] on a TCP or Unix socket.
 //!
 //! - [`connect`]: connects and negotiates, with a timeout.
 //! - [`NbdConfig`]: timeouts and limits.
@@ -22,14 +22,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use riser_block::{Geometry, MAX_TRANSFER};
+use riser_exports::nbd::client::{HandshakeError, Negotiated, negotiate};
+use riser_exports::nbd::proto::flag;
+use riser_exports::nbd::{NbdServer, NbdUri};
 use thiserror::Error;
 
 use self::connect::TimedStream;
 use self::driver::NbdBackend;
 use super::disk::{MAX_RANGE, Properties, ThreadDisk};
-use crate::nbd::client::{HandshakeError, Negotiated, negotiate};
-use crate::nbd::proto::flag;
-use crate::nbd::{NbdServer, NbdUri};
 
 /// Socket buffer size to request, in bytes. It should be large enough for all requests and replies
 /// in a round. The size can be limited by the kernel.

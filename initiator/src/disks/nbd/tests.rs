@@ -12,11 +12,11 @@ use riser_block::poll_fds::PollInterests;
 use riser_block::task::{block_on, join_all};
 use riser_block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER};
 use riser_block::{MemoryDevice, Operation, Service, ServiceStatus, ZeroOptions};
+use riser_exports::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
+use riser_exports::nbd::{Server, ServerHandle};
 
 use super::*;
 use crate::disks::testing::List;
-use crate::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
-use crate::nbd::{Server, ServerHandle};
 
 const CONFIG: NbdConfig = NbdConfig {
     connect: Duration::from_secs(20),

@@ -2,7 +2,7 @@
 //!
 //! - [`proto`]: protocol constants and message encoding.
 //! - [`NbdUri`]: export addresses.
-//! - [`client`]: client protocol; see [`crate::disks::nbd`] for the socket I/O.
+//! - [`client`]: client protocol. It has no socket: the owner sends and receives its bytes.
 //! - [`Machine`]: sans-I/O server connection: bytes in, requests and bytes out.
 //! - [`Server`]: accepts clients, runs a machine for each connection and executes the requests on a
 //!   [`ByteDevice`](riser_block::ByteDevice).

@@ -168,7 +168,8 @@ impl FuseMount {
     }
 
     /// Mount ID, as seen by this process.
-    pub(crate) fn id(&self) -> MountId {
+    #[must_use]
+    pub fn id(&self) -> MountId {
         self.id
     }
 
@@ -235,8 +236,9 @@ impl Drop for FuseMount {
     }
 }
 
-/// Converts the source option for use in the mount table.
-pub(crate) fn source(wanted: &str) -> String {
+/// Converts [`FuseOptions::source`] for use in the mount table.
+#[must_use]
+pub fn source(wanted: &str) -> String {
     // A comma would start a new option.
     wanted.replace([',', '\\'], "_")
 }

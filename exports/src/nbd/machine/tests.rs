@@ -1,9 +1,10 @@
 //! Scripted client and server data, written by hand based on the protocol specification.
 
-use super::super::transmission::Command;
-use super::*;
 use proptest::prelude::*;
 use riser_state::testing::{assert_all_taken, table};
+
+use super::super::transmission::Command;
+use super::*;
 
 const SIZE: u64 = 1 << 20;
 

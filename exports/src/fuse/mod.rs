@@ -32,5 +32,4 @@ mod requests;
 mod sys;
 
 pub use disk::Caching;
-pub(crate) use mount::source;
-pub use mount::{FuseMount, FuseOptions, UnmountError, unmount};
+pub use mount::{FuseMount, FuseOptions, UnmountError, source, unmount};

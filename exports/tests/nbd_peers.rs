@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_block::{ByteDevice, Geometry, MemoryDevice};
-use riser_initiator::nbd::{Server, ServerHandle};
+use riser_exports::nbd::{Server, ServerHandle};
 use riser_testkit::skip::skip;
 
 const SIZE: u64 = 64 << 20;

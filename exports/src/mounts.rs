@@ -9,18 +9,18 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 /// Mount list. It becomes ready for `POLLPRI` when the list changes.
-pub(crate) const LIST: &str = "/proc/self/mountinfo";
+pub const LIST: &str = "/proc/self/mountinfo";
 
 /// Mount list contents. Paths may not be valid UTF-8.
 #[derive(Debug)]
-pub(crate) struct Mounts(Vec<u8>);
+pub struct Mounts(Vec<u8>);
 
 impl Mounts {
     /// Reads the list.
     ///
     /// # Errors
     /// Returns an error if the file can't be read.
-    pub(crate) fn read() -> io::Result<Self> {
+    pub fn read() -> io::Result<Self> {
         std::fs::read(LIST).map(Self)
     }
 
@@ -28,28 +28,31 @@ impl Mounts {
     ///
     /// # Errors
     /// Returns an error if the file can't be read, or if the process has exited.
-    pub(crate) fn of_process(pid: u32) -> io::Result<Self> {
+    pub fn of_process(pid: u32) -> io::Result<Self> {
         std::fs::read(format!("/proc/{pid}/mountinfo")).map(Self)
     }
 
-    #[cfg(test)]
-    pub(crate) fn of(list: &[u8]) -> Self {
+    /// Uses a list in the format of `proc_pid_mountinfo(5)`. Lines that can't be parsed are skipped.
+    #[must_use]
+    pub fn of(list: &[u8]) -> Self {
         Self(list.to_vec())
     }
 
     /// All mounts, oldest first.
-    pub(crate) fn all(&self) -> impl DoubleEndedIterator<Item = Mount<'_>> {
+    pub fn all(&self) -> impl DoubleEndedIterator<Item = Mount<'_>> {
         let lines = self.0.split(|byte| *byte == b'\n');
         lines.filter_map(Mount::parse)
     }
 
     /// Returns the topmost mount on this path.
-    pub(crate) fn top(&self, path: &Path) -> Option<Mount<'_>> {
+    #[must_use]
+    pub fn top(&self, path: &Path) -> Option<Mount<'_>> {
         self.all().rfind(|mount| mount.path() == path)
     }
 
     /// Returns whether this mount exists, even if it was moved.
-    pub(crate) fn has(&self, id: MountId) -> bool {
+    #[must_use]
+    pub fn has(&self, id: MountId) -> bool {
         self.all().any(|mount| mount.id == id)
     }
 }
@@ -68,7 +71,7 @@ impl MountId {
     ///
     /// # Errors
     /// Returns an error if the list can't be read.
-    pub(crate) fn is_listed(self) -> io::Result<bool> {
+    pub fn is_listed(self) -> io::Result<bool> {
         Mounts::read().map(|mounts| mounts.has(self))
     }
 
@@ -84,17 +87,19 @@ impl MountId {
 
 /// Process using the file system of a mount.
 #[derive(Debug)]
-pub(crate) struct MountUser {
-    pub(crate) pid: u32,
+pub struct MountUser {
+    /// Process ID.
+    pub pid: u32,
     /// Mount path in the mount namespace used by this process; `None` if the process has an open
     /// file.
-    pub(crate) mounted: Option<PathBuf>,
+    pub mounted: Option<PathBuf>,
 }
 
 /// Returns processes using this file system, except for `server`: the first process in each mount
 /// namespace where it's mounted, and processes with open files. Only root can see processes running
 /// as other users.
-pub(crate) fn users(id: MountId, server: u32) -> Vec<MountUser> {
+#[must_use]
+pub fn users(id: MountId, server: u32) -> Vec<MountUser> {
     let mut namespaces = Vec::new();
     let mut users = Vec::new();
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -133,10 +138,11 @@ fn has_open(pid: u32, id: MountId) -> bool {
 
 /// Entry in the mount list.
 #[derive(Debug)]
-pub(crate) struct Mount<'a> {
-    pub(crate) id: MountId,
+pub struct Mount<'a> {
+    /// Identifies this mount.
+    pub id: MountId,
     /// File system type.
-    pub(crate) kind: &'a [u8],
+    pub kind: &'a [u8],
     path: &'a [u8],
     source: &'a [u8],
 }
@@ -161,12 +167,14 @@ impl<'a> Mount<'a> {
     }
 
     /// Mount point.
-    pub(crate) fn path(&self) -> PathBuf {
+    #[must_use]
+    pub fn path(&self) -> PathBuf {
         plain(self.path).into()
     }
 
     /// Mount source, as reported by the file system.
-    pub(crate) fn source(&self) -> OsString {
+    #[must_use]
+    pub fn source(&self) -> OsString {
         plain(self.source)
     }
 }

@@ -8,13 +8,10 @@
 //!   protocols.
 //!   [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
 //!   writes. [`url`]: addresses.
-//! - [`disks`]: disks which aren't logical units: NBD exports, files, block devices.
 //! - [`vnic`]: virtual Ethernet member.
-//! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
+//! - [`cli`]: the command line.
 
-pub mod bench;
 pub mod cli;
-pub mod disks;
 pub mod engine;
 pub mod inquiry;
 pub mod iscsi;

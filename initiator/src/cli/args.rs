@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use riser_bench::Job;
+use riser_bench::job::Units;
 use riser_transport::roce::RoceFaults;
 
 use super::address::Address;
@@ -17,8 +19,6 @@ use super::target::VerbParser;
 use super::units;
 use super::vnic_args::VnicArgs;
 use super::wire_args::WireArgs;
-use crate::bench::Job;
-use crate::bench::job::Units;
 
 pub(super) const EXIT_STATUS: &str = "\
 Exit status:

@@ -8,6 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_bench::fio::{JobFile, Sources};
+use riser_bench::job::{Amount, COMMAND_LINE, Checksum, Content, KbBase, NOTED, Units};
+use riser_bench::outcome::Outcome;
+use riser_bench::output::{Machine, csv, fio as json, hdr, html, text};
+use riser_bench::{Job, Progress, RunOptions, Task, fio};
+
 use super::address::Address;
 use super::args::{BenchArgs, BenchTarget, BenchVerb, Format, Global, WorkloadArgs};
 use super::disk::{Disk, open};
@@ -16,11 +22,6 @@ use super::guard::{self, FileId};
 use super::results::{FilesInUse, ResultFile, ResultFiles};
 use super::sweep::Sweep;
 use super::{compare, identity, output, units, wire};
-use crate::bench::fio::{JobFile, Sources};
-use crate::bench::job::{Amount, COMMAND_LINE, Checksum, Content, KbBase, NOTED, Units};
-use crate::bench::outcome::Outcome;
-use crate::bench::output::{Machine, csv, fio as json, hdr, html, text};
-use crate::bench::{self, Job, Progress, RunOptions, Task, fio};
 
 /// Default duration of the measurement.
 const RUNTIME: Duration = Duration::from_secs(10);
@@ -66,7 +67,7 @@ fn measure(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     // Validate all jobs before the first run. Otherwise an invalid job may only be reported hours
     // later.
     for group in &tasks {
-        bench::check(group, options)?;
+        riser_bench::check(group, options)?;
     }
     let mut outcomes = Vec::new();
     let run = run_all(&tasks, options, global, &mut outcomes);
@@ -98,7 +99,7 @@ fn run_all(
             run: number as u64,
             ..options
         };
-        match bench::run(group, options, |p| line.set_message(live(&title, p))) {
+        match riser_bench::run(group, options, |p| line.set_message(live(&title, p))) {
             Ok(run) => outcomes.extend(run),
             Err(error) => {
                 ended = Err(error.into());
@@ -517,7 +518,7 @@ fn buffers(groups: &[Vec<Job>], jobs: &[&Job], sessions: u32) -> u64 {
         let mine = group
             .iter()
             .filter(|job| jobs.iter().any(|mine| std::ptr::eq(*mine, *job)));
-        let bytes = mine.map(|job| bench::buffer_bytes(job, job.sessions.min(sessions)));
+        let bytes = mine.map(|job| riser_bench::buffer_bytes(job, job.sessions.min(sessions)));
         bytes.fold(0, u64::saturating_add)
     };
     let need = groups.iter().map(of_group).max().unwrap_or(0);
@@ -584,10 +585,10 @@ fn emit(
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use riser_bench::job::{Access, Pattern};
 
     use super::super::args::{Args, Verb};
     use super::*;
-    use crate::bench::job::{Access, Pattern};
 
     fn parsed(words: &[&str]) -> Result<Vec<Vec<Job>>, CliError> {
         let words = ["riser", "bench"].iter().chain(words);

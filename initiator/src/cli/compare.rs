@@ -4,11 +4,12 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use riser_bench::output::compare::{self, MatchBy};
+use riser_bench::output::fio::{self, RunSummary};
+
 use super::args::{By, CompareArgs, Global};
 use super::exit::{CliError, Exit};
 use super::output;
-use crate::bench::output::compare::{self, MatchBy};
-use crate::bench::output::fio::{self, RunSummary};
 
 /// Maximum file size in bytes. Documents contain several hundred kilobytes per job.
 const MAX_FILE: u64 = 256 << 20;
@@ -52,7 +53,7 @@ mod tests {
 
     #[test]
     fn fio_output_is_loaded() {
-        let golden = source("src/bench/output/golden/fio-3.33.json");
+        let golden = source("../bench/src/output/golden/fio-3.33.json");
         assert_eq!(load(&golden).unwrap().len(), 2);
     }
 

@@ -13,6 +13,9 @@ use riser_block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, Service, Workload,
     ZeroOptions, task,
 };
+use riser_disks::ThreadDisk;
+use riser_disks::file::{FileConfig, FileError};
+use riser_disks::nbd::{NbdConfig, NbdError};
 use riser_exports::nbd::NbdUri;
 use riser_exports::nbd::client::HandshakeError;
 use riser_scsi::iscsi::login::LoginError as IscsiLogin;
@@ -27,9 +30,6 @@ use super::address::Address;
 use super::args::{ConnectOptions, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::shared;
-use crate::disks::file::{FileConfig, FileError};
-use crate::disks::nbd::{NbdConfig, NbdError};
-use crate::disks::{self, ThreadDisk};
 use crate::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
 use crate::request::RequestError;
@@ -429,9 +429,9 @@ fn open_nbd(uri: &NbdUri, link: &ConnectOptions, access: Access) -> Result<Threa
         connect: access.login,
         operation: access.operation,
         read_only: access.read_only,
-        buffers: link.buffers.unwrap_or(disks::BUFFERS),
+        buffers: link.buffers.unwrap_or(riser_disks::BUFFERS),
     };
-    disks::nbd::connect(uri, config).map_err(|error| {
+    riser_disks::nbd::connect(uri, config).map_err(|error| {
         let exit = match &error {
             _ if error.is_timeout() => Exit::Timeout,
             NbdError::Handshake(HandshakeError::UnknownExport { .. }) => Exit::NotFound,
@@ -459,9 +459,9 @@ fn open_file(
     let config = FileConfig {
         direct,
         read_only,
-        buffers: link.buffers.unwrap_or(disks::BUFFERS),
+        buffers: link.buffers.unwrap_or(riser_disks::BUFFERS),
     };
-    disks::file::open(path, config).map_err(|error| {
+    riser_disks::file::open(path, config).map_err(|error| {
         let what = format!("cannot use {} as a disk", path.display());
         match error {
             FileError::Open { source } => CliError::io(what, source),
@@ -527,7 +527,9 @@ impl Disk {
                 block_size,
             } => Kind::Memory(
                 MemoryDevice::new(*capacity, *block_size)
-                    .map(|disk| disk.with_buffer_budget(link.buffers.unwrap_or(disks::BUFFERS)))
+                    .map(|disk| {
+                        disk.with_buffer_budget(link.buffers.unwrap_or(riser_disks::BUFFERS))
+                    })
                     .and_then(MemoryDevice::with_thread)
                     .map_err(|e| CliError::io(format!("cannot create {address}"), e))?,
             ),

@@ -7,10 +7,9 @@ use std::process::ExitCode;
 
 use miette::Diagnostic;
 use num_enum::{FromPrimitive, IntoPrimitive};
+use riser_bench::BenchError;
 use riser_block::BlockError;
 use riser_exports::fuse::UnmountError;
-
-use crate::bench::BenchError;
 
 /// Exit status of a failure. If another riser process reports an unknown number, this is treated as
 /// a failure. The exit status for success is 0.

@@ -1,7 +1,7 @@
 //! Sweeps of `riser bench`: options with multiple values.
 
-use crate::bench::Job;
-use crate::bench::job::Units;
+use riser_bench::Job;
+use riser_bench::job::Units;
 
 /// An option and its values.
 #[derive(Debug)]

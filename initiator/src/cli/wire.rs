@@ -3,12 +3,13 @@
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicBool;
 
+use riser_bench::wire::{Responder, WireConfig, WireError, measure, measure_loopback};
+
 use super::args::Global;
 use super::disk::route_source;
 use super::exit::{CliError, Exit};
 use super::output;
 use super::wire_args::WireArgs;
-use crate::bench::wire::{Responder, WireConfig, WireError, measure, measure_loopback};
 
 /// Runs the measurement, or responds to another host.
 ///

@@ -38,7 +38,7 @@ pub fn folder() -> PathBuf {
         // There are no examples, but we need `--examples` so that dependencies use the same
         // features as in tests and don't have to be built again.
         cargo.args(["build", "-q", "--bins", "--examples"]);
-        for package in ["riser-target", "riser-initiator", "riser-configfs-emu"] {
+        for package in ["riser-target", "riser", "riser-configfs-emu"] {
             cargo.args(["-p", package]);
         }
         if folder.ends_with("release") {

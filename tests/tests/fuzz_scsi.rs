@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::Arc;
 
-use riser_initiator::inquiry;
+use riser::inquiry;
 use riser_initiator::scsi as received;
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use riser_scsi::data::designator::Naa;

@@ -32,7 +32,7 @@ pub(crate) const TARGET: &str = "targets:
 /// Packages with the programs, and with the libraries that `riser run` loads into other programs.
 const PACKAGES: [&str; 5] = [
     "riser-target",
-    "riser-initiator",
+    "riser",
     "riser-configfs-emu",
     "riser-rdma-compat",
     "riser-fabric",

@@ -10,8 +10,10 @@ use std::thread::JoinHandle;
 
 use riser_block::poll_fds::PollInterests;
 use riser_block::task::{block_on, join_all};
-use riser_block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER};
-use riser_block::{MemoryDevice, Operation, Service, ServiceStatus, ZeroOptions};
+use riser_block::{
+    BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, MAX_TRANSFER, MemoryDevice,
+    Operation, Service, ServiceStatus, ZeroOptions,
+};
 use riser_exports::nbd::proto::{self, cmd, cmd_flag, info, opt, rep};
 use riser_exports::nbd::{Server, ServerHandle};
 

@@ -74,7 +74,7 @@ fn riserd_accepts_documented_commands() {
 
 #[test]
 fn riser_accepts_documented_commands() {
-    check("riser", riser_initiator::cli::args::Args::command(), 25);
+    check("riser", riser::cli::args::Args::command(), 25);
 }
 
 #[test]

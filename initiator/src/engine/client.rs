@@ -6,10 +6,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use fastrand::Rng;
-use riser_block::BufferPool;
-use riser_block::Mailbox;
-use riser_block::Service;
 use riser_block::oneshot::oneshot;
+use riser_block::{BufferPool, Mailbox, Service};
 use riser_transport::verbs::{PKey, Provider};
 
 use super::builder::ClientBuilder;

@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use fastrand::Rng;
-use riser_block::BufferPool;
-use riser_block::Mailbox;
+use riser_block::{BufferPool, Mailbox};
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
 

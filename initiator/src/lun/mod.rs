@@ -20,10 +20,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
-use riser_block::BufferPool;
 use riser_block::{
-    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, Service, SharedBuffer, Workload,
-    ZeroOptions,
+    BlockDevice, BlockError, Buffer, BufferPool, Extent, ExtentKind, Geometry, Service,
+    SharedBuffer, Workload, ZeroOptions,
 };
 use riser_scsi::data::lba_status;
 

@@ -4,9 +4,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use riser_block::Mailbox;
-use riser_block::Service;
 use riser_block::oneshot::Sender;
+use riser_block::{Mailbox, Service};
 
 use super::discovery::SearchResult;
 use super::plan::Plan;

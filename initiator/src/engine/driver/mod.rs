@@ -27,10 +27,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_block::Mailbox;
-use riser_block::Services;
 use riser_block::oneshot::Sender;
 use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_block::{Mailbox, Services};
 use riser_memory::MemSlice;
 use riser_transport::verbs::{Completion, Provider, VerbsError};
 use slab::Slab;

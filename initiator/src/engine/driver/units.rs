@@ -536,9 +536,8 @@ mod tests {
     use std::sync::{Arc, Weak};
     use std::time::Duration;
 
-    use riser_block::BufferPool;
-    use riser_block::Mailbox;
     use riser_block::oneshot::oneshot;
+    use riser_block::{BufferPool, Mailbox};
     use riser_scsi::sense::AdditionalSense;
 
     use super::*;

@@ -290,8 +290,7 @@ impl Incoming {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use riser_block::Buffer;
-    use riser_block::BufferPool;
+    use riser_block::{Buffer, BufferPool};
     use riser_scsi::iscsi::frame;
 
     use super::*;

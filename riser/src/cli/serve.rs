@@ -15,6 +15,9 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use riser_block::BlockDevice;
+use riser_initiator::engine::SessionStatus;
+use riser_initiator::url::TargetUrl;
+use riser_initiator::url::{SECRET_ENV, Secrets};
 use rustix::process::{Pid, Signal};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
@@ -34,9 +37,6 @@ use super::state::{
     Attachment, Export, LinkEntry, Phase, Registration, StateDir, process_name, process_start,
 };
 use super::units;
-use crate::engine::SessionStatus;
-use crate::url::TargetUrl;
-use crate::url::{SECRET_ENV, Secrets};
 
 /// Minimum default timeout for an operation of an export, including reconnections. After an error,
 /// a file system in the kernel can't be used, so it's better to wait for longer.

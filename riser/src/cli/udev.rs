@@ -9,11 +9,12 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
 
+use riser_initiator::url::TargetUrl;
+
 use super::address::Address;
 use super::disk::Disk;
 use super::exit::CliError;
 use super::state::{Export, StateDir};
-use crate::url::TargetUrl;
 
 /// Prints the properties of a device, one per line. There are none if the device isn't attached.
 pub(super) fn run(device: &Path) -> Result<(), CliError> {

@@ -605,7 +605,7 @@ fn pid(home: &Home) -> rustix::process::Pid {
 
 /// Returns whether a process exists; a zombie does not count.
 fn is_alive(pid: rustix::process::Pid) -> bool {
-    riser_initiator::cli::state::process_start(pid.as_raw_nonzero().get() as u32).is_some()
+    riser::cli::state::process_start(pid.as_raw_nonzero().get() as u32).is_some()
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use riser_exports::mounts::{self, MountId, MountUser, Mounts};
 use riser_exports::{fuse, ublk};
+use riser_initiator::engine::{LinkState, Pending};
 use rustix::process::{Pid, Signal};
 use serde::Serialize;
 
@@ -15,7 +16,6 @@ use super::args::{DetachArgs, Global};
 use super::exit::{CliError, Exit};
 use super::state::{Attachment, Export, Phase, StateDir};
 use super::{lock, mount, output};
-use crate::engine::{LinkState, Pending};
 
 /// Maximum time for a process to exit cleanly with `--force`. If the target responds, this includes
 /// a flush.

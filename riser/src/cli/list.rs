@@ -2,14 +2,14 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use riser_initiator::engine::{LinkState, PathReport};
+use riser_initiator::paths::PathState;
 use riser_transport::shm::PROVIDER;
 
 use super::args::Global;
 use super::exit::CliError;
 use super::state::{Attachment, Export, Phase, StateDir};
 use super::{output, units};
-use crate::engine::{LinkState, PathReport};
-use crate::paths::PathState;
 
 pub(super) fn run(global: &Global) -> Result<(), CliError> {
     let attachments = StateDir::open()

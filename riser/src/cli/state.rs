@@ -370,9 +370,10 @@ pub(super) mod fixture {
 
 #[cfg(test)]
 mod tests {
+    use riser_initiator::engine::{LinkReport, LinkState, PathReport, SessionReport};
+
     use super::fixture::attachment;
     use super::*;
-    use crate::engine::{LinkReport, LinkState, PathReport, SessionReport};
 
     fn dir(name: &str) -> StateDir {
         let path = std::env::temp_dir().join(format!("riser-state-{}-{name}", std::process::id()));
@@ -386,7 +387,7 @@ mod tests {
         let mut entry = registration.link();
         let paths = vec![PathReport {
             portal: "10.0.0.1:3260".into(),
-            state: crate::paths::PathState::Lost,
+            state: riser_initiator::paths::PathState::Lost,
             losses: 1,
             why: Some("connection lost".into()),
         }];

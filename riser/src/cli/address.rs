@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use riser_exports::nbd::NbdUri;
+use riser_initiator::url::{TargetUrl, UrlError};
 
 use super::exit::{CliError, Exit};
 use super::units;
-use crate::url::{TargetUrl, UrlError};
 
 /// Address of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]

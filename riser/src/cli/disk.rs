@@ -18,6 +18,11 @@ use riser_disks::file::{FileConfig, FileError};
 use riser_disks::nbd::{NbdConfig, NbdError};
 use riser_exports::nbd::NbdUri;
 use riser_exports::nbd::client::HandshakeError;
+use riser_initiator::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
+use riser_initiator::lun::{Lun, LunError, LunInfo};
+use riser_initiator::request::RequestError;
+use riser_initiator::session::{ConnectError, Down, SrpLoginError, Timing};
+use riser_initiator::url::TargetUrl;
 use riser_scsi::iscsi::login::LoginError as IscsiLogin;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::LoginRejReason;
@@ -30,11 +35,6 @@ use super::address::Address;
 use super::args::{ConnectOptions, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::shared;
-use crate::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
-use crate::lun::{Lun, LunError, LunInfo};
-use crate::request::RequestError;
-use crate::session::{ConnectError, Down, SrpLoginError, Timing};
-use crate::url::TargetUrl;
 
 /// UDP port of RoCEv2, which must be available for a software NIC.
 const ROCE_PORT: u16 = 4791;

@@ -3,6 +3,10 @@
 use std::time::Duration;
 
 use riser_block::task;
+use riser_initiator::engine::{IoData, ScsiIo, Session};
+use riser_initiator::lun::LunError;
+use riser_initiator::request::RequestError;
+use riser_initiator::scsi::{Command, INQUIRY_LEN};
 use riser_scsi::data::{inquiry, vpd};
 use riser_scsi::lun::LunId;
 use serde::Serialize;
@@ -11,11 +15,7 @@ use super::args::{Global, TargetArgs};
 use super::disk::{connect, lun_failed};
 use super::exit::{CliError, Exit};
 use super::output;
-use crate::engine::{IoData, ScsiIo, Session};
 use crate::inquiry::{Fields, page, page_name, standard, supported_pages};
-use crate::lun::LunError;
-use crate::request::RequestError;
-use crate::scsi::{Command, INQUIRY_LEN};
 
 #[derive(Serialize)]
 struct Page {

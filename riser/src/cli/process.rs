@@ -1,10 +1,9 @@
 //! Configures the process that serves a disk.
 
+use riser_initiator::url::SECRET_ENV;
 use rustix::mm::{MlockAllFlags, mlockall};
 use rustix::process::{Resource, configure_io_flusher_behavior, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
-
-use crate::url::SECRET_ENV;
 
 /// Removes passwords from the environment, because it is inherited by all child processes.
 ///

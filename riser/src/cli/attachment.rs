@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 
 use riser_exports::mounts::MountId;
 use riser_exports::ublk;
+use riser_initiator::engine::{LinkReport, PathReport};
 use serde::{Deserialize, Serialize};
-
-use crate::engine::{LinkReport, PathReport};
 
 /// Type of an attachment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -5,9 +5,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use riser_initiator::engine::SessionReport;
+
 use super::attachment::{Attachment, Phase};
 use super::state_file;
-use crate::engine::SessionReport;
 
 /// An attachment in the state directory, which is removed on drop.
 #[derive(Debug)]

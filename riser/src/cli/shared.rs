@@ -5,15 +5,15 @@ use std::net::IpAddr;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
+use riser_initiator::engine::{Client, ClientBuilder, EngineError};
+use riser_initiator::session::{ConnectError, Down, SrpLoginError};
+use riser_initiator::url::TargetUrl;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_transport::shm::{self, Shm, ShmConfig, ShmUsers};
 
 use super::args::{ConnectOptions, ProviderChoice};
 use super::exit::{CliError, Exit};
-use crate::engine::{Client, ClientBuilder, EngineError};
-use crate::session::{ConnectError, Down, SrpLoginError};
-use crate::url::TargetUrl;
 
 /// Duration of polling after the last work, if each side has a separate processor. This is longer
 /// than for a network, because the target needs a system call to wake us up, which is more

@@ -3,6 +3,14 @@
 use std::time::{Duration, Instant};
 
 use riser_block::task;
+use riser_initiator::engine::{Client, EngineError, Session};
+use riser_initiator::lun::{LunError, LunInfo};
+use riser_initiator::request::RequestError;
+use riser_initiator::session::{ConnectError, Down};
+use riser_initiator::srp::discovery::{DiscoveryError, plan_logins};
+use riser_initiator::url::IscsiUrl;
+use riser_initiator::url::SrpUrl;
+use riser_initiator::url::TargetUrl;
 use riser_scsi::lun::LunId;
 use serde::Serialize;
 
@@ -10,14 +18,6 @@ use super::args::{DiscoverArgs, Global};
 use super::disk::{connect, login_failed, login_once, lun_failed, start_engine, with_link};
 use super::exit::{CliError, Exit};
 use super::{output, units};
-use crate::engine::{Client, EngineError, Session};
-use crate::lun::{LunError, LunInfo};
-use crate::request::RequestError;
-use crate::session::{ConnectError, Down};
-use crate::srp::discovery::{DiscoveryError, plan_logins};
-use crate::url::IscsiUrl;
-use crate::url::SrpUrl;
-use crate::url::TargetUrl;
 
 /// A target port.
 #[derive(Debug, Serialize)]

@@ -1,12 +1,44 @@
-//! An initiator library for SRP, iSER and iSCSI.
+//! An initiator library for SRP, iSER and iSCSI: attaches logical units as block devices.
 //!
+//! A [`Client`](engine::Client) is a thread with an RDMA device, our software NIC or another one,
+//! or only with TCP sockets. It connects to the targets, keeps their sessions alive and repeats
+//! commands after an outage. A [`Lun`](lun::Lun) is a logical unit on a session. It implements
+//! [`BlockDevice`](riser_block::BlockDevice), so `riser-exports` can export it and `riser-bench` can
+//! measure it. All calls are futures for any executor; [`block_on`](riser_block::task::block_on) is
+//! a simple one.
+//!
+//! ```no_run
+//! use riser_block::BlockDevice;
+//! use riser_block::task::block_on;
+//! use riser_initiator::engine::Client;
+//! use riser_initiator::url::TargetUrl;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let client = Client::builder().open("192.0.2.1".parse()?)?;
+//! let url: TargetUrl = "srp://192.0.2.7/0".parse()?;
+//! block_on(async {
+//!     let session = client.connect(url).await?;
+//!     let disk = session.lun(0).await?;
+//!     let buffer = session.buffer(disk.geometry().block_size as usize).await?;
+//!     let block = disk.read(0, buffer).await?;
+//!     println!("the first byte is {:#x}", block.slice().to_vec()[0]);
+//!     session.close().await;
+//!     Ok(())
+//! })
+//! # }
+//! ```
+//!
+//! `examples/read_block.rs` is a program that does the same at any address.
+//!
+//! # Modules
 //! - [`engine`]: thread which owns a device and its sessions, with the async API.
 //! - [`lun`]: disks: identifying, reading and writing them.
 //! - [`scsi`]: commands and response parsing.
 //! - [`srp`], [`iscsi`]: sans-I/O protocol logic. [`session`], [`request`]: shared by both
 //!   protocols.
-//!   [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
-//!   writes. [`url`]: addresses.
+//! - [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
+//!   writes.
+//! - [`url`]: addresses.
 
 pub mod engine;
 pub mod iscsi;

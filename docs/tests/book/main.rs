@@ -5,6 +5,7 @@
 mod boot;
 mod commands;
 mod examples;
+mod layout;
 mod links;
 mod reference;
 mod security;

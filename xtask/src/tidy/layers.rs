@@ -6,11 +6,19 @@ use super::dependencies::declared;
 use super::sources::Package;
 
 /// Packages, and the dependencies that are not allowed. To edit a configuration or to query a
-/// daemon, a package should not need any daemon code.
-const FORBIDDEN: [(&str, &[&str]); 3] = [
+/// daemon, a package should not need any daemon code. Exports and benchmarks only know block
+/// devices, and the initiator library doesn't know its users.
+const FORBIDDEN: [(&str, &[&str]); 10] = [
     ("riser-config", DAEMON),
     ("riser-admin-api", DAEMON),
     ("riser-configfs-emu", DAEMON),
+    ("riser-bench", SCSI),
+    ("riser-disks", SCSI),
+    ("riser-exports", SCSI),
+    ("riser-initiator", PROGRAM),
+    ("riser-target", &["riser-initiator"]),
+    ("riser-scsi", &["riser-transport"]),
+    ("riser-transport", &["riser-scsi"]),
 ];
 
 /// Daemon code: the target, devices, rings and servers.
@@ -22,6 +30,18 @@ const DAEMON: &[&str] = &[
     "axum",
     "io-uring",
     "prometheus",
+];
+
+/// Code for logical units and their protocols.
+const SCSI: &[&str] = &["riser-scsi", "riser-initiator", "riser-target"];
+
+/// Code of the program `riser`, and of the target.
+const PROGRAM: &[&str] = &[
+    "riser-target",
+    "riser-bench",
+    "riser-disks",
+    "riser-exports",
+    "clap",
 ];
 
 /// Returns all dependencies that are not allowed, along with their path.

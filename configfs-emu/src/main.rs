@@ -191,7 +191,7 @@ fn read(file: &Path) -> Result<String, Failure> {
 
 fn import(file: &Path) -> Result<Summary, Failure> {
     let document = serde_json::from_str(&read(file)?);
-    let document = document.map_err(|e| format!("{}: {e}", file.display()))?;
+    let document: Value = document.map_err(|e| format!("{}: {e}", file.display()))?;
     let (config, summary) = converted(&document)?;
     print(&config.to_yaml())?;
     Ok(summary)
@@ -199,6 +199,11 @@ fn import(file: &Path) -> Result<Summary, Failure> {
 
 /// Converts a saveconfig document.
 fn converted(document: &Value) -> Result<(Config, Summary), Failure> {
+    // targetcli writes both lists even if they are empty.
+    let lists = ["storage_objects", "targets"];
+    if lists.iter().all(|list| document.get(list).is_none()) {
+        return Err("missing storage_objects and targets: this is not a saveconfig file".into());
+    }
     let world = OtherHost::default();
     let restored = saved::restore(document, &world);
     let imported = saved::configuration(restored, &secret()?, &world);
@@ -243,6 +248,12 @@ mod tests {
         assert_eq!(status(&document), NOTED);
         document["storage_objects"][0]["plugin"] = "pscsi".into();
         assert_eq!(status(&document), INCOMPLETE);
+    }
+
+    #[test]
+    fn unrelated_document_is_rejected() {
+        let error = converted(&serde_json::json!({ "x": 1 })).err().unwrap();
+        assert!(error.to_string().starts_with("missing storage_objects"));
     }
 
     #[test]

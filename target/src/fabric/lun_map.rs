@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use riser_scsi::config::{BlockSize, Identity};
 use riser_scsi::lun::LunId;
 use riser_scsi::lun::WireLun;
-use riser_sync::atomic::{AtomicBool, Ordering};
+use riser_sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::Unit;
 use crate::qos::Limiter;
@@ -31,21 +31,54 @@ const MAX_GONE: usize = 256;
 
 /// A flag that is set while a LUN is mapped to a different unit than its initiator expects. It is
 /// shared by all maps of a session with the same unit at this LUN.
+///
+/// A command may use an older map, and identify another unit after this flag was initialized. In
+/// this case, the flag is set as well.
 #[derive(Clone, Debug, Default)]
-pub struct StaleLun(Arc<AtomicBool>);
+pub struct StaleLun(Arc<Staleness>);
+
+#[derive(Debug, Default)]
+struct Staleness {
+    is_stale: AtomicBool,
+    /// Value of `identifications` for which `is_stale` is valid.
+    valid_for: AtomicU64,
+    /// Number of times that the initiator has identified a stale unit at this LUN. It is shared by
+    /// all maps of the session.
+    identifications: Arc<AtomicU64>,
+}
 
 impl StaleLun {
     fn new(is_stale: bool) -> Self {
-        Self(Arc::new(AtomicBool::new(is_stale)))
+        Self(Arc::new(Staleness {
+            is_stale: AtomicBool::new(is_stale),
+            ..Staleness::default()
+        }))
+    }
+
+    /// Returns a flag for the next map of the session, which is valid for this number of
+    /// identifications.
+    fn next(&self, is_stale: bool, identifications: u64) -> Self {
+        Self(Arc::new(Staleness {
+            is_stale: AtomicBool::new(is_stale),
+            valid_for: AtomicU64::new(identifications),
+            identifications: Arc::clone(&self.0.identifications),
+        }))
+    }
+
+    fn identifications(&self) -> u64 {
+        self.0.identifications.load(Ordering::Relaxed)
     }
 
     fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.0.is_stale.load(Ordering::Relaxed)
+            || self.0.valid_for.load(Ordering::Relaxed) != self.identifications()
     }
 
     /// Clears the flag, because the initiator has identified the unit.
     pub fn clear(&self) {
-        self.0.store(false, Ordering::Relaxed);
+        let earlier = self.0.identifications.fetch_add(1, Ordering::Relaxed);
+        self.0.valid_for.store(earlier + 1, Ordering::Relaxed);
+        self.0.is_stale.store(false, Ordering::Relaxed);
     }
 }
 
@@ -125,14 +158,20 @@ impl LunMap {
 
     /// Updates this map, which is going to replace another map of the same session.
     pub fn follow(&mut self, old: &Self) {
+        // Get these first: workers still use the old map, and a later identification is not
+        // included in the known units.
+        let identified: Vec<_> = old.stale.iter().map(StaleLun::identifications).collect();
         self.set_known_units(old.known_units());
         for (place, lun) in self.luns.iter().enumerate() {
-            if let Ok(before) = old.luns.binary_search(lun)
-                && self.is_stale_at(place)
-                && self.known_unit(place) == old.known_unit(before)
-            {
-                self.stale[place] = old.stale[before].clone();
-            }
+            let Ok(before) = old.luns.binary_search(lun) else {
+                continue;
+            };
+            let is_stale = self.is_stale_at(place);
+            let is_same_unit = self.known_unit(place) == old.known_unit(before);
+            self.stale[place] = match is_stale && is_same_unit {
+                true => old.stale[before].clone(),
+                false => old.stale[before].next(is_stale, identified[before]),
+            };
         }
         let is_there = |lun: &LunId, unit: &Weak<Unit>| {
             let place = self.luns.binary_search(lun);
@@ -192,6 +231,9 @@ impl LunMap {
             if !self.is_stale_at(place) {
                 let unit = self.known_unit(place);
                 known.units.extend(unit.map(|unit| (*lun, unit)));
+            } else if !known.units.contains_key(lun) {
+                // The unit was identified using an older map.
+                known.is_partial = true;
             }
         }
         known
@@ -387,6 +429,31 @@ mod tests {
         let mut elsewhere = map([0, most], &other);
         elsewhere.follow(&once_more);
         assert_eq!(stale(&elsewhere), [true, true]);
+    }
+
+    /// A worker may execute commands using an old map after several changes.
+    #[test]
+    fn identification_by_old_map_outdates_newer_maps() {
+        let (one, other) = (mapping(1), mapping(2));
+        let first = map([5], &one);
+        let mut second = map([5], &other);
+        second.follow(&first);
+        let mut third = map([5], &one);
+        third.follow(&second);
+        let is_stale = |map: &LunMap| map.stale[0].is_set();
+        assert!(!is_stale(&third), "it is the unit of the first map");
+        second.stale(0).unwrap().clear();
+        assert!(!is_stale(&second) && is_stale(&third));
+        let mut fourth = map([5], &other);
+        fourth.follow(&third);
+        let mut fifth = map([5], &one);
+        fifth.follow(&fourth);
+        assert!(
+            is_stale(&fourth) && is_stale(&fifth),
+            "the expected unit is not known"
+        );
+        fifth.stale(0).unwrap().clear();
+        assert!(!is_stale(&fifth) && is_stale(&fourth));
     }
 
     #[test]

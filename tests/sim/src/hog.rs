@@ -253,6 +253,14 @@ pub(crate) fn draw(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Plan {
         let trickle = |index| HogPlan::trickle(rng, (index, disks.len()));
         hogs.extend((0..number).map(trickle));
     }
+    // An ORDERED command has to wait for the commands of another slow hog before it, and the target
+    // only disconnects hogs below its minimum rate. The queue of a faster hog can take minutes.
+    if hogs.iter().any(HogPlan::delays_all) {
+        let others = hogs.iter_mut().filter(|hog| !hog.delays_all());
+        others
+            .filter(|hog| hog.disk.is_none())
+            .for_each(|hog| hog.disk = Some(disks.len()));
+    }
     let window = match hogs.iter().any(HogPlan::delays_all) {
         true => WINDOW,
         false => [1 << 20, WINDOW][rng.usize(..2)],

@@ -650,17 +650,12 @@ impl Plan {
     }
 
     /// Returns the maximum latency of commands that should be fast. An ORDERED command of a hog
-    /// delays all later commands, and has to wait for the commands of other hogs before it. These
-    /// are slow at the same time.
+    /// delays all later commands.
     #[must_use]
     pub fn max_latency(&self) -> Duration {
-        if !self.hogs.iter().any(HogPlan::delays_all) {
-            return PROMPT;
-        }
-        let is_on_shared_disk = |hog: &&HogPlan| hog.disk.is_none();
-        match self.hogs.iter().filter(is_on_shared_disk).count() {
-            1 => ORDER_DELAY,
-            _ => 2 * ORDER_DELAY,
+        match self.hogs.iter().any(HogPlan::delays_all) {
+            true => ORDER_DELAY,
+            false => PROMPT,
         }
     }
 

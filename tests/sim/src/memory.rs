@@ -43,6 +43,8 @@ pub struct Meter {
     of_flood: usize,
     /// Bytes in use at the last check.
     seen: usize,
+    /// Largest number of connections at a check.
+    peak: usize,
     /// Number of target addresses.
     paths: usize,
 }
@@ -62,6 +64,7 @@ impl Meter {
             of_devices,
             of_flood: OF_PLACE * plan.flood as usize + OF_COMMAND * commands.sum::<usize>(),
             seen: 0,
+            peak: 0,
             paths: plan.paths,
         }
     }
@@ -75,7 +78,9 @@ impl Meter {
         }
         self.seen = used;
         let announced = target.announced();
+        self.peak = self.peak.max(announced.connections);
         let base = OF_WORKER * target.workers() + OF_CONNECTION * announced.connections;
+        let base = base + OF_PLACE * self.peak;
         let most = base + announced.bytes + self.of_devices + self.of_flood;
         if used <= most {
             return None;

@@ -247,8 +247,12 @@ pub(crate) fn count(rows: &[Row]) -> Outcome {
 /// Formats the number of cases for each result.
 pub(crate) fn summary(rows: &[Row]) -> String {
     let count = |is: fn(&Verdict) -> bool| rows.iter().filter(|row| is(&row.verdict)).count();
+    let again = match count(|v| matches!(v, Verdict::PassedAgain(_))) {
+        0 => String::new(),
+        n => format!(" ({n} at the second attempt)"),
+    };
     format!(
-        "{} passed, {} failed, {} skipped, {} not yet",
+        "{} passed{again}, {} failed, {} skipped, {} not yet",
         count(|v| matches!(v, Verdict::Passed | Verdict::PassedAgain(_))),
         count(|v| matches!(v, Verdict::Failed(_))),
         count(|v| matches!(v, Verdict::Skipped(_))),
@@ -338,8 +342,10 @@ mod tests {
     fn rows_are_counted() {
         let row = |verdict| Row::new("a/b", Kind::Program, verdict);
         let failed = row(Verdict::Failed("why".to_owned()));
-        let rows = [row(Verdict::Passed), failed, row(Verdict::Passed)];
-        assert_eq!(summary(&rows), "2 passed, 1 failed, 0 skipped, 0 not yet");
+        let again = row(Verdict::PassedAgain("why".to_owned()));
+        let rows = [row(Verdict::Passed), failed, again];
+        let said = "2 passed (1 at the second attempt), 1 failed, 0 skipped, 0 not yet";
+        assert_eq!(summary(&rows), said);
         let Outcome::Ran(tally, failure) = count(&rows) else {
             panic!("nothing was skipped");
         };

@@ -32,7 +32,6 @@ pub struct Sender<T>(Arc<Shared<T>>);
 pub struct Receiver<T>(Arc<Shared<T>>);
 
 /// Creates a connected pair.
-#[must_use]
 pub fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared(Mutex::new(State {
         value: None,

@@ -1,11 +1,11 @@
 //! An initiator library for SRP, iSER and iSCSI: attaches logical units as block devices.
 //!
-//! A [`Client`](engine::Client) is a thread with an RDMA device, our software NIC or another one,
-//! or only with TCP sockets. It connects to the targets, keeps their sessions alive and repeats
+//! A [`Client`](engine::Client) is a thread with an RDMA device (by default the software NIC), or
+//! only with TCP sockets. It connects to the targets, keeps their sessions alive and retries
 //! commands after an outage. A [`Lun`](lun::Lun) is a logical unit on a session. It implements
 //! [`BlockDevice`](riser_block::BlockDevice), so `riser-exports` can export it and `riser-bench` can
-//! measure it. All calls are futures for any executor; [`block_on`](riser_block::task::block_on) is
-//! a simple one.
+//! measure it. All calls return futures for any executor, such as the simple
+//! [`block_on`](riser_block::task::block_on).
 //!
 //! ```no_run
 //! use riser_block::BlockDevice;
@@ -38,7 +38,7 @@
 //!   protocols.
 //! - [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
 //!   writes.
-//! - [`url`]: addresses.
+//! - [`url`]: parses target addresses.
 
 pub mod engine;
 pub mod iscsi;

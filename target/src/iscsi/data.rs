@@ -420,6 +420,7 @@ impl<D: Datamover> Channel<D> {
         warn_limited!(
             self.complaints,
             cx.now,
+            nexus = self.session.as_ref().map(|session| session.nexus.0),
             "timed out waiting for the initiator to send or receive data"
         );
         self.ended.get_or_insert(CloseReason::Silent);

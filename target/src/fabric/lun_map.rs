@@ -77,7 +77,8 @@ impl StaleLun {
     /// Clears the flag, because the initiator has identified the unit.
     pub fn clear(&self) {
         let earlier = self.0.identifications.fetch_add(1, Ordering::Relaxed);
-        self.0.valid_for.store(earlier + 1, Ordering::Relaxed);
+        // Connections of a session may identify the unit at the same time.
+        self.0.valid_for.fetch_max(earlier + 1, Ordering::Relaxed);
         self.0.is_stale.store(false, Ordering::Relaxed);
     }
 }

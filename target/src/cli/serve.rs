@@ -78,10 +78,9 @@ impl Disk {
         resolved.unwrap_or(path)
     }
 
-    /// Returns the configuration of the backend.
-    fn backend(&self) -> Value {
-        let path = self.resolved_path();
-        let is_device = path
+    /// Returns the configuration of the backend with this resolved path.
+    fn backend(&self, path: &str) -> Value {
+        let is_device = Path::new(path)
             .metadata()
             .is_ok_and(|m| m.file_type().is_block_device());
         let mut backend = json!({
@@ -121,14 +120,17 @@ fn backend_name(path: &Path) -> String {
 /// it.
 ///
 /// # Errors
-/// Returns a message if a disk is listed twice.
+/// Returns a message if a path is not UTF-8, or if a disk is listed twice.
 pub(super) fn document(disks: &[Disk], listen: &[IpAddr]) -> Result<String, String> {
     let (mut backends, mut luns) = (Map::new(), Map::new());
     for (lun, disk) in disks.iter().enumerate() {
         let path = disk.resolved_path();
+        let Some(text) = path.to_str() else {
+            return Err(format!("invalid path {}: it is not UTF-8", path.display()));
+        };
         let name = backend_name(&path);
         luns.insert(lun.to_string(), json!(name));
-        if backends.insert(name, disk.backend()).is_some() {
+        if backends.insert(name, disk.backend(text)).is_some() {
             return Err(format!("cannot serve {} twice", path.display()));
         }
     }

@@ -505,7 +505,7 @@ impl Pool {
 
     /// Returns whether this owner has to return memory: a claim of another initiator is waiting and
     /// within its shares (without guaranteed parts, its unit may exceed its share), and this
-    /// initiator uses more than half of its own share.
+    /// initiator uses more than half of its share.
     pub fn is_owed_by(&self, owner: Owner) -> bool {
         self.shares.is_beyond_half_share(owner)
             && self.line.iter().any(|waiter| {

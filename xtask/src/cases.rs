@@ -178,7 +178,7 @@ impl Row {
         row
     }
 
-    /// Runs a check, which returns what it has found.
+    /// Runs a check, which returns a description of its result.
     pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<String, Failure>) -> Self {
         Self::run(name, Kind::Check, |figures| {
             work().map(|said| figures.push(said)).into()

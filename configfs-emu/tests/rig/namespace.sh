@@ -1,5 +1,5 @@
-# Runs a command with FOLDER/config mounted in place of the kernel's configfs tree, without an effect of `modprobe`,
-# and with FOLDER/etc in place of rtslib's state directory: namespace.sh FOLDER COMMAND
+# Runs a command with DIRECTORY/config mounted over the kernel's configfs tree, DIRECTORY/etc mounted over rtslib's
+# state directory, and a `modprobe` without any effect: namespace.sh DIRECTORY COMMAND
 set -e
 export FOLDER=$1 HOME=$1 PATH=$1/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export DBUS_SYSTEM_BUS_ADDRESS=$DBUS_SESSION_BUS_ADDRESS

@@ -305,7 +305,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Schedules the next check for data timeouts. The first check must be early enough to handle
-    /// an initiator that is using more than its share of memory by then, or that delays others.
+    /// an initiator that exceeds its share of memory or delays other initiators.
     pub(super) fn watch_data(&mut self, now: Instant) {
         let look = now + self.config.data_out_timeout.min(ORDER_CHECK_INTERVAL);
         let deadline = self.data_deadline.get_or_insert(look);

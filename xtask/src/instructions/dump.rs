@@ -306,8 +306,8 @@ fn ours(root: &str, file: &str) -> Option<String> {
 
 /// Returns the library of a file that doesn't belong to us.
 fn library(file: &str) -> String {
-    // The standard library uses paths from its build machine, or those of the component `rust-src`
-    // if it is installed.
+    // The standard library uses the paths of its build machine, or, if the component `rust-src` is
+    // installed, the paths of its sources.
     if file.starts_with("/rustc/")
         || file.starts_with("/rust/deps/")
         || file.contains("/lib/rustlib/src/rust/")

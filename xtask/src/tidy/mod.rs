@@ -2,10 +2,10 @@
 //!
 //! By default, this returns an error for anything new: an import cycle between sibling modules, a
 //! word from [`words`] in user-visible text, a reference in a document to a file or function that
-//! doesn't exist, or a dependency that is not allowed by [`layers`]. Issues that existed before the
-//! check was added are listed in [`KNOWN`]. This list must only get shorter, so an entry that
-//! doesn't match any more is an error as well. If `--report` is set, we only measure and never
-//! return an error.
+//! doesn't exist, a dependency that is not allowed by [`layers`], or an invalid commit subject.
+//! Issues that existed before the check was added are listed in [`KNOWN`]. This list must only get
+//! shorter, so an entry that doesn't match any more is an error as well. If `--report` is set, we
+//! only measure and never return an error.
 
 mod dependencies;
 mod english;
@@ -17,6 +17,7 @@ mod modules;
 mod references;
 mod report;
 mod sources;
+mod subjects;
 mod visible;
 mod words;
 
@@ -58,8 +59,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !options.report {
         check()?;
         println!(
-            "no new import circle, no word to replace, no dead reference, no dependency on a layer above, English within \
-             its budgets"
+            "no new import circle, no word to replace, no dead reference, no dependency on a layer above, no invalid \
+             commit subject, English within its budgets"
         );
         return Ok(());
     }
@@ -163,6 +164,7 @@ pub(crate) fn check() -> Result<(), Failure> {
     // Only compare issues of these types; otherwise known issues of the other step would look as if
     // they were fixed.
     compare(&["circle", "reference", "word", "layer"], &found)?;
+    subjects::check()?;
     english::check(&packages)
 }
 

@@ -72,7 +72,7 @@ pub(crate) fn select<T>(
     let mut items: Vec<T> = items.into_iter().collect();
     for word in words {
         if !items.iter().any(|item| is_match(item, word)) {
-            return Err(format!("unknown {what} \"{word}\"; --list shows all {what}s").into());
+            return Err(format!("unknown {what} \"{word}\"").into());
         }
     }
     items.retain(|item| words.is_empty() || words.iter().any(|word| is_match(item, word)));
@@ -208,7 +208,10 @@ pub(crate) fn attempt(may_repeat: bool, mut run: impl FnMut() -> Result<(), Fail
     match run() {
         Err(first) if may_repeat => match run() {
             Ok(()) => Verdict::PassedAgain(shorten(&first.to_string())),
-            again => again.into(),
+            Err(second) => Verdict::Failed(format!(
+                "{second}\nfirst attempt: {}",
+                shorten(&first.to_string())
+            )),
         },
         result => result.into(),
     }
@@ -310,7 +313,7 @@ mod tests {
         assert_eq!(of(&[]).unwrap(), ["ab", "bc"]);
         assert_eq!(of(&["a"]).unwrap(), ["ab"]);
         let why = of(&["a", "d"]).unwrap_err().to_string();
-        assert_eq!(why, "unknown case \"d\"; --list shows all cases");
+        assert_eq!(why, "unknown case \"d\"");
     }
 
     #[test]

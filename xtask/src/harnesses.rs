@@ -157,6 +157,18 @@ pub(crate) fn run_release(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(command.and_then(|mut command| sh::output(command.envs(env.iter().copied()))))
 }
 
+/// Runs tests and prints their output. Returns the number of test functions that passed, because
+/// Cargo reports success even if no name matches.
+pub(crate) fn run_counted(command: &mut Command) -> Result<u64, Failure> {
+    let text = sh::output(command)?;
+    print!("{text}");
+    let results = Results::of(Ok(text));
+    match results.failure {
+        Some(failure) => Err(failure.into()),
+        None => Ok(results.counts.passed),
+    }
+}
+
 /// Runs a test with the `release` profile, using the given variables to increase its size. The
 /// test functions run sequentially, so that each can use the whole machine.
 pub(crate) fn run_long(
@@ -164,6 +176,15 @@ pub(crate) fn run_long(
     numbers: &[(&str, u64)],
     name: Option<&str>,
 ) -> Result<(), Failure> {
+    if let Some(name) = name {
+        let mut list = release_test(&["--test", test, "--", name, "--list"])?;
+        if !sh::output(&mut list)?
+            .lines()
+            .any(|line| line.ends_with(": test"))
+        {
+            return Err(format!("unknown test: no function in {test} contains {name}").into());
+        }
+    }
     let mut command = release_test(&["--test", test, "--"])?;
     command.envs(numbers.iter().map(|(name, n)| (name, n.to_string())));
     command.args(name);
@@ -185,7 +206,7 @@ pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
     let lines = skips
         .iter()
         .map(|skip| format!("\n{}: {}", skip.name, skip.why));
-    Err(format!("system calls not tested:{}", lines.collect::<String>()).into())
+    Err(format!("skipped parts:{}", lines.collect::<String>()).into())
 }
 
 /// Returns a Cargo command to build tests with the `release` profile, including any programs in

@@ -1,6 +1,7 @@
 //! `cargo xtask interleavings`: tests shared state using a model checker that controls thread
 //! scheduling (`riser_sync`).
 
+use crate::harnesses::run_counted;
 use crate::{Failure, sh};
 
 #[derive(clap::Args)]
@@ -23,14 +24,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     command.arg(&options.name);
     command.env("RISER_INTERLEAVINGS", options.runs.to_string());
     command.env("RISER_INTERLEAVINGS_SEED", options.seed.to_string());
-    let text = sh::output(&mut command)?;
-    print!("{text}");
-    // If the name doesn't match any tests, Cargo would still report success.
-    let passed = text.lines().filter_map(|line| {
-        let (_, counts) = line.split_once("test result: ok. ")?;
-        counts.split_once(" passed")?.0.parse::<u64>().ok()
-    });
-    match passed.sum::<u64>() {
+    match run_counted(&mut command)? {
         0 => Err(format!("unknown test: no name contains {}", options.name).into()),
         _ => Ok(()),
     }

@@ -1,6 +1,8 @@
 //! `cargo xtask miri`: runs unit tests of memory, reactor and wire formats in an interpreter that
 //! can detect undefined behavior (<https://github.com/rust-lang/miri>).
 
+use crate::cases::select;
+use crate::harnesses::run_counted;
 use crate::{Failure, nightly, sh};
 
 /// A crate with the test names to run and to skip.
@@ -59,18 +61,13 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let chosen = select(SUBJECTS, &options.only, "crate", |subject, word| {
+        subject.package.contains(word)
+    })?;
     nightly::ensure(&["miri", "rust-src"])?;
     // Miri needs to build its own standard library and may have to fetch dependencies for it. If we
     // are offline, they must already be available.
     sh::run(&mut nightly::cargo(["miri", "setup"]))?;
-    let is_chosen = |subject: &&Subject| {
-        let mut words = options.only.iter();
-        options.only.is_empty() || words.any(|word| subject.package.contains(word.as_str()))
-    };
-    let chosen: Vec<_> = SUBJECTS.iter().filter(is_chosen).collect();
-    if chosen.is_empty() {
-        return Err("unknown crate".into());
-    }
     for subject in chosen {
         println!("── {}", subject.package);
         let mut command = nightly::cargo(["miri", "test", "--lib", "-p", subject.package, "--"]);
@@ -83,7 +80,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         }
         command.env("MIRIFLAGS", flags);
         command.env("PROPTEST_CASES", options.cases.to_string());
-        sh::run(&mut command)?;
+        if run_counted(&mut command)? == 0 {
+            return Err(format!("no test function of {} ran", subject.package).into());
+        }
     }
     Ok(())
 }

@@ -1,7 +1,9 @@
 //! `cargo xtask tsan`: uses ThreadSanitizer to run tests in which memory is shared between threads,
 //! software NICs or workers. The standard library is instrumented as well.
 
-use crate::{Failure, nightly, root, sh};
+use crate::cases::select;
+use crate::harnesses::run_counted;
+use crate::{Failure, nightly, root};
 
 /// Suppressions for false positives. Every entry has a comment with the reason.
 const SUPPRESSIONS: &str = "xtask/tsan.txt";
@@ -27,15 +29,15 @@ pub(crate) struct Options {
 
 /// Builds and runs the tests; returns an error if there is a data race.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let subjects = select(SUBJECTS, &options.only, "test", |(_, test), word| {
+        test.contains(word)
+    })?;
     nightly::ensure(&["rust-src"])?;
     // If we specify a target, Cargo will use the flags only for this target, but not for macros and
     // build scripts.
     let host = nightly::host()?;
-    for (package, test) in SUBJECTS {
-        let mut words = options.only.iter();
-        if !options.only.is_empty() && !words.any(|word| test.contains(word.as_str())) {
-            continue;
-        }
+    let mut passed = 0;
+    for (package, test) in subjects {
         println!("── {package}, {test}");
         let args = ["test", "-Zbuild-std", "--target", &host];
         let mut command = nightly::cargo(args);
@@ -57,7 +59,11 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
             "TSAN_OPTIONS",
             format!("suppressions={} history_size=7", suppressions.display()),
         );
-        sh::run(&mut command)?;
+        passed += run_counted(&mut command)?;
     }
-    Ok(())
+    match (passed, &options.name) {
+        (0, Some(name)) => Err(format!("unknown test: no name contains {name}").into()),
+        (0, None) => Err("no test function ran".into()),
+        _ => Ok(()),
+    }
 }

@@ -13,6 +13,7 @@ use super::rig::Rig;
 use super::systems::{self, Client, SYSTEMS, System};
 use super::workloads::Load;
 use super::{cpu, machine};
+use crate::cases::select;
 use crate::{Failure, sh};
 
 /// Warm-up time for many clients, in seconds, to ensure that all are running when we start to
@@ -57,14 +58,9 @@ pub(super) fn measure(
     rounds: usize,
     keep: impl Fn(&Scaling) -> Result<(), Failure>,
 ) -> Result<Scaling, Failure> {
-    let curves = CURVES.iter().filter(|curve| {
-        words.is_empty() || words.iter().any(|word| curve.id.contains(word.as_str()))
-    });
-    let curves: Vec<_> = curves.collect();
-    if curves.is_empty() {
-        let names: Vec<_> = CURVES.iter().map(|curve| curve.id).collect();
-        return Err(format!("unknown curve; valid curves: {}", names.join(", ")).into());
-    }
+    let curves = select(CURVES.iter(), words, "curve", |curve, word| {
+        curve.id.contains(word)
+    })?;
     let mut scaling = Scaling {
         measured: machine::provenance(rig, rounds)?,
         points: Vec::new(),

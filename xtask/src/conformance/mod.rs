@@ -253,6 +253,9 @@ fn over_tcp(
         }
         run.tests.extend(part.tests);
     }
+    if run.tests.is_empty() {
+        failures.push("no test of the suite ran".to_owned());
+    }
     if let Some(keep) = &options.log {
         fs::write(keep, said)?;
     }
@@ -269,6 +272,9 @@ fn over_tcp(
                 "riser-again",
             )?;
             failures.extend(ended.map(|how| format!("iscsi-test-cu {how} in {test}")));
+            if again.tests.is_empty() || !again.is_complete {
+                failures.push(format!("{test} did not finish at LUN {lun}"));
+            }
             run.merge(again);
         }
     }

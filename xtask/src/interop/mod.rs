@@ -126,6 +126,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
             }
         },
     };
+    let mut rows = Vec::new();
     // The tools to build a module may be missing, but other cases can run without it.
     for module in &modules::modules() {
         if let Some(kernel) = &kernel
@@ -133,11 +134,14 @@ pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
             && let Err(e) = module.ensure(kernel)
         {
             let why = format!("cannot prepare {} for the guest: {e}", module.name);
-            guests.retain(|case| !module.is_for(case));
+            let is_skipped = |case: &mut case::Case| module.is_for(case);
+            let skip = |case: case::Case| {
+                Row::new(&case.path(), Kind::Case, Verdict::Skipped(why.clone()))
+            };
+            rows.extend(guests.extract_if(.., is_skipped).map(skip));
             if here.is_empty() && guests.is_empty() {
                 return Ok(Outcome::Skipped(all, why));
             }
-            println!("skipping the cases with {}: {why}", module.name);
         }
     }
     // Tests take minutes to build, so we only build them for cases that need them.
@@ -161,7 +165,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
     let logs = root().join(&options.logs);
     let started = Instant::now();
     let jobs = options.jobs().max(1);
-    let mut rows = here::run(&here, &programs, &logs);
+    rows.extend(here::run(&here, &programs, &logs));
     if let Some(kernel) = &kernel {
         let rig = Rig {
             kernel,

@@ -75,9 +75,13 @@ impl Rig<'_> {
         // If there was no guest, there are no logs.
         let _ = fs::rename(&logs, &kept);
         let mut second = self.run_case(case, &self.logs.join("guest-1"), &mut None);
-        if second.verdict == Verdict::Passed {
-            second.verdict = Verdict::PassedAgain(shorten(first));
-        }
+        second.verdict = match second.verdict {
+            Verdict::Passed => Verdict::PassedAgain(shorten(first)),
+            Verdict::Failed(why) => {
+                Verdict::Failed(format!("{why}\nfirst attempt: {}", shorten(first)))
+            }
+            verdict => verdict,
+        };
         second
     }
 

@@ -18,8 +18,9 @@ use sha2::{Digest, Sha256};
 use super::copy::{Copy, Run};
 use super::judge::Judge;
 use super::switches::{Lines, Mutant, switched};
+use crate::cases::{self, select};
 use crate::packages::have_program;
-use crate::{Failure, cases, sh};
+use crate::{Failure, sh};
 
 /// Sample size: number of mutants per state machine that must compile.
 const SAMPLE: usize = 10;
@@ -74,16 +75,9 @@ impl Machine {
 /// machines) using the given number of seeds. Returns an error if fewer mutants were detected than
 /// required.
 pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
-    let is_meant = |machine: &&Machine| {
-        words.is_empty()
-            || words
-                .iter()
-                .any(|word| machine.name.contains(word.as_str()))
-    };
-    let machines: Vec<_> = MACHINES.iter().filter(is_meant).collect();
-    if machines.is_empty() {
-        return Err("unknown machine".into());
-    }
+    let machines = select(MACHINES.iter(), words, "machine", |machine, word| {
+        machine.name.contains(word)
+    })?;
     have_program("cargo-mutants")?;
     let copy = Copy::of_head()?;
     let (mut samples, mut last) = (Vec::new(), 0);

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::copy::{Copy, Run};
 use super::judge::Judge;
+use crate::cases::select;
 use crate::{Failure, root};
 
 /// Time limit for the seeds of a defect.
@@ -68,15 +69,17 @@ impl Planted {
 /// Returns the patches whose name contains one of these words. If there are no words, returns all
 /// patches.
 fn chosen(words: &[String]) -> Result<Vec<Planted>, Failure> {
-    let mut paths = Vec::new();
+    let mut all = Vec::new();
     for entry in fs::read_dir(root().join("tests/sim/planted"))? {
         let path = entry?.path();
-        let name = path.file_stem().unwrap_or_default().to_string_lossy();
-        let is_meant = words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
-        if is_meant && path.extension().is_some_and(|kind| kind == "patch") {
-            paths.push(path);
+        if path.extension().is_some_and(|kind| kind == "patch") {
+            all.push(path);
         }
     }
+    let mut paths = select(all, words, "planted defect", |path, word| {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy();
+        name.contains(word)
+    })?;
     paths.sort();
     match paths.is_empty() {
         true => Err("unknown planted defect".into()),

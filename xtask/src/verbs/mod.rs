@@ -183,8 +183,9 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         thread.join()
     });
     let rows = ran.map_err(|_| "the thread of the cases panicked")??;
-    if rows.is_empty() {
-        return Err("unknown case: no path contains one of these words".into());
+    let is_unknown = |word: &&String| !rows.iter().any(|row| row.path.contains(word.as_str()));
+    if let Some(word) = options.words.iter().find(is_unknown) {
+        return Err(format!("unknown case: no path contains {word}").into());
     }
     print_skips(&rows);
     println!("\n{}; logs in {}", summary(&rows), options.logs.display());

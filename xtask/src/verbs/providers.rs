@@ -2,6 +2,7 @@
 //! `rdma_core` provider loads libibverbs and librdmacm, and here these are our own libraries.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -76,10 +77,16 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     let mut process = rig.start(command, &paths()[index])?;
     let ended = process.finish(Instant::now() + PATIENCE);
     let (tests, is_whole) = parse(&ended.said);
-    match (is_whole, ended.status) {
-        (true, _) => Ok(tests),
-        (false, None) => Err(failure("the suite", "it timed out", &ended)),
-        (false, Some(status)) => Err(failure("the suite", &status.to_string(), &ended)),
+    let has_failed = tests.iter().any(|test| test.verdict != Verdict::Passed);
+    match ended.status {
+        // The program exits with an error if a test has failed.
+        Some(status)
+            if is_whole && (status.success() || has_failed && status.signal().is_none()) =>
+        {
+            Ok(tests)
+        }
+        None => Err(failure("the suite", "it timed out", &ended)),
+        Some(status) => Err(failure("the suite", &status.to_string(), &ended)),
     }
 }
 

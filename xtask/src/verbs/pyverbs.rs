@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -102,10 +103,19 @@ pub(super) fn run(
     command.env("ADDRESS", ADDRESS);
     let mut process = rig.start(command, &format!("pyverbs/{module}"))?;
     let ended = process.finish(Instant::now() + PATIENCE);
-    let tests = parse(&ended.said);
+    let mut tests = parse(&ended.said);
     let is_whole = ended.said.lines().any(|line| line.starts_with("Ran "));
     if tests.is_empty() && !is_whole {
         return Err(format!("{}\n{}", how(&ended), last_line(&ended.said)).into());
+    }
+    // The process may also be killed between two tests, or crash when it exits.
+    let is_crash = ended.status.is_none_or(|status| status.signal().is_some());
+    let is_unfinished = |test: &Test| test.verdict == Verdict::unfinished();
+    if (is_crash || !is_whole) && !tests.iter().any(is_unfinished) {
+        tests.push(Test {
+            name: format!("{module}.exit"),
+            verdict: Verdict::unfinished(),
+        });
     }
     Ok(tests)
 }

@@ -351,10 +351,9 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(None)) {
-            self.signal(Signal::KILL);
-            let _ = self.child.wait();
-        }
+        // Its children may still run, even if it has exited.
+        self.signal(Signal::KILL);
+        let _ = self.child.wait();
     }
 }
 

@@ -17,6 +17,8 @@
 //!   status, sense, data  <--- Step::Respond(Response)
 //! ```
 //!
+//! `examples/unit.rs` executes commands on a unit whose medium is a byte array.
+//!
 //! # Modules
 //!
 //! Sorted from bottom to top. A module should only use the modules above it in this table, and its

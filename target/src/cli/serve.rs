@@ -66,25 +66,33 @@ impl FromStr for Disk {
     }
 }
 
+/// Returns the absolute path of a disk, because the next start may use another working directory.
+/// The path of a file contains no symbolic links, if possible.
+///
+/// Links to a device are kept, because they are often its only permanent names: at the next boot,
+/// the kernel may assign a name such as `/dev/sda` to another disk.
+fn permanent_path(path: &Path, is_device: bool) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    if is_device {
+        return path;
+    }
+    let resolve = |path: &Path| path.canonicalize().ok();
+    // The file itself may not exist yet.
+    let in_directory = || Some(resolve(path.parent()?)?.join(path.file_name()?));
+    let resolved = resolve(&path).or_else(in_directory);
+    resolved.unwrap_or(path)
+}
+
 impl Disk {
-    /// Returns the absolute path without symbolic links, if possible. The next start may use
-    /// another working directory.
-    fn resolved_path(&self) -> PathBuf {
-        let path = std::path::absolute(&self.path).unwrap_or_else(|_| self.path.clone());
-        let resolve = |path: &Path| path.canonicalize().ok();
-        // The file itself may not exist yet.
-        let in_directory = || Some(resolve(path.parent()?)?.join(path.file_name()?));
-        let resolved = resolve(&path).or_else(in_directory);
-        resolved.unwrap_or(path)
+    fn is_device(&self) -> bool {
+        let metadata = self.path.metadata();
+        metadata.is_ok_and(|metadata| metadata.file_type().is_block_device())
     }
 
-    /// Returns the configuration of the backend with this resolved path.
+    /// Returns the configuration of the backend with this path.
     fn backend(&self, path: &str) -> Value {
-        let is_device = Path::new(path)
-            .metadata()
-            .is_ok_and(|m| m.file_type().is_block_device());
         let mut backend = json!({
-            "kind": if is_device { "device" } else { "file" },
+            "kind": if self.is_device() { "device" } else { "file" },
             "path": path,
             "read_only": self.read_only,
         });
@@ -113,6 +121,11 @@ fn backend_name(path: &Path) -> String {
     format!("{name}:{:08x}", hash >> 32)
 }
 
+fn utf8_of(path: &Path) -> Result<&str, String> {
+    path.to_str()
+        .ok_or_else(|| format!("invalid path {}: it is not UTF-8", path.display()))
+}
+
 /// Returns a configuration with a single target, which serves the disks over iSCSI, iSER and SRP to
 /// all initiators that can reach an address in `listen`. JSON is also YAML.
 ///
@@ -124,20 +137,18 @@ fn backend_name(path: &Path) -> String {
 pub(super) fn document(disks: &[Disk], listen: &[IpAddr]) -> Result<String, String> {
     let (mut backends, mut luns) = (Map::new(), Map::new());
     for (lun, disk) in disks.iter().enumerate() {
-        let path = disk.resolved_path();
-        let Some(text) = path.to_str() else {
-            return Err(format!("invalid path {}: it is not UTF-8", path.display()));
-        };
+        let path = permanent_path(&disk.path, disk.is_device());
         let name = backend_name(&path);
         luns.insert(lun.to_string(), json!(name));
-        if backends.insert(name, disk.backend(text)).is_some() {
+        if backends
+            .insert(name, disk.backend(utf8_of(&path)?))
+            .is_some()
+        {
             return Err(format!("cannot serve {} twice", path.display()));
         }
     }
-    let directory = match state::default_path() {
-        Some(path) => json!(path.join("serve")),
-        None => json!("none"),
-    };
+    let directory = state::default_path().map(|path| path.join("serve"));
+    let directory = directory.as_deref().map_or(Ok("none"), utf8_of)?;
     let portals = listen.iter().flat_map(|address| {
         let portal = |protocol| json!({ "protocol": protocol, "listen": address });
         ["iscsi", "iser", "srp"].map(portal)
@@ -160,6 +171,10 @@ pub(super) fn document(disks: &[Disk], listen: &[IpAddr]) -> Result<String, Stri
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+    use std::os::unix::fs::symlink;
+
     use super::*;
     use crate::config::Config;
 
@@ -205,8 +220,25 @@ mod tests {
         assert!(both.contains(&names(&["/b/x.img"])[0]));
         assert!(names(&["/c/ä b.img"])[0].starts_with("b.img:"));
         assert!(names(&["/c/ä"])[0].starts_with(':'));
+        let invalid = Path::new(OsStr::from_bytes(b"/\xff"));
+        assert!(utf8_of(invalid).unwrap_err().starts_with("invalid path"));
         let twice = ["/a/x.img", "/a//x.img"].map(|d| d.parse().unwrap());
         let error = document(&twice, &["127.0.0.1".parse().unwrap()]).unwrap_err();
         assert_eq!(error, "cannot serve /a/x.img twice");
+    }
+
+    #[test]
+    fn device_keeps_name_of_its_link() {
+        let directory = std::env::temp_dir().join(format!("riserd-serve-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let path = |name: &str| directory.join(name);
+        for name in ["sda", "sdb"] {
+            std::fs::write(path(name), name).unwrap();
+        }
+        symlink(path("sda"), path("by-id")).unwrap();
+        let resolved = path("sda").canonicalize().unwrap();
+        assert_eq!(permanent_path(&path("by-id"), false), resolved);
+        assert_eq!(permanent_path(&path("by-id"), true), path("by-id"));
+        std::fs::remove_dir_all(&directory).unwrap();
     }
 }

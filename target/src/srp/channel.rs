@@ -630,6 +630,7 @@ impl Channel {
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.began = Some(self.pace.begin(now));
+        self.awaited_deadline.get_or_insert(now + OWED);
         if io.exec.is_gathering() {
             return;
         }
@@ -702,10 +703,13 @@ impl Channel {
             owed.into_iter().chain(held).min()
         };
         let due = self.ioctx.iter().filter_map(|(_, io)| due(io)).min();
-        let is_watched = self.ioctx.iter().any(|(_, io)| is_in_order(io));
-        let look = match is_watched {
-            true => Some(cx.now + ORDER_CHECK_INTERVAL),
-            false => is_owed.then_some(cx.now + OWED),
+        let look = if self.ioctx.iter().any(|(_, io)| is_in_order(io)) {
+            Some(cx.now + ORDER_CHECK_INTERVAL)
+        } else {
+            // The channel is not notified if it exceeds its share of memory while other initiators
+            // are already waiting.
+            let is_waiting = self.ioctx.iter().any(|(_, io)| io.began.is_some());
+            (is_owed || is_waiting).then_some(cx.now + OWED)
         };
         self.awaited_deadline = look.into_iter().chain(due).min();
         if due.is_some_and(|at| at <= cx.now) {

@@ -400,11 +400,11 @@ fn command_cost_is_transferred_data() {
     rig.settle();
     assert_eq!(tags(&mut rig), [5]);
     rig.send(0, &read(6).bytes());
-    let seconds = Duration::from_secs(8);
-    assert_eq!(rig.channels[0].deadline(), Some(rig.now + seconds));
-    rig.advance(seconds);
-    rig.settle();
-    assert_eq!(tags(&mut rig), [6]);
+    for second in 1..=8 {
+        rig.advance(Duration::from_secs(1));
+        rig.settle();
+        assert_eq!(tags(&mut rig), &[6][usize::from(second < 8)..]);
+    }
     rig.end();
 }
 

@@ -398,9 +398,10 @@ fn unreceived_data_times_out() {
 }
 
 /// Returns the number of seconds until the channel is closed. The data of a short WRITE is
-/// transferred every four seconds if `trickles` is set, and another initiator is waiting for memory
-/// if `others_wait` is set.
-fn hold_memory(others_wait: bool, trickles: bool) -> Option<u32> {
+/// transferred every few seconds if `trickles` is set, and another initiator is waiting for memory
+/// if `others_wait` is set. If `early` is set, the channel is notified before this initiator uses
+/// more than its share.
+fn hold_memory(others_wait: bool, early: bool, trickles: bool) -> Option<u32> {
     let mut rig = Rig::with_window(WINDOW);
     rig.remote.insert(KEY, vec![0; 512]);
     let data = Data::Direct(MemDesc::new(0, KEY, 512));
@@ -410,15 +411,23 @@ fn hold_memory(others_wait: bool, trickles: bool) -> Option<u32> {
     }
     let owner = Owner(rig.channels[0].config().serial);
     let other = Owner(owner.0 + 100);
+    if early {
+        rig.with(0, Channel::handle_pressure);
+    }
     let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
     if others_wait {
         rig.pool.wait(other);
     }
-    rig.with(0, Channel::handle_pressure);
+    if !early {
+        rig.with(0, Channel::handle_pressure);
+    }
     let is_chain = |p: &Pending| matches!(p, Pending::Chain { .. });
-    let ended = (1..=7).find(|_| {
+    // Transfer less often, so that data is left when the channel is closed.
+    let interval = if early { 2 } else { 1 };
+    let ended = (1..=7).find(|step| {
         rig.advance(Duration::from_secs(4));
-        let chain = rig.pending.iter().position(is_chain).filter(|_| trickles);
+        let is_moving = trickles && step % interval == 0;
+        let chain = rig.pending.iter().position(is_chain).filter(|_| is_moving);
         if let Some(at) = chain.filter(|_| rig.channels[0].state() == ChState::Live) {
             rig.complete_nth(at, true);
         }
@@ -432,9 +441,11 @@ fn hold_memory(others_wait: bool, trickles: bool) -> Option<u32> {
 
 #[test]
 fn silent_or_trickling_initiator_returns_memory_early() {
-    assert_eq!(hold_memory(true, false), Some(8));
-    assert_eq!(hold_memory(true, true), Some(16));
+    assert_eq!(hold_memory(true, false, false), Some(8));
+    assert_eq!(hold_memory(true, false, true), Some(16));
+    // The channel detects this when it checks its use of memory.
+    assert_eq!(hold_memory(true, true, true), Some(24));
     // No other initiator is waiting.
-    assert_eq!(hold_memory(false, false), Some(16));
-    assert_eq!(hold_memory(false, true), None);
+    assert_eq!(hold_memory(false, false, false), Some(16));
+    assert_eq!(hold_memory(false, false, true), None);
 }

@@ -321,7 +321,7 @@ impl<D: Datamover> Channel<D> {
         let (mut held, mut is_in_order) = (false, false);
         for (_, task) in self.tasks.iter().filter(|(_, task)| is_meant(task)) {
             is_in_order = true;
-            held |= task.exec.holds_others();
+            held = held || task.exec.holds_others();
         }
         (held, is_in_order)
     }

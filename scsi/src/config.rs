@@ -56,7 +56,7 @@ pub const DEFAULT_PRODUCT: &str = "VIRTUAL DISK";
 pub const DEFAULT_REVISION: &str = "0001";
 
 /// Names and identifiers of a logical unit.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Identity {
     /// T10 VENDOR IDENTIFICATION, up to 8 printable ASCII characters.
     pub vendor: String,

@@ -229,13 +229,13 @@ impl Opcode {
         self.flags.contains(CommandFlags::UNDER_ATTENTION)
     }
 
-    /// Returns whether a command requests the names of an LU. This is an INQUIRY for the Unit
-    /// Serial Number or Device Identification page (SPC-4 7.8), because the standard INQUIRY data
-    /// cannot be used to identify an LU.
+    /// Returns whether a CDB requests the names of an LU. This is an INQUIRY for the Unit Serial
+    /// Number or Device Identification page (SPC-4 7.8), because the standard INQUIRY data cannot be
+    /// used to identify an LU.
     #[must_use]
-    pub fn asks_for_names(&self, cdb: &[u8]) -> bool {
+    pub fn requests_names(cdb: &[u8]) -> bool {
         const NAMES: [u8; 2] = [vpd::UNIT_SERIAL_NUMBER, vpd::DEVICE_IDENTIFICATION];
-        self.is(INQUIRY)
+        cdb.first() == Some(&INQUIRY.code)
             && inquiry::EVPD.get(cdb) == Some(true)
             && inquiry::PAGE_CODE
                 .get(cdb)

@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use riser_scsi::lun::LunId;
 use riser_scsi::lun::WireLun;
+use riser_scsi::opcode::Opcode;
 
-use super::{LunMap, StaleLun, Unit};
+use super::{ExpectedUnit, LunMap, Unit};
 use crate::qos::Limiter;
 use crate::stats::SessionStats;
 
@@ -23,8 +24,10 @@ pub struct AddressedUnit {
     pub lun: LunId,
     /// The LUN is read-only.
     pub read_only: bool,
-    /// Set while the initiator may expect a different unit at this LUN.
-    pub stale: Option<StaleLun>,
+    /// The initiator may expect a different unit at this LUN.
+    pub is_stale: bool,
+    /// The unit that the initiator expects, for commands that may change this.
+    pub expected_unit: Option<ExpectedUnit>,
     /// Account for the command.
     pub account: Arc<SessionStats>,
     /// Limits of the initiator.
@@ -33,14 +36,23 @@ pub struct AddressedUnit {
 
 impl Accounts {
     /// Returns the unit addressed by a command. The account is created for the first command.
-    pub fn addressed(&mut self, luns: &LunMap, lun: WireLun, worker: u16) -> Option<AddressedUnit> {
+    pub fn addressed(
+        &mut self,
+        luns: &LunMap,
+        lun: WireLun,
+        cdb: &[u8],
+        worker: u16,
+    ) -> Option<AddressedUnit> {
         let place = luns.find(lun)?;
         let mapping = luns.mapping(place);
+        let expected = luns.expected(place);
+        let may_identify = Opcode::requests_names(cdb);
         let addressed = |account| AddressedUnit {
             unit: Arc::clone(&mapping.unit),
             lun: luns.luns()[place],
             read_only: mapping.read_only,
-            stale: luns.stale(place).cloned(),
+            is_stale: expected.is_stale(),
+            expected_unit: may_identify.then(|| expected.clone()),
             account,
             limiter: luns.limiter().cloned(),
         };
@@ -108,7 +120,7 @@ mod tests {
         let before = map(&[1, 2]);
         let account = |accounts: &mut Accounts, luns: &LunMap, number: u8| {
             let lun = [0, number, 0, 0, 0, 0, 0, 0];
-            let addressed = accounts.addressed(luns, lun, 0);
+            let addressed = accounts.addressed(luns, lun, &[], 0);
             addressed.unwrap().account
         };
         let two = [1, 2].map(|number| account(&mut accounts, &before, number));

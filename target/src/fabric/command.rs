@@ -34,7 +34,7 @@ use riser_scsi::step::{
 };
 use riser_scsi::task::{NewTask, TaskKey};
 
-use super::{AddressedUnit, StaleLun, TaskRef, TaskRefused, Toll, Unit, UnitIdx};
+use super::{AddressedUnit, ExpectedUnit, TaskRef, TaskRefused, Toll, Unit, UnitIdx};
 use crate::pool::{Buffer, Claim, Owner, Pool};
 use crate::qos::{Cost, Limiter};
 use crate::stats::{CDB_TRACED, CommandTimer, Stage, Throttle, TraceKey};
@@ -96,10 +96,10 @@ pub struct Execution {
     lun: LunId,
     /// The LUN is read-only.
     read_only: bool,
-    /// Set if the initiator may expect a different unit at this LUN. See [`LunMap`](super::LunMap).
-    stale: Option<StaleLun>,
-    /// The response identifies the unit.
-    names_unit: bool,
+    /// The initiator may expect a different unit at this LUN. See [`LunMap`](super::LunMap).
+    is_stale: bool,
+    /// The unit that the initiator expects, if the response may identify the unit.
+    expected_unit: Option<ExpectedUnit>,
     /// Task attribute, which determines its position in the order.
     pub attribute: TaskAttribute,
     /// CDB, truncated to [`MAX_CDB`] bytes.
@@ -152,8 +152,8 @@ impl Execution {
             unit: None,
             lun: LunId::ZERO,
             read_only: false,
-            stale: None,
-            names_unit: false,
+            is_stale: false,
+            expected_unit: None,
             attribute: TaskAttribute::Simple,
             cdb: ArrayVec::new(),
             opcode: Opcode::of(&[]),
@@ -208,19 +208,20 @@ impl Execution {
         // Do this first, because the command may be refused at any point and its context still has
         // the kind of the previous command.
         self.timer.classify(self.opcode.kind);
-        self.names_unit = false;
         let Some(addressed) = addressed else {
             self.lun = LunId::ZERO;
             self.read_only = false;
             self.limiter = None;
-            self.stale = None;
+            self.is_stale = false;
+            self.expected_unit = None;
             self.unit = None;
             return;
         };
         self.lun = addressed.lun;
         self.read_only = addressed.read_only;
         self.limiter = addressed.limiter;
-        self.stale = addressed.stale;
+        self.is_stale = addressed.is_stale;
+        self.expected_unit = addressed.expected_unit;
         self.unit = Some(addressed.unit);
         let cdb = &self.cdb;
         let subject = || TraceKey {
@@ -237,7 +238,7 @@ impl Execution {
     pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
-        if self.stale.is_some() || (!unit.limits.is_active() && initiator.is_none()) {
+        if self.is_stale || (!unit.limits.is_active() && initiator.is_none()) {
             return None;
         }
         let block = unit.lu.config().block_size.bytes();
@@ -423,7 +424,7 @@ impl Execution {
             read_only: self.read_only,
         };
         let step = match &self.unit {
-            Some(unit) if self.stale.is_some() && !self.opcode.is_free_of_attention() => {
+            Some(unit) if self.is_stale && !self.opcode.is_free_of_attention() => {
                 let sense = Attention::LunsChanged.sense();
                 let format = unit.lu.sense_format();
                 Step::Respond(Response::check_condition(&sense, format, self.expected))
@@ -553,17 +554,20 @@ impl Execution {
         self.timer.answer(response, len, now);
         // A header without any data doesn't identify the unit.
         let has_page = response.status == Status::Good && len > VPD_HEADER;
-        self.names_unit = has_page && self.opcode.asks_for_names(&self.cdb);
+        match &self.expected_unit {
+            Some(expected) if has_page => expected.begin_identification(),
+            _ => self.expected_unit = None,
+        }
         Some(len)
     }
 
-    /// Called when the response was sent. Until then, the initiator does not know the unit
-    /// identified by the response, and other commands in flight may be intended for the previous
-    /// unit.
-    pub fn arrive(&mut self, now: Instant) {
+    /// Called when the response was sent or lost. Until it was sent, the initiator does not know the
+    /// unit identified by the response, and other commands in flight may be intended for the
+    /// previous unit.
+    pub fn arrive(&mut self, now: Instant, was_sent: bool) {
         self.timer.arrive(now);
-        if let Some(stale) = self.stale.take().filter(|_| self.names_unit) {
-            stale.clear();
+        if let Some(expected) = self.expected_unit.take().filter(|_| was_sent) {
+            expected.complete_identification();
         }
     }
 
@@ -663,7 +667,7 @@ impl Execution {
         self.timer.abandon();
         self.limiter = None;
         self.unit = None;
-        self.stale = None;
+        self.expected_unit = None;
         self.early = Early::None;
         self.command = None;
         self.step = None;

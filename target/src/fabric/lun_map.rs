@@ -1,12 +1,13 @@
 //! The logical units available to an initiator, by LUN.
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::sync::{Arc, Weak};
 
-use riser_scsi::config::{BlockSize, Identity};
+use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::lun::WireLun;
-use riser_sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use riser_sync::atomic::{AtomicU64, Ordering};
 
 use super::Unit;
 use crate::qos::Limiter;
@@ -29,73 +30,91 @@ const MAX_FORMER: usize = 64;
 /// Maximum number of unmapped LUNs with a known unit.
 const MAX_GONE: usize = 256;
 
-/// A flag that is set while a LUN is mapped to a different unit than its initiator expects. It is
-/// shared by all maps of a session with the same unit at this LUN.
+/// A unit that an initiator expects at a LUN, as a number for an atomic variable.
 ///
-/// A command may use an older map, and identify another unit after this flag was initialized. In
-/// this case, the flag is set as well.
-#[derive(Clone, Debug, Default)]
-pub struct StaleLun(Arc<Staleness>);
+/// A number other than [`NO_UNIT`] and [`ANY_UNIT`] is a hash of the names and block size. The unit
+/// itself cannot be used, because it is replaced when a missing disk becomes available.
+type Expectation = u64;
 
-#[derive(Debug, Default)]
-struct Staleness {
-    is_stale: AtomicBool,
-    /// Value of `identifications` for which `is_stale` is valid.
-    valid_for: AtomicU64,
-    /// Number of times that the initiator has identified a stale unit at this LUN. It is shared by
-    /// all maps of the session.
-    identifications: Arc<AtomicU64>,
+/// No unit with known names has been mapped to the LUN yet.
+const NO_UNIT: Expectation = 0;
+
+/// It is not known which unit the initiator expects.
+const ANY_UNIT: Expectation = 1;
+
+/// Returns the expectation for this unit, or `None` if its names are not available yet.
+fn expectation_of(lu: &LogicalUnit) -> Option<Expectation> {
+    let config = lu.config();
+    let mut hasher = DefaultHasher::new();
+    config.identity.hash(&mut hasher);
+    // The initiator uses this block size until it reads the capacity again.
+    config.block_size.hash(&mut hasher);
+    lu.has_names().then(|| hasher.finish().max(ANY_UNIT + 1))
 }
 
-impl StaleLun {
-    fn new(is_stale: bool) -> Self {
-        Self(Arc::new(Staleness {
-            is_stale: AtomicBool::new(is_stale),
-            ..Staleness::default()
-        }))
-    }
-
-    /// Returns a flag for the next map of the session, which is valid for this number of
-    /// identifications.
-    fn next(&self, is_stale: bool, identifications: u64) -> Self {
-        Self(Arc::new(Staleness {
-            is_stale: AtomicBool::new(is_stale),
-            valid_for: AtomicU64::new(identifications),
-            identifications: Arc::clone(&self.0.identifications),
-        }))
-    }
-
-    fn identifications(&self) -> u64 {
-        self.0.identifications.load(Ordering::Relaxed)
-    }
-
-    fn is_set(&self) -> bool {
-        self.0.is_stale.load(Ordering::Relaxed)
-            || self.0.valid_for.load(Ordering::Relaxed) != self.identifications()
-    }
-
-    /// Clears the flag, because the initiator has identified the unit.
-    pub fn clear(&self) {
-        let earlier = self.0.identifications.fetch_add(1, Ordering::Relaxed);
-        // Connections of a session may identify the unit at the same time.
-        self.0.valid_for.fetch_max(earlier + 1, Ordering::Relaxed);
-        self.0.is_stale.store(false, Ordering::Relaxed);
-    }
+/// The unit that an initiator expects at a LUN, and the unit of a map. All maps of a session share
+/// the former, because workers may still execute commands that use an older map.
+#[derive(Clone, Debug)]
+pub struct ExpectedUnit {
+    expected: Arc<AtomicU64>,
+    own: Option<Expectation>,
 }
 
-/// Identity of a unit for initiators. The unit itself cannot be used, because it is replaced when a
-/// missing disk becomes available.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct KnownUnit {
-    names: Identity,
-    /// The initiator uses this block size until it reads the capacity again.
-    block_size: BlockSize,
+impl ExpectedUnit {
+    fn new(expected: Expectation, own: Option<Expectation>) -> Self {
+        let unit = Self {
+            expected: Arc::new(AtomicU64::new(expected)),
+            own,
+        };
+        unit.expect_first_unit();
+        unit
+    }
+
+    /// Replaces the expectation by that of an older map.
+    fn share(&mut self, expected: Arc<AtomicU64>) {
+        self.expected = expected;
+        self.expect_first_unit();
+    }
+
+    fn expect_first_unit(&self) {
+        let Some(own) = self.own else { return };
+        // If this fails, the LUN has been used before.
+        let _ = self
+            .expected
+            .compare_exchange(NO_UNIT, own, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    fn expectation(&self) -> Expectation {
+        self.expected.load(Ordering::Acquire)
+    }
+
+    /// Returns whether the initiator may expect a different unit.
+    #[must_use]
+    pub fn is_stale(&self) -> bool {
+        // A unit without names may be the expected unit, and cannot execute any commands yet.
+        self.own.is_some_and(|own| own != self.expectation())
+    }
+
+    /// Called when a response is sent that identifies the unit of this map. Until it has arrived,
+    /// the initiator may expect this unit or the previous one.
+    pub fn begin_identification(&self) {
+        if self.is_stale() {
+            self.expected.store(ANY_UNIT, Ordering::Release);
+        }
+    }
+
+    /// Called when the response has arrived at the initiator.
+    pub fn complete_identification(&self) {
+        if let Some(own) = self.own {
+            self.expected.store(own, Ordering::Release);
+        }
+    }
 }
 
 /// Units that the initiator expects at its LUNs.
 #[derive(Clone, Debug, Default)]
 pub struct KnownUnits {
-    units: BTreeMap<LunId, KnownUnit>,
+    units: BTreeMap<LunId, Expectation>,
     /// Some units were dropped due to the limit. Any unit may be expected at a LUN that is not in
     /// `units`.
     is_partial: bool,
@@ -121,17 +140,20 @@ impl KnownUnits {
 /// If a LUN is mapped to a different unit, the initiator may still send commands for the previous
 /// unit until it detects the change. Therefore all commands, and not only the first one, fail with
 /// REPORTED LUNS DATA HAS CHANGED until the initiator has received an INQUIRY page that identifies
-/// the new unit: the LUN is *stale*. This also applies if the LUN was unmapped in between. If the
-/// previous unit is mapped again, nothing has changed. Active commands on the previous unit
+/// the new unit: the LUN is *stale*. This also applies if the LUN was unmapped in between, and to
+/// commands that use an older map after the initiator has identified the new unit. If the expected
+/// unit is mapped again, nothing has changed. Active commands on the previous unit
 /// continue, and task management functions for the LUN include them.
 #[derive(Debug, Default)]
 pub struct LunMap {
     luns: Vec<LunId>,
     mappings: Vec<Mapping>,
     /// In the same order as `mappings`.
-    stale: Vec<StaleLun>,
-    /// Units expected by the initiator at stale LUNs and at unmapped LUNs.
-    known: KnownUnits,
+    expected: Vec<ExpectedUnit>,
+    /// Units that the initiator expects at unmapped LUNs.
+    unmapped: BTreeMap<LunId, Arc<AtomicU64>>,
+    /// Some unmapped LUNs were dropped due to the limit.
+    is_partial: bool,
     /// Former units of LUNs.
     former: Vec<(LunId, Weak<Unit>)>,
     /// Limits of the initiator on this target.
@@ -147,9 +169,11 @@ impl LunMap {
         entries.sort_by_key(|(lun, _)| *lun);
         entries.dedup_by_key(|(lun, _)| *lun);
         let (luns, mappings): (Vec<_>, Vec<_>) = entries.into_iter().unzip();
+        let own = mappings.iter().map(|m| expectation_of(&m.unit.lu));
         Self {
-            stale: luns.iter().map(|_| StaleLun::default()).collect(),
-            known: KnownUnits::default(),
+            expected: own.map(|own| ExpectedUnit::new(NO_UNIT, own)).collect(),
+            unmapped: BTreeMap::new(),
+            is_partial: false,
             former: Vec::new(),
             luns,
             mappings,
@@ -159,21 +183,10 @@ impl LunMap {
 
     /// Updates this map, which is going to replace another map of the same session.
     pub fn follow(&mut self, old: &Self) {
-        // Get these first: workers still use the old map, and a later identification is not
-        // included in the known units.
-        let identified: Vec<_> = old.stale.iter().map(StaleLun::identifications).collect();
-        self.set_known_units(old.known_units());
-        for (place, lun) in self.luns.iter().enumerate() {
-            let Ok(before) = old.luns.binary_search(lun) else {
-                continue;
-            };
-            let is_stale = self.is_stale_at(place);
-            let is_same_unit = self.known_unit(place) == old.known_unit(before);
-            self.stale[place] = match is_stale && is_same_unit {
-                true => old.stale[before].clone(),
-                false => old.stale[before].next(is_stale, identified[before]),
-            };
-        }
+        let mut known = old.unmapped.clone();
+        let mapped = old.luns.iter().zip(&old.expected);
+        known.extend(mapped.map(|(lun, unit)| (*lun, Arc::clone(&unit.expected))));
+        self.set_expected_units(known, old.is_partial);
         let is_there = |lun: &LunId, unit: &Weak<Unit>| {
             let place = self.luns.binary_search(lun);
             place.is_ok_and(|place| {
@@ -200,54 +213,42 @@ impl LunMap {
         self.former = former;
     }
 
-    /// Compares the map with the units expected by the initiator of this session. LUNs with a
-    /// different unit become stale.
-    pub fn set_known_units(&mut self, mut known: KnownUnits) {
-        for (place, lun) in self.luns.iter().enumerate() {
-            let taken_for = known.units.get(lun);
-            let Some(unit) = self.known_unit(place) else {
-                // It may be the expected unit, and no commands can be executed on it yet.
-                continue;
-            };
-            let is_other = taken_for.map_or(known.is_partial, |other| *other != unit);
-            if !is_other {
-                known.units.remove(lun);
+    /// Sets the units expected by the initiator of this session. LUNs with a different unit become
+    /// stale.
+    pub fn set_known_units(&mut self, known: KnownUnits) {
+        let units = known.units.into_iter();
+        let units = units.map(|(lun, unit)| (lun, Arc::new(AtomicU64::new(unit))));
+        self.set_expected_units(units.collect(), known.is_partial);
+    }
+
+    fn set_expected_units(&mut self, mut known: BTreeMap<LunId, Arc<AtomicU64>>, is_partial: bool) {
+        for (lun, unit) in self.luns.iter().zip(&mut self.expected) {
+            match known.remove(lun) {
+                Some(expected) => unit.share(expected),
+                None if is_partial => *unit = ExpectedUnit::new(ANY_UNIT, unit.own),
+                None => {}
             }
-            self.stale[place] = StaleLun::new(is_other);
         }
-        let is_gone = |lun: &&LunId| self.luns.binary_search(lun).is_err();
-        let surplus = known.units.keys().filter(is_gone).skip(MAX_GONE);
-        for lun in surplus.copied().collect::<Vec<_>>() {
-            known.units.remove(&lun);
-            known.is_partial = true;
+        known.retain(|_, unit| unit.load(Ordering::Acquire) != NO_UNIT);
+        self.is_partial = is_partial || known.len() > MAX_GONE;
+        while known.len() > MAX_GONE {
+            known.pop_last();
         }
-        self.known = known;
+        self.unmapped = known;
     }
 
     /// Returns the units that the initiator currently expects at its LUNs.
     #[must_use]
     pub fn known_units(&self) -> KnownUnits {
-        let mut known = self.known.clone();
-        for (place, lun) in self.luns.iter().enumerate() {
-            if !self.is_stale_at(place) {
-                let unit = self.known_unit(place);
-                known.units.extend(unit.map(|unit| (*lun, unit)));
-            } else if !known.units.contains_key(lun) {
-                // The unit was identified using an older map.
-                known.is_partial = true;
-            }
+        let mapped = self.luns.iter().zip(&self.expected);
+        let mapped = mapped.map(|(lun, unit)| (*lun, unit.expectation()));
+        let unmapped = self.unmapped.iter();
+        let unmapped = unmapped.map(|(lun, unit)| (*lun, unit.load(Ordering::Acquire)));
+        let used = mapped.chain(unmapped).filter(|(_, unit)| *unit != NO_UNIT);
+        KnownUnits {
+            units: used.collect(),
+            is_partial: self.is_partial,
         }
-        known
-    }
-
-    /// Returns the identity of the unit at this position, or `None` if its names are not available
-    /// yet.
-    fn known_unit(&self, place: usize) -> Option<KnownUnit> {
-        let lu = &self.mappings[place].unit.lu;
-        lu.has_names().then(|| KnownUnit {
-            names: lu.config().identity.clone(),
-            block_size: lu.config().block_size,
-        })
     }
 
     /// Returns the units that may have commands for a LUN: its current unit, followed by former
@@ -268,21 +269,21 @@ impl LunMap {
         former.filter_map(|(_, unit)| unit.upgrade())
     }
 
-    fn is_stale_at(&self, place: usize) -> bool {
-        self.stale[place].is_set()
-    }
-
-    /// Returns the flag for the LUN at this position if it is stale.
+    /// Returns the unit that the initiator expects at the LUN at this position.
+    ///
+    /// # Panics
+    /// Panics if the position is out of range.
     #[must_use]
-    pub fn stale(&self, place: usize) -> Option<&StaleLun> {
-        Some(&self.stale[place]).filter(|stale| stale.is_set())
+    pub fn expected(&self, place: usize) -> &ExpectedUnit {
+        &self.expected[place]
     }
 
     /// Returns whether a LUN is stale. Functions for a stale LUN do not abort commands of other
     /// initiators, because they refer to commands on the previous unit.
     #[must_use]
     pub fn is_stale(&self, lun: WireLun) -> bool {
-        self.find(lun).is_some_and(|place| self.is_stale_at(place))
+        self.find(lun)
+            .is_some_and(|place| self.expected[place].is_stale())
     }
 
     /// Sets the limits of the initiator.
@@ -365,8 +366,8 @@ impl LunMap {
     pub fn resettable(&self) -> Vec<Arc<Unit>> {
         let mut units: Vec<Arc<Unit>> = Vec::new();
         let known = self.mappings.iter().enumerate();
-        let known =
-            known.filter(|(place, mapping)| !mapping.read_only && !self.is_stale_at(*place));
+        let known = known
+            .filter(|(place, mapping)| !mapping.read_only && !self.expected[*place].is_stale());
         for (_, mapping) in known {
             if !units.iter().any(|unit| Arc::ptr_eq(unit, &mapping.unit)) {
                 units.push(Arc::clone(&mapping.unit));
@@ -415,46 +416,105 @@ mod tests {
         assert_eq!(luns.known_units().len(), MAX_GONE);
         let mut back = map([0, most, most + 100], &one);
         back.follow(&luns);
-        let stale = |luns: &LunMap| luns.stale.iter().map(StaleLun::is_set).collect::<Vec<_>>();
+        let stale = |luns: &LunMap| {
+            luns.expected
+                .iter()
+                .map(ExpectedUnit::is_stale)
+                .collect::<Vec<_>>()
+        };
         // A LUN that was dropped may have had a different unit. This also applies to a LUN that
         // never existed.
         assert_eq!(stale(&back), [false, true, true]);
         let mut once_more = map([0, most, most + 100], &one);
         once_more.follow(&back);
-        back.stale(1).unwrap().clear();
-        assert_eq!(
-            stale(&once_more),
-            [false, false, true],
-            "an answer was on its way"
-        );
+        identify(&back, 1);
+        assert_eq!(stale(&once_more), [false, false, true]);
         let mut elsewhere = map([0, most], &other);
         elsewhere.follow(&once_more);
         assert_eq!(stale(&elsewhere), [true, true]);
     }
 
+    /// Sends a response that identifies the unit at this position.
+    fn identify(luns: &LunMap, place: usize) {
+        luns.expected(place).begin_identification();
+        luns.expected(place).complete_identification();
+    }
+
+    /// Returns maps with LUN 5, each of which replaces the map before it. A unit number of zero is
+    /// an empty map.
+    fn history<const N: usize>(numbers: [u32; N]) -> [LunMap; N] {
+        let mut maps: Vec<LunMap> = Vec::new();
+        let mappings: BTreeMap<u32, Mapping> = numbers.map(|n| (n, mapping(n))).into();
+        for number in numbers {
+            let mut luns = match number {
+                0 => LunMap::default(),
+                n => map([5], &mappings[&n]),
+            };
+            if let Some(last) = maps.last() {
+                luns.follow(last);
+            }
+            maps.push(luns);
+        }
+        maps.try_into().expect("a map per number")
+    }
+
+    fn is_stale(luns: &LunMap) -> bool {
+        luns.expected(0).is_stale()
+    }
+
     /// A worker may execute commands using an old map after several changes.
     #[test]
-    fn identification_by_old_map_outdates_newer_maps() {
-        let (one, other) = (mapping(1), mapping(2));
-        let first = map([5], &one);
-        let mut second = map([5], &other);
-        second.follow(&first);
-        let mut third = map([5], &one);
-        third.follow(&second);
-        let is_stale = |map: &LunMap| map.stale[0].is_set();
+    fn old_map_identification_makes_newer_maps_stale() {
+        let [_, second, third] = history([1, 2, 1]);
         assert!(!is_stale(&third), "it is the unit of the first map");
-        second.stale(0).unwrap().clear();
+        identify(&second, 0);
         assert!(!is_stale(&second) && is_stale(&third));
-        let mut fourth = map([5], &other);
+        let mut fourth = map([5], &mapping(2));
         fourth.follow(&third);
-        let mut fifth = map([5], &one);
+        let mut fifth = map([5], &mapping(1));
         fifth.follow(&fourth);
-        assert!(
-            is_stale(&fourth) && is_stale(&fifth),
-            "the expected unit is not known"
-        );
-        fifth.stale(0).unwrap().clear();
+        assert!(!is_stale(&fourth) && is_stale(&fifth));
+        identify(&fifth, 0);
         assert!(!is_stale(&fifth) && is_stale(&fourth));
+    }
+
+    #[test]
+    fn old_map_identification_makes_later_units_stale() {
+        for between in [3, 0] {
+            let [_, second, _, last] = history([1, 2, between, 1]);
+            identify(&second, 0);
+            assert!(is_stale(&last), "unit {between} in between");
+            let mut back = map([5], &mapping(1));
+            back.follow(&last);
+            assert!(is_stale(&back));
+        }
+        let [_, second, third] = history([1, 2, 3]);
+        identify(&second, 0);
+        let mut back = map([5], &mapping(1));
+        back.follow(&third);
+        assert!(is_stale(&back), "the initiator expects the second unit");
+    }
+
+    #[test]
+    fn repeated_identification_keeps_current_unit() {
+        let [_, second, third] = history([1, 2, 2]);
+        identify(&second, 0);
+        let mut fourth = map([5, 6], &mapping(2));
+        fourth.follow(&third);
+        identify(&second, 0);
+        assert!(!is_stale(&third) && !is_stale(&fourth));
+    }
+
+    #[test]
+    fn lost_identification_makes_all_units_stale() {
+        let [_, second, third] = history([1, 2, 1]);
+        second.expected(0).begin_identification();
+        assert!(is_stale(&second) && is_stale(&third));
+        let mut next_session = map([5], &mapping(2));
+        next_session.set_known_units(third.known_units());
+        assert!(is_stale(&next_session));
+        identify(&next_session, 0);
+        assert!(!is_stale(&next_session));
     }
 
     #[test]
@@ -465,17 +525,17 @@ mod tests {
         config.identity.serial = "unknown".to_owned();
         let lu = LogicalUnit::new(config).unwrap().without_names();
         nameless.unit = Arc::new(Unit::new(UnitIdx(9), Arc::new(lu), 3));
-        for (before, after, is_stale) in [
+        for (before, after, expected) in [
             (&one, &one, false),
             (&one, &other, true),
             (&nameless, &one, false),
         ] {
             let mut between = map([5], &nameless);
             between.follow(&map([5], before));
-            assert!(!between.stale[0].is_set());
+            assert!(!is_stale(&between));
             let mut last = map([5], after);
             last.follow(&between);
-            assert_eq!(last.stale[0].is_set(), is_stale);
+            assert_eq!(last.expected(0).is_stale(), expected);
         }
     }
 
@@ -514,6 +574,6 @@ mod tests {
         none.follow(&map([5], &with_blocks(BlockSize::B512)));
         let mut back = map([5], &with_blocks(BlockSize::B4096));
         back.follow(&none);
-        assert!(back.stale[0].is_set());
+        assert!(is_stale(&back));
     }
 }

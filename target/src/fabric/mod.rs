@@ -44,7 +44,7 @@ pub use command::{Descriptors, Entry, Execution, MAX_CDB, MAX_DATA_TIMEOUTS};
 pub(crate) use contexts::Contexts;
 pub use contexts::Spare;
 pub(crate) use flow::{Backlog, CallContext, CommandFlow, End, Hold, MAX_STAGED};
-pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
+pub use lun_map::{ExpectedUnit, KnownUnits, LunMap, Mapping};
 pub use memory::{ConnectionMemory, INITIATOR_DEPTH, RESPONDER_RESOURCES};
 pub use pace::{ORDER_CHECK_INTERVAL, OWED, Pace, SLOWEST, SLOWEST_AWAITED, Wait};
 pub use riser_config::MAX_WAIT;

@@ -473,7 +473,7 @@ impl<D: Datamover> Channel<D> {
         let addressed = self.session.as_ref().and_then(|session| {
             let worker = self.config.worker;
             let luns = &session.luns;
-            self.accounts.addressed(luns, moved.lun, worker)
+            self.accounts.addressed(luns, moved.lun, &[], worker)
         });
         let account = addressed.map(|addressed| addressed.account);
         task.exec.timer.join(account);

@@ -629,13 +629,14 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// Called when the last PDU for this task was sent, or a piece of its data.
-    pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx) {
+    /// Called when the last PDU of a task, or a piece of its data, was sent. `ok` is false if this
+    /// failed.
+    pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx, ok: bool) {
         self.last_taken = cx.now;
         if self.tasks[usize::from(task.0)].state == TaskState::Send {
             self.on_piece_sent(cx, task);
         } else {
-            self.finish_answered(cx, task);
+            self.finish_answered(cx, task, ok);
         }
     }
 

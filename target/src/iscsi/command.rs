@@ -39,7 +39,9 @@ impl<D: Datamover> Channel<D> {
         let session = self.session.as_ref().expect("full-feature phase");
         let (worker, nexus) = (self.config.worker, session.nexus);
         let luns = &session.luns;
-        let addressed = self.accounts.addressed(luns, command.lun, worker);
+        let addressed = self
+            .accounts
+            .addressed(luns, command.lun, &command.cdb, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         // Copy the data, because the receive buffer will be overwritten and we don't have a pool

@@ -26,9 +26,9 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Completes a request after its response was sent.
-    pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        self.tasks[usize::from(idx.0)].exec.arrive(cx.now);
+    /// Completes a request after its response was sent, or was lost with the connection.
+    pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, was_sent: bool) {
+        self.tasks[usize::from(idx.0)].exec.arrive(cx.now, was_sent);
         let answer = self.tasks[usize::from(idx.0)].response.as_ref();
         self.pace
             .on_moved(answer.map_or(0, |answer| answer.data_in.len()));

@@ -264,7 +264,7 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn on_acknowledged(&mut self, cx: &mut Cx<'_>, exp: Option<StatSn>) {
         for task in self.mover.acknowledge(exp) {
-            self.finish_answered(cx, task);
+            self.finish_answered(cx, task, exp.is_some());
         }
     }
 

@@ -999,7 +999,7 @@ impl TcpChannel {
             self.channel.note_answered(cx, task);
         }
         for task in ended.drain(..) {
-            self.channel.handle_done(cx, task);
+            self.channel.handle_done(cx, task, ok);
         }
         self.spare = (ended, answered);
         self.channel.handle_flushed(cx, ok);

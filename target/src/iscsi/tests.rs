@@ -1747,6 +1747,34 @@ fn functions_for_moved_lun_spare_others() {
     rig.end();
 }
 
+#[test]
+fn lost_response_does_not_identify_unit() {
+    for was_sent in [true, false] {
+        let mut rig = Rig::logged_in("");
+        let mut config = crate::fixture::unit_config(2048);
+        config.identity.serial = "another".into();
+        let lu = Arc::new(LogicalUnit::new(config).unwrap());
+        let mapping = |unit: &Arc<Unit>| Mapping {
+            unit: Arc::clone(unit),
+            stats: Arc::clone(&rig.gate.stats),
+            read_only: false,
+        };
+        let before = mapping(&Arc::new(Unit::new(UnitIdx(9), lu, 4)));
+        let mut luns = LunMap::new([(LunId::ZERO, mapping(&rig.gate.unit))]);
+        luns.follow(&LunMap::new([(LunId::ZERO, before)]));
+        let luns = Arc::new(luns);
+        rig.with(|ch, _| ch.channel_mut().handle_luns(Arc::clone(&luns)));
+        rig.stalled = true;
+        let names = [0x12, 1, 0x80, 0, 64, 0];
+        rig.command(7, &names, false, 64, &[], true);
+        rig.poll_sent();
+        rig.with(|ch, cx| ch.handle_sent(cx, was_sent));
+        assert_eq!(luns.expected(0).is_stale(), !was_sent);
+        rig.stalled = false;
+        rig.end();
+    }
+}
+
 /// The send queue is also limited in bytes, because the initiator sets the response size.
 #[test]
 fn large_ping_flood_is_bounded_in_bytes() {

@@ -378,7 +378,7 @@ impl IserChannel {
             self.channel.handle_arrived(cx, task, ok);
         }
         if let Some(task) = ended.answered {
-            self.channel.handle_done(cx, task);
+            self.channel.handle_done(cx, task, ok);
         }
         // A channel waits until everything was sent before it closes. With RDMA, this is when the
         // last chain completes.

@@ -41,7 +41,7 @@ impl Channel {
         self.counters.commands += 1;
         let idx = self.take_in(cx, cmd.tag, IoctxState::New);
         let (luns, worker) = (&self.config.luns, self.config.worker);
-        let addressed = self.accounts.addressed(luns, cmd.lun, worker);
+        let addressed = self.accounts.addressed(luns, cmd.lun, &cmd.cdb, worker);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,

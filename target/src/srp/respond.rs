@@ -146,12 +146,7 @@ impl Channel {
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
         self.pace.on_moved(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
-            // If the response was lost, the initiator does not know about it.
-            if ok {
-                io.exec.arrive(cx.now);
-            } else {
-                io.exec.timer.arrive(cx.now);
-            }
+            io.exec.arrive(cx.now, ok);
             return self.finish(cx, idx, End::Answered);
         }
         let is_awaited = matches!(

@@ -155,9 +155,13 @@ impl Table {
             // Port identifiers are not secret: if an address has access to different units, knowing
             // the identifiers of a session is not enough to use it.
             Some(mut luns) if met.is_none_or(|at| known[at].units.luns().is_same(&luns)) => {
-                let latest = known.iter().rev().find(|e| e.has_been_current());
-                let latest = latest.map(|entry| entry.units.luns().known_units());
-                if let Some(units) = latest.or_else(|| self.recent.find(&(*key, address), now)) {
+                // A replaced session that still waits for a command may be older than a session
+                // that was closed recently.
+                let known_by = |entry: Option<&Entry>| Some(entry?.units.luns().known_units());
+                let current = known_by(known.iter().find(|e| e.stage == Stage::Current));
+                let recent = || self.recent.find(&(*key, address), now);
+                let replaced = || known_by(known.iter().rev().find(|e| e.has_been_current()));
+                if let Some(units) = current.or_else(recent).or_else(replaced) {
                     let own = Arc::get_mut(&mut luns);
                     own.expect("made for this nexus").set_known_units(units);
                 }
@@ -794,6 +798,41 @@ mod tests {
             let guard = self.guards.borrow_mut().remove(&serial).unwrap();
             guard.leave(Departure::default())
         }
+    }
+
+    /// A replaced session that waits for a command can outlast its successor.
+    #[test]
+    fn closed_session_is_newer_than_replaced_session() {
+        let registry = open();
+        let first = registry.catalog();
+        let other = self::registry("luns: { 0: b }, access: open");
+        let mut second = Catalog::clone(&first);
+        second.targets[0].units = other.catalog().targets[0].units.clone();
+        let host = Host::new(&registry, 1);
+        let luns = || {
+            Arc::clone(
+                registry
+                    .lock()
+                    .entries(&host.key)
+                    .last()
+                    .unwrap()
+                    .units
+                    .luns(),
+            )
+        };
+        host.log_in(1);
+        host.log_in(2);
+        registry.change(Arc::new(second));
+        assert!(luns().expected(0).is_stale());
+        luns().expected(0).complete_identification();
+        let guard = host.guards.borrow_mut().remove(&2).unwrap();
+        let _ = guard.leave(Departure {
+            logged_out: false,
+            again: Some(host.now),
+        });
+        registry.change(first);
+        host.single(3).unwrap();
+        assert!(luns().expected(0).is_stale());
     }
 
     /// All state of a session should be removed, regardless of how its channel is closed.

@@ -191,6 +191,10 @@ pub struct PortNames {
 pub struct LunView {
     /// Unit serial number, as in VPD page 80h.
     pub serial: String,
+    /// World-wide name (NAA) as in VPD page 83h, formatted like Linux does: `0x3` followed by 15
+    /// digits. Not set if the names of the unit are not known yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wwn: Option<String>,
     /// Backend name in the configuration.
     #[serde(default)]
     pub backend: String,

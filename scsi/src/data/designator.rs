@@ -1,5 +1,7 @@
 //! Names of logical units and ports, and the designation descriptors in VPD page 83h (SPC-4 7.8.6).
 
+use std::fmt;
+
 use nom::bytes::complete::take;
 use nom::combinator::map;
 use nom::multi::many0;
@@ -51,6 +53,14 @@ impl Naa {
             }
             Self::LocallyAssigned(value) => (3 << 60 | value).to_be_bytes().to_vec(),
         }
+    }
+}
+
+impl fmt::Display for Naa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("0x")?;
+        let mut bytes = self.bytes().into_iter();
+        bytes.try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
@@ -200,6 +210,7 @@ mod tests {
 
     #[test]
     fn designators_roundtrip_with_truncated_last() {
+        assert_eq!(Naa::LocallyAssigned(7).to_string(), "0x3000000000000007");
         let naa = Naa::LocallyAssigned(7).bytes();
         let sent = [
             Designator::new(BINARY, LOGICAL_UNIT, NAA, &naa),

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
+use riser_scsi::config::Identity;
 use serde_json::json;
 
 use super::ask::Output;
@@ -102,11 +103,8 @@ impl<'a> Described<'a> {
             .is_none_or(|probe| probe.problems.is_empty())
     }
 
-    fn serial(&self, backend: &Backend) -> String {
-        self.identities
-            .clone()
-            .identity(self.config, backend)
-            .serial
+    fn identity(&self, backend: &Backend) -> Identity {
+        self.identities.clone().identity(self.config, backend)
     }
 
     pub(super) fn text(&self, output: Output) -> String {
@@ -141,14 +139,14 @@ fn describe_text(described: &Described<'_>) -> String {
         }
         for (number, lun) in &target.luns {
             let backend = config.backend(lun);
-            let serial = described.serial(backend);
+            let Identity { serial, naa, .. } = described.identity(backend);
             let mode = if lun.read_only || backend.spec.read_only {
                 ", read-only"
             } else {
                 ""
             };
             lines.push(format!(
-                "  lun {number}: {}, serial {serial}{mode}",
+                "  lun {number}: {}, serial {serial}, wwn-{naa}{mode}",
                 backend.name
             ));
         }
@@ -191,10 +189,12 @@ fn describe_json(described: &Described<'_>) -> String {
                 .iter()
                 .map(|(number, lun)| {
                     let backend = config.backend(lun);
+                    let identity = described.identity(backend);
                     json!({
                         "lun": number,
                         "backend": backend.name,
-                        "serial": described.serial(backend),
+                        "serial": identity.serial,
+                        "wwn": identity.naa.to_string(),
                         "read_only": lun.read_only || backend.spec.read_only,
                     })
                 })

@@ -112,8 +112,10 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
                 || "size unknown".to_owned(),
                 |size| format!("{} in blocks of {} bytes", bytes(size), lun.block_size),
             );
+            let wwn = lun.wwn.as_ref();
+            let wwn = wwn.map_or_else(String::new, |wwn| format!(", wwn-{wwn}"));
             let line = format!(
-                "  lun {number}: {state}{size}, serial {}{read_only}{failed}",
+                "  lun {number}: {state}{size}, serial {}{wwn}{read_only}{failed}",
                 lun.serial
             );
             let own = lun.limits.as_ref().map(limits);

@@ -432,6 +432,7 @@ fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
         backend: String::new(),
         problem: None,
         serial: config.identity.serial.clone(),
+        wwn: lu.has_names().then(|| config.identity.naa.to_string()),
         size: size_of(unit, catalog),
         block_size,
         read_only,

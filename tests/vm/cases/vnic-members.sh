@@ -142,7 +142,7 @@ explained 'is not an address of this host' d --addr 10.98.0.99
 on d ip link add small mtu 700 type bridge
 on d ip address add 10.97.0.4/24 dev small
 on d ip link set small up
-explained 'packets of 512 bytes' d --addr 10.97.0.4
+explained 'path MTU of 512 bytes' d --addr 10.97.0.4
 leave c
 on b ip link del vnic0
 wait "${MEMBER[b]}" && fail "a member without an interface continues to run"

@@ -25,13 +25,13 @@
 
 mod defects;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::hash::Hasher as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use fnv::FnvHasher;
+use fnv::{FnvHashMap, FnvHashSet, FnvHasher};
 
 use defects::{DefectiveNic, Defects, Recording};
 pub use defects::{Failing, Record, Refusals};
@@ -171,27 +171,27 @@ struct Wire {
     delays: Option<Delays>,
     /// They can't be stored in the queue of a device, because the device may not exist yet.
     held: DelayedPackets,
-    queues: HashMap<DeviceKey, Queue>,
+    queues: FnvHashMap<DeviceKey, Queue>,
     /// Number of the device at each place.
-    plugged: HashMap<DeviceKey, u64>,
+    plugged: FnvHashMap<DeviceKey, u64>,
     /// Number of low bits in QP numbers that contain the worker index, for shared addresses.
-    worker_bits: HashMap<IpAddr, u8>,
+    worker_bits: FnvHashMap<IpAddr, u8>,
     /// Maps additional addresses of a device to its first address.
-    others: HashMap<IpAddr, IpAddr>,
+    others: FnvHashMap<IpAddr, IpAddr>,
     /// Addresses of removed devices.
-    unplugged: HashSet<IpAddr>,
+    unplugged: FnvHashSet<IpAddr>,
     /// Devices that have joined each multicast group.
     groups: BTreeMap<IpAddr, BTreeSet<DeviceKey>>,
     /// Blocked directions of isolated addresses.
-    partitioned: HashMap<IpAddr, Blocked>,
+    partitioned: FnvHashMap<IpAddr, Blocked>,
     /// Faults of all devices at an address, shared with these devices.
-    defects: HashMap<IpAddr, Arc<Mutex<Defects>>>,
+    defects: FnvHashMap<IpAddr, Arc<Mutex<Defects>>>,
     /// Maximum path MTU for devices at an address, if different from the configuration.
-    mtus: HashMap<IpAddr, Mtu>,
+    mtus: FnvHashMap<IpAddr, Mtu>,
     /// Maximum path MTU on the path to an address.
-    ways: HashMap<IpAddr, Mtu>,
+    ways: FnvHashMap<IpAddr, Mtu>,
     /// Ports used by other programs.
-    occupied: HashSet<SocketAddr>,
+    occupied: FnvHashSet<SocketAddr>,
     tap: Option<Tap>,
     sequence: u64,
     packets: u64,
@@ -318,17 +318,17 @@ impl Fabric {
             injector: FaultInjector::new(faults),
             delays: None,
             held: BTreeMap::new(),
-            queues: HashMap::new(),
-            plugged: HashMap::new(),
-            worker_bits: HashMap::new(),
-            others: HashMap::new(),
-            unplugged: HashSet::new(),
+            queues: FnvHashMap::default(),
+            plugged: FnvHashMap::default(),
+            worker_bits: FnvHashMap::default(),
+            others: FnvHashMap::default(),
+            unplugged: FnvHashSet::default(),
             groups: BTreeMap::new(),
-            partitioned: HashMap::new(),
-            defects: HashMap::new(),
-            mtus: HashMap::new(),
-            ways: HashMap::new(),
-            occupied: HashSet::new(),
+            partitioned: FnvHashMap::default(),
+            defects: FnvHashMap::default(),
+            mtus: FnvHashMap::default(),
+            ways: FnvHashMap::default(),
+            occupied: FnvHashSet::default(),
             tap: None,
             sequence: 0,
             packets: 0,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use riser_block::{FlushDescriptor, FlushQueue};
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::{
     Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, Token,
@@ -17,9 +18,10 @@ use super::errno::from_errno;
 use super::medium::Medium;
 use super::plan::{self, Bounds, Lacks, Stage};
 use super::request::{
-    BlockCommand, Bounce, DriverConfig, MAX_OPERATION, State, StoreId, buffer_range, cut_transfer,
-    fill_window, uncut,
+    BlockCommand, Bounce, DriverConfig, MAX_OPERATION, Outcome, RequestState, StoreId,
+    buffer_range, cut_transfer, fill_window, uncut,
 };
+use super::requests::Requests;
 use super::store::Store;
 use super::sys;
 use super::turns::Turn;
@@ -44,18 +46,9 @@ pub struct Done {
 struct Attached {
     store: Arc<Store>,
     handle: Option<Handle>,
-    /// A separate descriptor for flushes. See [`super::flush`].
-    sync: Option<Handle>,
-    /// Number of cleared flush failures when that descriptor was opened.
-    clears: u64,
-    /// Flushes use the descriptor for writes, because no other descriptor was available.
-    is_sync_shared: bool,
-    /// Number of times that descriptor was replaced.
-    renewals: u32,
-    /// Requests waiting for the current flush. The first one determines its token.
-    flushing: Vec<usize>,
-    /// Requests waiting for the next flush.
-    to_flush: Vec<usize>,
+    sync: FlushDescriptor<Handle>,
+    /// Requests waiting for a flush. The first request of a flush determines its token.
+    flushes: FlushQueue<usize>,
     lacks: Lacks,
     requests: usize,
     /// A separate bounce buffer, because a hanging store may be using all shared ones.
@@ -84,11 +77,9 @@ enum OwnBounce {
 pub struct Driver {
     config: DriverConfig,
     stores: Slab<Attached>,
-    requests: Slab<BlockCommand>,
-    /// Limited to `depth`, like `stalled` and `delayed`.
+    requests: Requests,
+    /// Limited to `depth`.
     done: VecDeque<Done>,
-    stalled: VecDeque<usize>,
-    delayed: Vec<usize>,
     /// The ring was full when submitting a flush.
     flush_stalled: bool,
     /// Shared bounce buffers.
@@ -96,8 +87,6 @@ pub struct Driver {
     zeroes: MemSlice,
     /// Stores with a helper thread.
     helped: Vec<usize>,
-    /// Empty lists with their capacity, two for each completed request, at most twice `depth`.
-    spare: Vec<Vec<MemSlice>>,
     /// Start time of the worker's current round.
     now: Instant,
     /// Remaining number of bytes to transfer synchronously in this round.
@@ -161,9 +150,6 @@ fn note_success(store: &Store, now: Instant, op: &BlockOp) -> bool {
 /// Size of a buffer with zeroes, for media that do not support zeroing.
 const ZEROES: usize = 64 << 10;
 
-/// Interval to retry requests held by an injected fault.
-const HELD: Duration = Duration::from_millis(2);
-
 /// Maximum number of bytes to read or write synchronously in a round, on files in memory. The
 /// worker cannot serve other clients during this time.
 const AT_ONCE: u64 = 1 << 20;
@@ -201,17 +187,14 @@ impl Driver {
         Ok(Self {
             config,
             stores: Slab::new(),
-            requests: Slab::with_capacity(config.depth),
+            requests: Requests::new(config.depth),
             done: VecDeque::with_capacity(config.depth),
-            stalled: VecDeque::with_capacity(config.depth),
-            delayed: Vec::new(),
             flush_stalled: false,
             idle_bounces: (0..config.bounces)
                 .filter_map(|n| bounce_memory.slice(n * config.bounce..(n + 1) * config.bounce))
                 .collect(),
             zeroes: zeroes.whole(),
             helped: Vec::new(),
-            spare: Vec::new(),
             now,
             at_once: AT_ONCE,
         })
@@ -232,10 +215,9 @@ impl Driver {
             Medium::Ram(_) | Medium::Null | Medium::Absent => None,
         };
         // Read this before opening the descriptor. If a failure is cleared in between, the next
-        // flush opens a descriptor unnecessarily. In reverse order, the number would be newer than
-        // the descriptor, which may still report an old error.
+        // flush opens a descriptor unnecessarily.
         let clears = store.flush_clears();
-        let (sync, is_sync_shared) = open_sync(&store.medium);
+        let (sync, is_shared) = open_sync(&store.medium);
         let lacks = match store.medium {
             Medium::File { can_zero, .. } => Lacks {
                 punch: !can_zero,
@@ -246,12 +228,8 @@ impl Driver {
         StoreId(self.stores.insert(Attached {
             store,
             handle,
-            sync,
-            clears,
-            is_sync_shared,
-            renewals: 0,
-            flushing: Vec::new(),
-            to_flush: Vec::new(),
+            sync: FlushDescriptor::new(sync, is_shared, clears),
+            flushes: FlushQueue::default(),
             lacks,
             requests: 0,
             bounce: OwnBounce::None,
@@ -361,26 +339,16 @@ impl Driver {
         // Do this before the request can complete in any other way, so that faults with a limited
         // count affect the same requests in each run.
         let strike = attached.store.faults.as_ref().and_then(|f| f.strike(&op));
-        let mut kept = self.spare.pop().unwrap_or_default();
+        let mut kept = self.requests.spare_list();
         // These slices keep the memory mapped, because the command may be aborted and its
         // connection closed while the kernel is still accessing the memory.
         kept.extend_from_slice(data);
+        let lists = (kept, self.requests.spare_list());
+        let stage = plan::first_stage(&op, attached.lacks);
         let index = self.requests.insert(BlockCommand {
-            user,
-            store,
-            since: self.now,
-            op,
-            data: kept,
-            stage: plan::first_stage(&op, attached.lacks),
-            done: 0,
-            state: State::Stalled,
-            cancelled: false,
-            failed: None,
-            renewals: attached.renewals,
-            bounce: None,
-            is_changing: false,
+            renewals: attached.sync.renewals(),
             turn,
-            window: self.spare.pop().unwrap_or_default(),
+            ..BlockCommand::new(user, store, self.now, op, lists, stage)
         });
         // Don't retry after a failed flush. The kernel reports a lost page only once, so the next
         // `fsync` would succeed without the data. This is checked before injected faults, so that
@@ -394,14 +362,11 @@ impl Driver {
             return self.finish(index, StepResult::Failed(error));
         }
         match strike {
-            _ if self.is_held(index) => {
-                self.requests[index].state = State::Held;
-                self.delayed.push(index);
-            }
+            _ if self.is_held(index) => self.requests.enter(index, RequestState::Held),
             Some((delay, error)) if !delay.is_zero() => {
                 let until = self.now + delay;
-                self.requests[index].state = State::Delayed { until, error };
-                self.delayed.push(index);
+                let delayed = RequestState::Delayed { until, error };
+                self.requests.enter(index, delayed);
             }
             Some((_, Some(error))) => self.fail_on_purpose(index, error),
             _ => self.begin(ring, index),
@@ -492,23 +457,28 @@ impl Driver {
             // Set this for requests that continue, to prevent their next stage or the remainder of
             // a short transfer.
             request.cancelled = true;
+            let store = request.store.0;
             match request.state {
                 // If the ring doesn't support cancellation, the operation continues until it
                 // completes.
-                State::Ring => drop(ring.cancel(self.token(index))),
+                RequestState::Ring => drop(ring.cancel(self.token(index))),
                 // A thread can't be canceled during a system call, and a fault holds aborted
                 // requests in the same way as a hanging disk.
-                State::Helper | State::Held => {}
+                RequestState::Helper | RequestState::Held => {}
                 // The kernel doesn't report an error again if this flush is going to detect it.
-                State::Flush if request.failed.is_some() => {}
-                // Other requests are also waiting for this flush.
-                State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
-                State::Flush | State::Stalled | State::Delayed { .. } | State::Turn => {
-                    let store = self.requests[index].store.0;
-                    self.stores[store].to_flush.retain(|&i| i != index);
-                    self.stalled.retain(|&i| i != index);
-                    self.delayed.retain(|&i| i != index);
+                RequestState::Flush if request.failed.is_some() => {}
+                RequestState::Flush => {
+                    // Other requests are also waiting for a flush in flight.
+                    if self.stores[store].flushes.remove(&index) {
+                        self.finish(index, StepResult::Failed(BackendError::Aborted));
+                    }
+                }
+                RequestState::Stalled | RequestState::Delayed { .. } | RequestState::Turn => {
+                    self.requests.unlist(index);
                     self.finish(index, StepResult::Failed(BackendError::Aborted));
+                }
+                RequestState::New | RequestState::Done => {
+                    unreachable!("a request in flight waits for something")
                 }
             }
         }
@@ -542,16 +512,7 @@ impl Driver {
     /// completions.
     #[must_use]
     pub fn poll_deadline(&self) -> Option<Instant> {
-        self.delayed
-            .iter()
-            .filter_map(|&i| match self.requests[i].state {
-                State::Delayed { until, .. } => Some(until),
-                State::Held => Some(self.now + HELD),
-                // The waker of its worker is used.
-                State::Turn => None,
-                State::Ring | State::Helper | State::Flush | State::Stalled => None,
-            })
-            .min()
+        self.requests.deadline(self.now)
     }
 
     fn token(&self, index: usize) -> Token {
@@ -574,17 +535,20 @@ impl Driver {
                 self.on_extent(token.0 as usize, result);
             }
         }
-        if !self.delayed.is_empty() {
+        if self.requests.has_delayed() {
             let now = self.now;
             // Take the whole list, because `begin` may delay a request again. It would be processed
             // again in this round, so a long operation in memory would block all other requests.
-            for index in std::mem::take(&mut self.delayed) {
+            for index in self.requests.take_delayed() {
                 let state = self.requests[index].state;
+                let waits = match state {
+                    RequestState::Delayed { until, .. } => until > now,
+                    RequestState::Held => self.is_held(index),
+                    _ => !self.takes_turn(ring, index),
+                };
                 match state {
-                    State::Delayed { until, .. } if until > now => self.delayed.push(index),
-                    State::Held if self.is_held(index) => self.delayed.push(index),
-                    State::Turn if !self.takes_turn(ring, index) => self.delayed.push(index),
-                    State::Delayed {
+                    _ if waits => self.requests.keep_delayed(index),
+                    RequestState::Delayed {
                         error: Some(error), ..
                     } => self.fail_on_purpose(index, error),
                     _ => self.begin(ring, index),
@@ -592,8 +556,8 @@ impl Driver {
             }
         }
         // Process each request once. It's added again if there's no space.
-        for _ in 0..self.stalled.len() {
-            if let Some(index) = self.stalled.pop_front() {
+        for _ in 0..self.requests.stalled() {
+            if let Some(index) = self.requests.next_stalled() {
                 self.issue(ring, index);
             }
         }
@@ -716,11 +680,9 @@ impl Driver {
         let request = &mut self.requests[index];
         request.done = done;
         request.since = self.now;
-        request.state = State::Delayed {
-            until: self.now,
-            error: None,
-        };
-        self.delayed.push(index);
+        let (until, error) = (self.now, None);
+        let delayed = RequestState::Delayed { until, error };
+        self.requests.enter(index, delayed);
     }
 
     fn is_held(&self, index: usize) -> bool {
@@ -733,7 +695,7 @@ impl Driver {
     /// next request.
     #[cfg(test)]
     pub(super) fn has_ended_requests(&self) -> bool {
-        !self.spare.is_empty()
+        self.requests.has_spare_lists()
     }
 
     /// Simulates a hanging store with requests that use all shared bounce buffers, the store's own
@@ -786,8 +748,7 @@ impl Driver {
             Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
         );
         if moves && !self.takes_turn(ring, index) {
-            self.requests[index].state = State::Turn;
-            return self.delayed.push(index);
+            return self.requests.enter(index, RequestState::Turn);
         }
         let token = self.token(index);
         let request = &mut self.requests[index];
@@ -825,8 +786,8 @@ impl Driver {
                 let store = request.store;
                 // A flush doesn't access any data, and may take a long time.
                 request.turn = None;
-                request.state = State::Flush;
-                self.stores[store.0].to_flush.push(index);
+                self.requests.enter(index, RequestState::Flush);
+                self.stores[store.0].flushes.join(index);
                 return self.flush(ring, store);
             }
             Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
@@ -851,9 +812,7 @@ impl Driver {
                 // isn't suitable for direct I/O.
                 let idle = || own.take_or(shared, self.config.bounce);
                 let Some(memory) = cut_transfer(request, *align, config, idle) else {
-                    request.state = State::Stalled;
-                    self.stalled.push_back(index);
-                    return;
+                    return self.requests.enter(index, RequestState::Stalled);
                 };
                 let list = memory
                     .as_ref()
@@ -896,19 +855,18 @@ impl Driver {
         };
         match queued {
             Ok(()) => {
-                request.state = State::Ring;
                 let is_long = request.stage != Stage::Transfer || len > LONGEST_AT_ONCE;
                 let changes = moves && is_long && !matches!(request.op, BlockOp::Read { .. });
                 if *in_memory && changes && !std::mem::replace(&mut request.is_changing, true) {
                     attached.store.changing.fetch_add(1, Ordering::Relaxed);
                 }
+                self.requests.enter(index, RequestState::Ring);
             }
             Err(SubmitError::Full) => {
                 // Release the buffer for other requests of the store, because this request is
                 // waiting for space in the ring.
                 self.free_bounce(index);
-                self.requests[index].state = State::Stalled;
-                self.stalled.push_back(index);
+                self.requests.enter(index, RequestState::Stalled);
             }
             // Lists and lengths are within the limits of the ring, so the ring itself has failed.
             Err(_) => self.finish(index, StepResult::Failed(BackendError::Internal)),
@@ -947,24 +905,13 @@ impl Driver {
             let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
             mapped.forget(at..at + left);
         }
-        let at = plan::range(&request.op).0 + request.done;
-        match (request.stage, result) {
-            (Stage::Transfer | Stage::Fill | Stage::Edges, Ok(moved)) => {
-                let align = match &attached.store.medium {
-                    Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
-                    Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
-                };
-                // Continue at a whole block, so that other writes can't interleave within it.
-                // Direct I/O continues at a device block. Additional bytes will be transferred
-                // again without changes.
-                let block = attached.store.geometry().block_size as usize;
-                let unit = if moved < block { align } else { block };
-                let moved = moved - moved % unit;
-                if moved == 0 {
-                    // End of a file that was truncated.
-                    let error = BackendError::Medium { offset: Some(at) };
-                    return self.fail(index, error, &"the file is shorter");
-                }
+        let block = attached.store.geometry().block_size as usize;
+        let least = match &attached.store.medium {
+            Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
+            Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
+        };
+        match request.outcome(result, (block, least), is_suspect) {
+            Outcome::Moved(moved) => {
                 self.settle_bounce(index, moved);
                 self.requests[index].done += moved as u64;
                 self.leave_filled_piece(index);
@@ -975,37 +922,37 @@ impl Driver {
                     self.issue(ring, index);
                 }
             }
-            (Stage::SyncLast, result) => {
-                let store = request.store;
-                self.on_flushed(ring, store, result.err());
+            Outcome::Truncated(at) => {
+                let error = BackendError::Medium { offset: Some(at) };
+                self.fail(index, error, &"the file is shorter");
             }
-            (Stage::Punch | Stage::Zero, Ok(_)) => self.after_stage(ring, index),
-            (Stage::Punch, Err(libc::EOPNOTSUPP)) => {
+            Outcome::Flushed(errno) => {
+                let store = request.store;
+                self.on_flushed(ring, store, errno);
+            }
+            Outcome::StageDone => self.after_stage(ring, index),
+            Outcome::Unsupported => {
                 // Remember this while the store is attached, to avoid repeating a system call that
                 // is known to fail for each command.
-                attached.lacks.punch = true;
+                match request.stage {
+                    Stage::Punch => attached.lacks.punch = true,
+                    _ => attached.lacks.zero = true,
+                }
                 self.issue(ring, index);
             }
-            (Stage::Zero, Err(libc::EOPNOTSUPP)) => {
-                attached.lacks.zero = true;
-                self.issue(ring, index);
-            }
-            (Stage::Transfer, Err(errno)) if is_suspect => {
-                if attached.is_sync_shared || attached.renewals != request.renewals {
-                    // A flush would not report this error again.
+            Outcome::Suspect(errno) => {
+                if !attached.sync.reports_again(request.renewals) {
                     attached.store.on_flush_failed(errno, self.now);
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
                 self.free_bounce(index);
                 self.issue(ring, index);
             }
-            // This includes a canceled ring operation (ECANCELED), which was aborted and didn't
-            // fail.
-            (_, Err(errno)) => {
+            Outcome::Failed(errno) => {
+                let at = plan::range(&request.op).0 + request.done;
                 let error = io::Error::from_raw_os_error(errno);
                 self.fail(index, from_errno(errno, at), &error);
             }
-            (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
         }
     }
 
@@ -1021,22 +968,15 @@ impl Driver {
             && store.flush_failure().is_none()
     }
 
-    /// Opens another descriptor for flushes after a failure was cleared, because the old descriptor
-    /// may still report an error already handled by the administrator. Also retries this if it is
-    /// the same as the descriptor for writes. Active durable writes may have received an error that
-    /// the new descriptor does not report, so their errors are treated as lost data.
+    /// Opens another descriptor for flushes if a failure was cleared, or if the descriptor is the
+    /// same as for writes. Active durable writes may have received an error that the new descriptor
+    /// does not report, so their errors are treated as lost data.
     fn renew_sync(&mut self, store: StoreId) {
         let attached = &mut self.stores[store.0];
         let clears = attached.store.flush_clears();
-        let is_cleared = attached.clears != clears;
-        if !is_cleared && !attached.is_sync_shared {
-            return;
-        }
-        let (sync, is_shared) = open_sync(&attached.store.medium);
-        if is_cleared || !is_shared {
-            (attached.sync, attached.is_sync_shared) = (sync, is_shared);
-            attached.clears = clears;
-            attached.renewals = attached.renewals.wrapping_add(1);
+        if attached.sync.is_outdated(clears) {
+            let (sync, is_shared) = open_sync(&attached.store.medium);
+            attached.sync.renew(sync, is_shared, clears);
         }
     }
 
@@ -1048,30 +988,24 @@ impl Driver {
         if plan::is_durable_write(&request.op, volatile) {
             self.renew_sync(store);
         }
-        self.requests[index].renewals = self.stores[store.0].renewals;
+        self.requests[index].renewals = self.stores[store.0].sync.renewals();
     }
 
     /// Starts a flush for all waiting requests, unless a flush is in progress.
     fn flush(&mut self, ring: &mut Ring, store: StoreId) {
-        let Some(&first) = self.stores[store.0].to_flush.first() else {
+        let Some(&first) = self.stores[store.0].flushes.due() else {
             return;
         };
         let token = self.token(first);
-        let attached = &mut self.stores[store.0];
-        // Requests added after its start must not use the current flush, because the kernel may
-        // have skipped their pages already.
-        if !attached.flushing.is_empty() {
-            return;
-        }
         self.renew_sync(store);
         let attached = &mut self.stores[store.0];
-        let sync = attached.sync.as_ref().expect("files have descriptors");
+        let sync = attached.sync.handle().expect("files have descriptors");
         match ring.submit_sync(sync, SyncKind::Data, token) {
-            Ok(()) => std::mem::swap(&mut attached.flushing, &mut attached.to_flush),
+            Ok(()) => attached.flushes.start(),
             Err(SubmitError::Full) => self.flush_stalled = true,
             // As for all other operations, the ring has failed.
             Err(_) => {
-                for index in std::mem::take(&mut attached.to_flush) {
+                for index in attached.flushes.take_waiting() {
                     self.finish(index, StepResult::Failed(BackendError::Internal));
                 }
             }
@@ -1081,7 +1015,7 @@ impl Driver {
     /// Called when a flush has completed. A success is only used if no flush has failed.
     fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
         let attached = &mut self.stores[store.0];
-        let mut served = std::mem::take(&mut attached.flushing);
+        let mut served = attached.flushes.complete();
         // Store the failure before completing any requests, so that a concurrent flush by another
         // worker isn't considered successful.
         if let Some(errno) = errno {
@@ -1109,12 +1043,7 @@ impl Driver {
                 }
             }
         }
-        let attached = &mut self.stores[store.0];
-        // Reuse the memory of this list. However, `after_stage` may have started another flush with
-        // a new list, which must be kept.
-        if attached.flushing.is_empty() {
-            attached.flushing = served;
-        }
+        self.stores[store.0].flushes.recycle(served);
         self.flush(ring, store);
     }
 
@@ -1151,7 +1080,7 @@ impl Driver {
             .as_mut()
             .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());
         if asked {
-            self.requests[index].state = State::Helper;
+            self.requests.enter(index, RequestState::Helper);
         } else {
             // No helper is available. A backend may always report this range as mapped.
             self.on_extent(index, Ok((true, len)));
@@ -1241,18 +1170,12 @@ impl Driver {
 
     fn finish(&mut self, index: usize, result: StepResult) {
         self.free_bounce(index);
-        let request = self.requests.remove(index);
+        let request = self.requests.complete(index);
         if !matches!(result, StepResult::Failed(_)) {
             let store = &self.stores[request.store.0].store;
             if note_success(store, self.now, &request.op) {
                 self.report_recovery(request.store);
             }
-        }
-        for mut list in [request.data, request.window] {
-            // Drop the references to the command's memory now instead of when the list is reused,
-            // because the buffers of a session would outlive it.
-            list.clear();
-            self.spare.push(list);
         }
         self.stores[request.store.0].requests -= 1;
         self.done.push_back(Done {

@@ -1,18 +1,11 @@
-//! Failed flushes of a backend, and their effect on subsequent flushes.
+//! Flush failures of a backend, shared by all workers and saved persistently.
 //!
-//! Linux reports a write-back error once per open file description and then considers the pages
-//! clean, so the next `fdatasync` succeeds even though the data was lost. We ensure in three ways
-//! that an initiator never receives such a success:
-//!
-//! - The [`Store`](super::Store) remembers a failure: all subsequent flushes on all workers fail,
-//!   until an administrator clears it. A write with FUA is checked individually and is not
-//!   affected. However, its error may be the only report of data lost by other writes, so a flush
-//!   is executed after a failed FUA write.
-//! - Each worker uses a separate descriptor for flushes, so that it does not receive errors
-//!   intended for other workers. After a failure was cleared, it opens a new descriptor. The kernel
-//!   does not report the old error for this one again.
-//! - A worker executes one flush at a time for a backend, on behalf of all commands waiting for a
-//!   flush, so that two flushes cannot compete for an error.
+//! The protocol is in [`riser_block`]. Each worker has a [`FlushQueue`](riser_block::FlushQueue) and
+//! a separate [`FlushDescriptor`](riser_block::FlushDescriptor) for each of its stores, so that it
+//! does not receive errors intended for other workers. The [`Store`](super::Store) has the
+//! [`FlushRecord`]: after a failure, all flushes on all workers fail until an administrator clears
+//! it. A write with FUA is checked individually and is not affected, but a flush is executed after
+//! it has failed, because its error may be due to data of other writes.
 //!
 //! A failure also survives a restart, because it is saved by a [`FlushKeeper`]. This uses a
 //! separate thread, so that workers do not have to wait for the file system where it is saved.
@@ -22,6 +15,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
+use riser_block::FlushRecord;
 use riser_reactor::{Spawned, Threads};
 use riser_scsi::config::Identity;
 
@@ -51,7 +45,7 @@ pub trait FlushKeeper: Debug + Send + Sync {
 
 /// Flush failure of a backend, if any.
 #[derive(Debug, Default)]
-pub(super) struct FlushState {
+pub(super) struct FlushFailures {
     inner: Arc<Inner>,
     /// Thread that saves the failure, until it is joined.
     saver: Mutex<Option<Box<dyn Spawned>>>,
@@ -59,7 +53,7 @@ pub(super) struct FlushState {
 
 #[derive(Debug, Default)]
 struct Inner {
-    state: Mutex<State>,
+    record: Mutex<FlushRecord<FlushFailure>>,
     /// Persistent storage, if available. This is locked while saving, to ensure that the last saved
     /// state is the current one.
     kept: Mutex<Option<Kept>>,
@@ -71,12 +65,6 @@ struct Kept {
     unit: Identity,
     /// The last attempt to save was successful.
     is_saved: bool,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    failure: Option<FlushFailure>,
-    clears: u64,
 }
 
 /// Values are replaced as a whole, so ignore poisoning.
@@ -92,7 +80,7 @@ impl Inner {
         };
         // Read this while `kept` is locked, so that the last of several saves uses the current
         // state.
-        let failure = lock(&self.state).failure;
+        let failure = lock(&self.record).failure().copied();
         // This also applies if the keeper panics.
         kept.is_saved = false;
         match kept.keeper.save(&kept.unit, failure.as_ref()) {
@@ -105,14 +93,14 @@ impl Inner {
     }
 }
 
-impl FlushState {
+impl FlushFailures {
     pub(super) fn failure(&self) -> Option<FlushFailure> {
-        lock(&self.inner.state).failure
+        lock(&self.inner.record).failure().copied()
     }
 
     /// Returns the number of failures that were cleared.
     pub(super) fn clears(&self) -> u64 {
-        lock(&self.inner.state).clears
+        lock(&self.inner.record).clears()
     }
 
     /// Loads a saved failure for a unit, and saves future failures. If the saved state cannot be
@@ -133,8 +121,10 @@ impl FlushState {
         });
         // Lock in the same order as `Inner::save`.
         let mut kept = lock(&self.inner.kept);
-        let mut state = lock(&self.inner.state);
-        state.failure = state.failure.or(loaded);
+        let mut record = lock(&self.inner.record);
+        if let Some(failure) = loaded {
+            record.record(failure);
+        }
         *kept = Some(Kept {
             keeper,
             unit: unit.clone(),
@@ -145,13 +135,9 @@ impl FlushState {
 
     /// Stores the first failure. Returns true if this is the first one.
     pub(super) fn fail(&self, errno: i32, at: SystemTime, threads: &dyn Threads) -> bool {
-        let mut state = lock(&self.inner.state);
-        // Keep the first failure, because subsequent failures are a consequence.
-        if state.failure.is_some() {
+        if !lock(&self.inner.record).record(FlushFailure { errno, at }) {
             return false;
         }
-        state.failure = Some(FlushFailure { errno, at });
-        drop(state);
         // The thread may outlive the store, so it owns a reference to its state.
         let inner = Arc::clone(&self.inner);
         match threads.spawn("flush-failure", Box::new(move || inner.save())) {
@@ -180,12 +166,8 @@ impl FlushState {
     }
 
     pub(super) fn clear(&self) -> Option<FlushFailure> {
-        let mut state = lock(&self.inner.state);
-        let cleared = state.failure.take()?;
-        // This counter notifies workers that they must open new descriptors, which don't report the
-        // old error.
-        state.clears += 1;
-        drop(state);
+        // Workers will open new descriptors, which don't report the old error.
+        let cleared = lock(&self.inner.record).clear()?;
         // Save this before responding to the administrator, so that a restart doesn't restore a
         // failure that was cleared.
         self.inner.save();

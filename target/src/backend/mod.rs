@@ -8,9 +8,10 @@
 //! - `store`: [`Store`], an open backend shared by all workers: size, lock, alignment.
 //! - `driver`: [`Driver`], executes requests for a worker: receives requests, submits ring
 //!   operations, and returns results.
-//! - `request`: an active request, and its windows on the command's memory.
+//! - `request`: an active request (`RequestState`), the results of its operations, and
+//!   its windows on the command's memory. `requests`: all requests of a driver.
 //! - `plan`: ring operations for a request, step by step, without I/O.
-//! - `flush`: handling of failed flushes.
+//! - `flush`: failed flushes, shared by all workers and saved. The protocol is in [`riser_block`].
 //! - `turns`: prevents concurrent reads and changes of the same blocks.
 //! - `ram`: sparse memory of a RAM disk.
 //! - `file_id`: file identifiers that do not depend on the path.
@@ -74,6 +75,7 @@ mod opening;
 mod plan;
 mod ram;
 mod request;
+mod requests;
 mod store;
 mod sys;
 mod turns;

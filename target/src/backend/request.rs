@@ -1,9 +1,11 @@
-//! An active block command, and the memory for its next ring operation.
+//! An active block command: its states, the results of its operations, and the memory for its next
+//! ring operation. Without I/O: see [`Driver`](super::Driver).
 
 use std::time::Instant;
 
 use riser_memory::MemSlice;
 use riser_scsi::step::{BackendError, BlockOp};
+use riser_state::State;
 
 use super::plan::{self, Bounds, Stage};
 use super::sys::Align;
@@ -63,7 +65,7 @@ pub(super) struct BlockCommand {
     pub(super) stage: Stage,
     /// Number of bytes completed in the current stage.
     pub(super) done: u64,
-    pub(super) state: State,
+    pub(super) state: RequestState,
     pub(super) cancelled: bool,
     /// Error number of a failed write. A flush is in progress to check whether data of other writes
     /// was lost.
@@ -81,25 +83,141 @@ pub(super) struct BlockCommand {
 }
 
 /// State of a block command, which determines what it waits for.
+///
+/// ```text
+///  New ─┬─→ Held, Delayed (injected faults) ─┐
+///       └────────────────────────────────────┴─→ Turn ──→ Stalled ──→ Ring
+///                                                ↑ (each if required)   │ next operation
+///                                                └──────────────────────┤
+///  Helper ←─ Status of a file              Flush ←─ last operation ─────┤
+///    └───────────────────────────────────────┴──────────────────────────┴─→ Done
+/// ```
+///
+/// Operations that complete synchronously do not enter [`RequestState::Ring`], so any wait can be
+/// followed by any later state. A state can be followed by itself: for the next operation in the
+/// ring, another wait for its space, or the next piece of a long operation in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum RequestState {
+    /// Accepted, and not started.
+    New,
+    /// Waiting until an injected fault resumes it.
+    Held,
+    /// Waiting for the delay of an injected fault, or for other requests between two pieces of a
+    /// long operation in memory.
+    Delayed {
+        until: Instant,
+        error: Option<BackendError>,
+    },
+    /// Waiting for older requests for the same bytes.
+    Turn,
+    /// Waiting for space in the ring or for a bounce buffer.
+    Stalled,
     /// Waiting for its operation in the ring.
     Ring,
     /// Waiting for the helper thread.
     Helper,
     /// Waiting for a flush on its behalf.
     Flush,
-    /// Waiting for space in the ring or for a bounce buffer: in `stalled`.
-    Stalled,
-    /// Waiting for the delay of an injected fault: in `delayed`.
-    Delayed {
-        until: Instant,
-        error: Option<BackendError>,
-    },
-    /// Waiting until an injected fault resumes it: in `delayed`.
-    Held,
-    /// Waiting for older requests for the same bytes: in `delayed`.
-    Turn,
+    /// Completed.
+    Done,
+}
+
+impl State for RequestState {
+    fn may_become(&self, next: &Self) -> bool {
+        match self {
+            Self::New => !matches!(next, Self::New),
+            // Pieces in memory are delayed between each other.
+            Self::Held | Self::Delayed { .. } => !matches!(next, Self::New | Self::Held),
+            // It has another turn after an operation that the medium does not support. A request
+            // that waits for its turn or for space in the ring is not a status request.
+            Self::Turn | Self::Stalled | Self::Ring => matches!(
+                next,
+                Self::Turn | Self::Stalled | Self::Ring | Self::Flush | Self::Done
+            ),
+            // Always the last operation.
+            Self::Helper | Self::Flush => matches!(next, Self::Done),
+            Self::Done => false,
+        }
+    }
+}
+
+/// Consequence of an operation on a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// This number of bytes was transferred. Continue after them.
+    Moved(usize),
+    /// The file is shorter than the range, at this offset.
+    Truncated(u64),
+    /// The operation of the current stage is complete.
+    StageDone,
+    /// The medium does not support the operation. Continue in another way.
+    Unsupported,
+    /// The flush on behalf of this and other requests has completed, possibly with an error.
+    Flushed(Option<i32>),
+    /// A durable write has failed. The error may be due to data of other writes: flush before
+    /// completing the request.
+    Suspect(i32),
+    /// The request has failed.
+    Failed(i32),
+}
+
+impl BlockCommand {
+    /// Creates a request. `data` is the memory of the command, and `window` an empty list.
+    pub(super) fn new(
+        user: u64,
+        store: StoreId,
+        since: Instant,
+        op: BlockOp,
+        (data, window): (Vec<MemSlice>, Vec<MemSlice>),
+        stage: Stage,
+    ) -> Self {
+        Self {
+            user,
+            store,
+            since,
+            op,
+            data,
+            stage,
+            done: 0,
+            state: RequestState::New,
+            cancelled: false,
+            failed: None,
+            renewals: 0,
+            bounce: None,
+            is_changing: false,
+            turn: None,
+            window,
+        }
+    }
+
+    /// Returns the consequence of an operation. A transfer continues at a whole `block`, so that
+    /// other writes can't interleave within it. If it was shorter than that, it continues at a
+    /// block of the device, of `least` bytes. Additional bytes will be transferred again without
+    /// changes. `is_suspect` is set if an error may be due to data of other writes.
+    pub(super) fn outcome(
+        &self,
+        result: Result<usize, i32>,
+        (block, least): (usize, usize),
+        is_suspect: bool,
+    ) -> Outcome {
+        match (self.stage, result) {
+            (Stage::Transfer | Stage::Fill | Stage::Edges, Ok(moved)) => {
+                let unit = if moved < block { least } else { block };
+                match moved - moved % unit {
+                    0 => Outcome::Truncated(plan::range(&self.op).0 + self.done),
+                    moved => Outcome::Moved(moved),
+                }
+            }
+            (Stage::SyncLast, result) => Outcome::Flushed(result.err()),
+            (Stage::Punch | Stage::Zero, Ok(_)) => Outcome::StageDone,
+            (Stage::Punch | Stage::Zero, Err(libc::EOPNOTSUPP)) => Outcome::Unsupported,
+            (Stage::Transfer, Err(errno)) if is_suspect => Outcome::Suspect(errno),
+            // This includes a canceled ring operation (ECANCELED), which was aborted and didn't
+            // fail.
+            (_, Err(errno)) => Outcome::Failed(errno),
+            (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
+        }
+    }
 }
 
 /// Returns the part of the command's buffer used by an operation: start and length.
@@ -200,5 +318,95 @@ pub(super) fn fill_window(zeroes: &MemSlice, mut len: u64, out: &mut Vec<MemSlic
         let take = len.min(zeroes.len() as u64);
         out.extend(zeroes.slice(0..take as usize));
         len -= take;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_state::testing::table;
+
+    use super::*;
+
+    fn states() -> [RequestState; 9] {
+        use RequestState::*;
+
+        let (until, error) = (Instant::now(), None);
+        let delayed = Delayed { until, error };
+        [New, Held, delayed, Turn, Stalled, Ring, Helper, Flush, Done]
+    }
+
+    #[test]
+    fn transition_table_matches_diagram() {
+        let expected = "New: Held Delayed Turn Stalled Ring Helper Flush Done\n\
+                        Held: Delayed Turn Stalled Ring Helper Flush Done\n\
+                        Delayed: Delayed Turn Stalled Ring Helper Flush Done\n\
+                        Turn: Turn Stalled Ring Flush Done\n\
+                        Stalled: Turn Stalled Ring Flush Done\n\
+                        Ring: Turn Stalled Ring Flush Done\n\
+                        Helper: Done\n\
+                        Flush: Done\n\
+                        Done: \n";
+        assert_eq!(table(&states()), expected);
+    }
+
+    fn read() -> BlockOp {
+        let (offset, len, buffer_offset) = (8192, 8192, 0);
+        BlockOp::Read {
+            offset,
+            len,
+            buffer_offset,
+            fua: false,
+        }
+    }
+
+    fn request(op: BlockOp, stage: Stage) -> BlockCommand {
+        let lists = (Vec::new(), Vec::new());
+        BlockCommand::new(1, StoreId(0), Instant::now(), op, lists, stage)
+    }
+
+    #[test]
+    fn short_transfer_continues_at_whole_block() {
+        let mut request = request(read(), Stage::Transfer);
+        let outcome =
+            |request: &BlockCommand, moved| request.outcome(Ok(moved), (4096, 512), false);
+        assert_eq!(outcome(&request, 8192), Outcome::Moved(8192));
+        assert_eq!(outcome(&request, 5000), Outcome::Moved(4096));
+        // Less than a block of the unit: at least whole blocks of the device.
+        assert_eq!(outcome(&request, 1600), Outcome::Moved(1536));
+        assert_eq!(outcome(&request, 511), Outcome::Truncated(8192));
+        request.done = 4096;
+        assert_eq!(outcome(&request, 0), Outcome::Truncated(12288));
+    }
+
+    #[test]
+    fn unsupported_operations_are_replaced() {
+        let (offset, len) = (0, 4096);
+        let zero = BlockOp::WriteZeroes {
+            offset,
+            len,
+            unmap: true,
+            fua: false,
+        };
+        for stage in [Stage::Punch, Stage::Zero] {
+            let request = request(zero, stage);
+            let outcome = |result| request.outcome(result, (512, 512), false);
+            assert_eq!(outcome(Err(libc::EOPNOTSUPP)), Outcome::Unsupported);
+            assert_eq!(outcome(Err(libc::EIO)), Outcome::Failed(libc::EIO));
+            assert_eq!(outcome(Ok(0)), Outcome::StageDone);
+        }
+        let fill = request(zero, Stage::Fill);
+        let outcome = fill.outcome(Err(libc::EOPNOTSUPP), (512, 512), false);
+        assert_eq!(outcome, Outcome::Failed(libc::EOPNOTSUPP));
+    }
+
+    #[test]
+    fn suspect_write_error_requires_flush() {
+        let write = request(read(), Stage::Transfer);
+        let outcome = |is_suspect| write.outcome(Err(libc::EIO), (512, 512), is_suspect);
+        assert_eq!(outcome(true), Outcome::Suspect(libc::EIO));
+        assert_eq!(outcome(false), Outcome::Failed(libc::EIO));
+        let flush = request(BlockOp::Flush { offset: 0, len: 0 }, Stage::SyncLast);
+        let outcome = flush.outcome(Err(libc::EIO), (512, 512), true);
+        assert_eq!(outcome, Outcome::Flushed(Some(libc::EIO)));
     }
 }

@@ -17,7 +17,7 @@ use rustix::fs::{FileType, Stat, fstat, stat};
 
 use super::cause::Cause;
 use super::file_id::FileId;
-use super::flush::{FlushFailure, FlushKeeper, FlushState};
+use super::flush::{FlushFailure, FlushFailures, FlushKeeper};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
 use super::made::Made;
@@ -48,7 +48,7 @@ pub struct Store {
     pub(super) medium: Medium,
     host: Arc<dyn Host>,
     pub(super) faults: Option<Arc<Faults>>,
-    flush: FlushState,
+    flush: FlushFailures,
     geometry: Geometry,
     /// Name in the configuration, for the log.
     name: String,
@@ -167,7 +167,7 @@ impl Store {
             medium,
             host,
             faults: spec.faults.clone(),
-            flush: FlushState::default(),
+            flush: FlushFailures::default(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
             name: spec.name.clone(),

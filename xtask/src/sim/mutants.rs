@@ -373,7 +373,14 @@ mod tests {
 
     #[test]
     fn state_tables_belong_to_machines() {
-        let crates = ["exports", "initiator", "scsi", "target", "transport"];
+        let crates = [
+            "block",
+            "exports",
+            "initiator",
+            "scsi",
+            "target",
+            "transport",
+        ];
         let sources = crates.map(|name| root().join(name).join("src"));
         let files = sources.iter().flat_map(WalkDir::new).filter_map(Result::ok);
         let known: BTreeSet<_> = MACHINES.iter().flat_map(Machine::paths).collect();

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use riser_block::poll_fds::{PollInterest, PollInterests};
-use riser_block::{BlockError, Extent};
+use riser_block::{BlockError, Extent, FlushQueue, FlushRecord};
 use riser_reactor::{
     Completion, Durability, Fallocate, Handle, Offload, Ring, RingConfig, SubmitError, SyncKind,
     SystemThreads, Token, Waker,
@@ -32,25 +32,12 @@ pub(super) struct Target {
     pub(super) block: u32,
 }
 
-/// Flush state. After a write-back error, the kernel will only return it once, to a single flush.
-/// So we only run one flush at a time, use its result for all flushes that were queued before it,
-/// and remember the error.
-#[derive(Default)]
-struct Flushes {
-    is_running: bool,
-    /// Flushes that use the result of the current flush.
-    together: Vec<Operation>,
-    /// Flushes received after the current flush was started.
-    waiting: Vec<Operation>,
-    /// Error for all new flushes.
-    failed: Option<BlockError>,
-}
-
-/// Operation submitted to the ring or the helper thread.
-struct InFlight {
-    operation: Operation,
-    /// Number of bytes already transferred, because a completion can be short.
-    done: usize,
+/// Submitted to the ring or the helper thread.
+enum InFlight {
+    /// Operation, with the number of bytes already transferred, because a completion can be short.
+    Operation { operation: Operation, done: usize },
+    /// Flush for all operations served by [`FileBackend::flushes`].
+    Flush,
 }
 
 /// Backend for file operations.
@@ -64,7 +51,10 @@ pub(super) struct FileBackend {
     block: u64,
     in_flight: Slab<InFlight>,
     waiting: VecDeque<Operation>,
-    flushes: Flushes,
+    flushes: FlushQueue<Operation>,
+    /// Flushes use the descriptor for writes, so a write with FUA may receive the error that we
+    /// expect from a flush.
+    flush_record: FlushRecord<BlockError>,
     /// Used for system calls that are not supported by the ring.
     helper: Offload<io::Result<Vec<Extent>>>,
     /// Called by the helper thread. The ring's waker doesn't work here: it uses a ring operation,
@@ -103,7 +93,8 @@ impl FileBackend {
             block: target.block.into(),
             in_flight: Slab::with_capacity(64),
             waiting: VecDeque::new(),
-            flushes: Flushes::default(),
+            flushes: FlushQueue::default(),
+            flush_record: FlushRecord::default(),
             helper,
             helper_waker,
             completions: Vec::new(),
@@ -115,13 +106,11 @@ impl FileBackend {
 
     fn start(&mut self, operation: Operation) {
         if matches!(operation.command, Command::Flush) {
-            if let Some(error) = &self.flushes.failed {
+            if let Some(error) = self.flush_record.failure() {
                 return operation.complete(Err(error.clone()));
             }
-            if self.flushes.is_running {
-                return self.flushes.waiting.push(operation);
-            }
-            self.flushes.is_running = true;
+            self.flushes.join(operation);
+            return self.start_flush();
         }
         if let Command::WriteZeroes(_, options) = &operation.command
             && self.is_device
@@ -131,8 +120,18 @@ impl FileBackend {
             // If a device doesn't support this command, the kernel will write zeroes instead.
             return operation.complete(Err(BlockError::Unsupported));
         }
-        let key = self.in_flight.insert(InFlight { operation, done: 0 });
+        let in_flight = InFlight::Operation { operation, done: 0 };
+        let key = self.in_flight.insert(in_flight);
         self.queue(key);
+    }
+
+    /// Starts a flush for all waiting operations, unless a flush is in progress.
+    fn start_flush(&mut self) {
+        if self.flushes.due().is_some() {
+            self.flushes.start();
+            let key = self.in_flight.insert(InFlight::Flush);
+            self.queue(key);
+        }
     }
 
     /// Queues an operation, or the remaining part of it.
@@ -140,14 +139,16 @@ impl FileBackend {
         let queued = self.try_queue(key);
         self.has_queued = true;
         if let Err(error) = queued {
-            self.complete_operation(key, Err(BlockError::Io(error.to_string())));
+            self.complete_in_flight(key, Err(BlockError::Io(error.to_string())));
         }
     }
 
     fn try_queue(&mut self, key: usize) -> Result<(), SubmitError> {
-        let InFlight { operation, done } = &self.in_flight[key];
         let token = Token(key as u64);
         let (ring, file) = (&mut self.ring, &self.file);
+        let InFlight::Operation { operation, done } = &self.in_flight[key] else {
+            return ring.submit_sync(file, SyncKind::Data, token);
+        };
         let at = |offset: &u64| offset + *done as u64;
         let rest = || {
             let memory = operation.memory().slice();
@@ -163,7 +164,7 @@ impl FileBackend {
                 };
                 ring.submit_write(file, at(offset), &rest(), durability, token)
             }
-            Command::Flush => ring.submit_sync(file, SyncKind::Data, token),
+            Command::Flush => unreachable!("flushes are in the flush queue"),
             Command::Discard(range) if self.is_device => {
                 self.offload(key, range.clone(), |file, range, _| {
                     sys::discard(file, range).map(|()| Vec::new())
@@ -202,44 +203,44 @@ impl FileBackend {
         submitted.expect("it holds as many as there are operations in flight");
     }
 
-    fn complete_operation(&mut self, key: usize, result: Result<Vec<Extent>, BlockError>) {
-        let InFlight { operation, .. } = self.in_flight.remove(key);
-        if let Err(error) = &result
-            && matches!(
-                operation.command,
-                Command::Flush | Command::Write { fua: true, .. }
-            )
-        {
-            // A write with FUA may have received the error that we expect from a flush.
-            self.flushes.failed.get_or_insert_with(|| error.clone());
-        }
-        if !matches!(operation.command, Command::Flush) {
-            return operation.complete(result);
-        }
-        self.flushes.is_running = false;
-        for other in std::mem::take(&mut self.flushes.together) {
-            other.complete(result.clone());
+    fn complete_in_flight(&mut self, key: usize, result: Result<Vec<Extent>, BlockError>) {
+        let InFlight::Operation { operation, .. } = self.in_flight.remove(key) else {
+            return self.complete_flush(result);
+        };
+        if let (Err(error), Command::Write { fua: true, .. }) = (&result, &operation.command) {
+            self.flush_record.record(error.clone());
         }
         operation.complete(result);
-        let mut waiting = std::mem::take(&mut self.flushes.waiting).into_iter();
-        if let Some(error) = self.flushes.failed.clone() {
-            return waiting.for_each(|other| other.complete(Err(error.clone())));
+    }
+
+    fn complete_flush(&mut self, result: Result<Vec<Extent>, BlockError>) {
+        if let Err(error) = &result {
+            self.flush_record.record(error.clone());
         }
-        if let Some(first) = waiting.next() {
-            self.flushes.together = waiting.collect();
-            self.start(first);
+        let mut served = self.flushes.complete();
+        for operation in served.drain(..) {
+            operation.complete(result.clone());
         }
+        self.flushes.recycle(served);
+        if let Some(error) = self.flush_record.failure() {
+            for operation in self.flushes.take_waiting() {
+                operation.complete(Err(error.clone()));
+            }
+        }
+        self.start_flush();
     }
 
     fn on_completion(&mut self, key: usize, outcome: io::Result<u32>) {
-        let InFlight { operation, done } = &mut self.in_flight[key];
         let count = match outcome {
             Ok(count) => count as usize,
             Err(error) if is_passing(&error) => return self.queue(key),
-            Err(error) => return self.complete_operation(key, Err(block_error(&error))),
+            Err(error) => return self.complete_in_flight(key, Err(block_error(&error))),
+        };
+        let InFlight::Operation { operation, done } = &mut self.in_flight[key] else {
+            return self.complete_in_flight(key, Ok(Vec::new()));
         };
         let (Command::Read { offset } | Command::Write { offset, .. }) = operation.command else {
-            return self.complete_operation(key, Ok(Vec::new()));
+            return self.complete_in_flight(key, Ok(Vec::new()));
         };
         *done += count;
         let at = offset + *done as u64;
@@ -248,12 +249,12 @@ impl FileBackend {
         let is_read = matches!(operation.command, Command::Read { .. });
         let is_end = self.is_direct && is_read && !at.is_multiple_of(self.block);
         match *done == operation.memory().len() {
-            true => self.complete_operation(key, Ok(Vec::new())),
+            true => self.complete_in_flight(key, Ok(Vec::new())),
             // The kernel may return early at the end of a page cache read or because of a signal.
             false if count > 0 && !is_end => self.queue(key),
             false => {
                 let what = format!("the file was truncated to {at} bytes");
-                self.complete_operation(key, Err(BlockError::Io(what)));
+                self.complete_in_flight(key, Err(BlockError::Io(what)));
             }
         }
     }
@@ -263,7 +264,7 @@ impl FileBackend {
         let mut any = false;
         while let Some((Token(key), result)) = self.helper.poll_result() {
             any = true;
-            self.complete_operation(key as usize, result.map_err(|error| block_error(&error)));
+            self.complete_in_flight(key as usize, result.map_err(|error| block_error(&error)));
         }
         any
     }
@@ -275,14 +276,15 @@ impl FileBackend {
         self.failed = Some(error.clone());
         let waiting: Vec<_> = self.waiting.drain(..).collect();
         let in_flight: Vec<_> = self.in_flight.drain().collect();
-        let flushes = std::mem::take(&mut self.flushes);
+        let flushes = self.flushes.clear();
         // The kernel may still use this memory. It is kept mapped by the ring's handles, but we
         // must not reuse the buffers.
-        for InFlight { mut operation, .. } in in_flight {
-            std::mem::forget(operation.buffer.take());
-            operation.complete(Err(error.clone()));
+        for in_flight in in_flight {
+            if let InFlight::Operation { mut operation, .. } = in_flight {
+                std::mem::forget(operation.buffer.take());
+                operation.complete(Err(error.clone()));
+            }
         }
-        let flushes = flushes.together.into_iter().chain(flushes.waiting);
         for operation in waiting.into_iter().chain(flushes) {
             operation.complete(Err(error.clone()));
         }

@@ -178,18 +178,18 @@ impl<T> Contexts<T> {
 }
 
 /// Indexed by the number of a context in use.
-impl<T> Index<usize> for Contexts<T> {
+impl<T> Index<TaskIdx> for Contexts<T> {
     type Output = T;
 
-    fn index(&self, at: usize) -> &T {
-        let context = self.slots[at].context.as_deref();
+    fn index(&self, idx: TaskIdx) -> &T {
+        let context = self.slots[usize::from(idx.0)].context.as_deref();
         context.expect("a command has the context")
     }
 }
 
-impl<T> IndexMut<usize> for Contexts<T> {
-    fn index_mut(&mut self, at: usize) -> &mut T {
-        let context = self.slots[at].context.as_deref_mut();
+impl<T> IndexMut<TaskIdx> for Contexts<T> {
+    fn index_mut(&mut self, idx: TaskIdx) -> &mut T {
+        let context = self.slots[usize::from(idx.0)].context.as_deref_mut();
         context.expect("a command has the context")
     }
 }
@@ -210,7 +210,7 @@ mod tests {
         spare.return_context(one.remove(first));
         assert!(one.is_empty() && one.get(first).is_none() && one.iter().next().is_none());
         let second = other.insert(spare.take_context(|| unreachable!("there is one to spare")));
-        assert_eq!(other[usize::from(second.0)], 7);
+        assert_eq!(other[second], 7);
         // The previous use of the same number has a different generation.
         let again = one.insert(spare.take_context(|| 8));
         assert_eq!((again, one.generation(again)), (first, 2));

@@ -308,7 +308,7 @@ impl<D: Datamover> Channel<D> {
             cx.spare.0.return_context(context);
             return Err(FunctionAnswer::StillAllegiant);
         }
-        self.tasks[usize::from(idx.0)].expected = !tag.immediate;
+        self.tasks[idx].expected = !tag.immediate;
         self.expected += u16::from(!tag.immediate);
         Ok(ReassignRequest {
             task: tag.task,
@@ -356,7 +356,7 @@ impl<D: Datamover> Channel<D> {
 
     fn reassign(&mut self, cx: &mut Cx<'_>, claim: ReassignRequest) {
         let idx = claim.task.index;
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         let waited = task.waited_by(cx.now, &self.pace);
         task.waited = 0;
         let mut exec = std::mem::take(&mut task.exec);
@@ -454,7 +454,7 @@ impl<D: Datamover> Channel<D> {
             to,
             "a context waits until its task comes"
         );
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         assert_eq!(task.state, TaskState::Expected, "a task comes once");
         self.expected -= u16::from(std::mem::take(&mut task.expected));
         match moved {
@@ -465,7 +465,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn resume_reassigned(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, moved: ReassignedTask) {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         // Functions may have used this context's name while the command was being handed over. We
         // must keep their list of watchers, and apply an abort to the new command.
         let before = std::mem::replace(&mut task.exec, moved.exec);

@@ -386,7 +386,7 @@ pub struct TaskBuffers<'a>(&'a Contexts<Task>);
 impl<'a> TaskBuffers<'a> {
     /// Returns the buffer of a task with a data transfer in progress.
     pub fn buffer(&self, task: TaskIdx) -> &'a Buffer {
-        let buffer = self.0[usize::from(task.0)].exec.buffer.as_ref();
+        let buffer = self.0[task].exec.buffer.as_ref();
         buffer.expect("data lie in a buffer")
     }
 }
@@ -583,7 +583,7 @@ impl<D: Datamover> Channel<D> {
     /// Returns the data buffer of a task for its block operation, if it's required.
     #[must_use]
     pub fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
-        self.tasks[usize::from(task.0)].exec.buffer.as_ref()
+        self.tasks[task].exec.buffer.as_ref()
     }
 
     /// Returns the negotiated connection parameters after login. They are returned only once.
@@ -633,7 +633,7 @@ impl<D: Datamover> Channel<D> {
     /// failed.
     pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx, ok: bool) {
         self.last_taken = cx.now;
-        if self.tasks[usize::from(task.0)].state == TaskState::Send {
+        if self.tasks[task].state == TaskState::Send {
             self.on_piece_sent(cx, task);
         } else {
             self.finish_answered(cx, task, ok);

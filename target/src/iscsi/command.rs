@@ -47,7 +47,7 @@ impl<D: Datamover> Channel<D> {
         // Copy the data, because the receive buffer will be overwritten and we don't have a pool
         // buffer yet.
         let staged = self.stage(frame.data);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.lun = command.lun;
         task.exec.attribute = match command.attribute {
             TaskAttr::Untagged | TaskAttr::Simple => TaskAttribute::Simple,
@@ -144,7 +144,7 @@ impl<D: Datamover> Channel<D> {
     /// Returns the maximum number of bytes of unsolicited data without a buffer for a command.
     fn most_staged(&self, idx: TaskIdx) -> usize {
         let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
-        let task = &self.tasks[usize::from(idx.0)];
+        let task = &self.tasks[idx];
         match task.incoming.open {
             true => first_burst.min(task.exec.expected.data_out) as usize,
             false => task.incoming.staged.len(),
@@ -152,7 +152,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
-        let task = &self.tasks[usize::from(idx.0)];
+        let task = &self.tasks[idx];
         assert_eq!(
             task.state,
             TaskState::Block,
@@ -169,17 +169,17 @@ impl<D: Datamover> Channel<D> {
     fn note_left(&mut self, idx: TaskIdx) {
         let name = self.task_ref(idx);
         let nexus = self.session.as_ref().expect("full-feature phase").nexus;
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let exec = &mut self.tasks[idx].exec;
         exec.note_left(nexus, name);
     }
 
     /// Passes data and status to the datamover. The task completes when they were sent.
     fn send_response(&mut self, now: Instant, idx: TaskIdx, response: Response, len: u32) {
-        let itt = self.tasks[usize::from(idx.0)].itt;
+        let itt = self.tasks[idx].itt;
         self.window().answer_tag(itt, self.task_ref(idx));
         self.mark_sent(idx);
         self.watch_data(now);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.wait = self.pace.begin(now);
         let response = task.response.insert(response);
         let base = match response.data_in {
@@ -247,7 +247,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     }
 
     fn exec(&mut self, idx: TaskIdx) -> &mut Execution {
-        &mut self.tasks[usize::from(idx.0)].exec
+        &mut self.tasks[idx].exec
     }
 
     fn request_action(&mut self, action: TaskAction) {
@@ -261,7 +261,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             Hold::Memory => TaskState::AwaitBuffer,
             Hold::Backend => TaskState::Block,
         };
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         become_state(&mut task.state, next);
         // The memory of longer data of an earlier command is counted nowhere.
         if matches!(hold, Hold::Limits | Hold::Memory) {
@@ -272,7 +272,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
 
     fn first_step(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> Step {
         let session = self.session.as_ref().expect("full-feature phase");
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let exec = &mut self.tasks[idx].exec;
         exec.start(session.nexus, session.luns.luns(), cx.pool, cx.now)
     }
 
@@ -284,7 +284,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         from: u32,
         len: u32,
     ) -> Option<StepResult> {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.exec.timer.enter(Stage::FabricIn, cx.now);
         task.exec.timer.carry(len);
         let staged = &mut task.incoming.staged;
@@ -300,7 +300,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             let emptied = std::mem::take(staged);
             self.keep_staging(emptied);
         }
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.incoming.from = from;
         task.incoming.wanted = Some(from + len);
         become_state(&mut task.state, TaskState::Receive);
@@ -320,7 +320,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         len: u32,
     ) -> Option<StepResult> {
         self.watch_data(cx.now);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.exec.timer.enter(Stage::FabricOut, cx.now);
         // An initiator might send data with a command that doesn't transfer any.
         let staged = std::mem::take(&mut task.incoming.staged);
@@ -365,7 +365,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     }
 
     fn end_wait(&mut self, now: Instant, idx: TaskIdx) {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.waited = task.waited_by(now, &self.pace);
         if matches!(task.state, TaskState::Receive | TaskState::Send) {
             task.incoming.solicited = false;
@@ -374,13 +374,13 @@ impl<D: Datamover> CommandFlow for Channel<D> {
 
     fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         // We must not respond before the F bit is received (RFC 7143 11.4.2), because data that
         // arrives later could be used for the next command with the same tag.
         if task.incoming.open {
             self.note_left(idx);
             self.leave_task_set(idx);
-            let task = &mut self.tasks[usize::from(idx.0)];
+            let task = &mut self.tasks[idx];
             let unwanted = std::mem::take(&mut task.incoming.staged);
             task.response = Some(response);
             become_state(&mut task.state, TaskState::AwaitUnsolicited);

@@ -42,7 +42,7 @@ impl<D: Datamover> Channel<D> {
     /// Called when a piece of Data-In was sent, or can't be sent.
     pub(super) fn on_piece_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.last_taken = cx.now;
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         assert_eq!(task.state, TaskState::Send, "a piece was sent for {idx:?}");
         let end = task.piece.from + task.piece.len;
         let start = task.data_start.offset.clamp(task.piece.from, end);
@@ -69,7 +69,7 @@ impl<D: Datamover> Channel<D> {
         let Some(idx) = self.find(snack.itt).filter(|_| is_for_data) else {
             return;
         };
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         // A SNACK for data that was already acknowledged is an initiator error, but it isn't
         // missing any data.
         if task.state != TaskState::Send
@@ -99,7 +99,7 @@ impl<D: Datamover> Channel<D> {
     /// this requests the missing data.
     pub(super) fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
         self.watch_data(now);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.wait = self.pace.begin(now);
         if !task.exec.is_gathering() {
             task.ordered.get_or_insert(task.wait);
@@ -159,7 +159,7 @@ impl<D: Datamover> Channel<D> {
             } => {
                 self.counters.bytes_out += frame.data.len() as u64;
                 self.pace.on_moved(frame.data.len() as u32);
-                let context = &self.tasks[usize::from(task.0)];
+                let context = &self.tasks[task];
                 if let Some(buffer) = &context.exec.buffer {
                     buffer.write(offset - context.incoming.from, frame.data);
                 }
@@ -167,7 +167,7 @@ impl<D: Datamover> Channel<D> {
                     self.resume_task(cx, task, StepResult::Done);
                 }
             }
-            SolicitedData::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
+            SolicitedData::Again(task) => self.tasks[task].r2ts += 1,
             SolicitedData::Failed(task, error) => {
                 let failed = StepResult::Failed(BackendError::Transfer(error));
                 self.resume_task(cx, task, failed);
@@ -179,7 +179,7 @@ impl<D: Datamover> Channel<D> {
         let len = frame.data.len() as u32;
         let idx = self.find(pdu.itt);
         // If the command has completed, we don't know how much data is left.
-        let announced = match idx.map(|idx| &self.tasks[usize::from(idx.0)].incoming) {
+        let announced = match idx.map(|idx| &self.tasks[idx].incoming) {
             Some(incoming) if incoming.open => incoming.announced.into(),
             _ => self.unasked,
         };
@@ -194,7 +194,7 @@ impl<D: Datamover> Channel<D> {
             return;
         };
         let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         let incoming = &mut task.incoming;
         if !incoming.open {
             return self.reject(cx, frame, RejectReason::ProtocolError, &"unexpected data");
@@ -261,7 +261,7 @@ impl<D: Datamover> Channel<D> {
     /// # Panics
     /// Panics if there is no transfer.
     pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
-        let task = &self.tasks[usize::from(idx.0)];
+        let task = &self.tasks[idx];
         let is_sent = task.state == TaskState::Send;
         assert!(
             is_sent || task.state == TaskState::Receive,

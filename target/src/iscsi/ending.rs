@@ -12,7 +12,7 @@ impl<D: Datamover> Channel<D> {
     /// Removes the tag, so that other connections of the session can't find this task.
     fn forget_tag(&self, idx: TaskIdx) {
         if let Some(session) = &self.session {
-            let itt = self.tasks[usize::from(idx.0)].itt;
+            let itt = self.tasks[idx].itt;
             session.window.remove_tag(itt, self.task_ref(idx));
         }
     }
@@ -28,8 +28,8 @@ impl<D: Datamover> Channel<D> {
 
     /// Completes a request after its response was sent, or was lost with the connection.
     pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, was_sent: bool) {
-        self.tasks[usize::from(idx.0)].exec.arrive(cx.now, was_sent);
-        let answer = self.tasks[usize::from(idx.0)].response.as_ref();
+        self.tasks[idx].exec.arrive(cx.now, was_sent);
+        let answer = self.tasks[idx].response.as_ref();
         self.pace
             .on_moved(answer.map_or(0, |answer| answer.data_in.len()));
         self.finish(cx, idx, End::Answered);
@@ -48,7 +48,7 @@ impl<D: Datamover> Channel<D> {
         // Another connection may be waiting for this command and would otherwise never release its
         // context.
         self.drop_claim(idx);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         match end {
             End::Answered => {}
             End::Aborted => self.counters.aborted += 1,
@@ -62,7 +62,7 @@ impl<D: Datamover> Channel<D> {
     /// Aborts a command without a response, either immediately or when its buffer is no longer used
     /// by a device.
     pub(super) fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: Option<TaskRef>) {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         if !task.is_command() {
             // The response is sent before ours, so the task is already complete for the initiator.
             if let Some(watcher) = watcher {
@@ -78,7 +78,7 @@ impl<D: Datamover> Channel<D> {
     /// Completes a command that was aborted by task management on this or another channel, either
     /// immediately or when its buffer is no longer used by a device.
     pub(super) fn end_managed(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         if !task.is_command() {
             return self.abort(cx, idx, Some(watcher));
         }
@@ -87,7 +87,7 @@ impl<D: Datamover> Channel<D> {
             return;
         }
         if self.stop(cx.pool, idx) {
-            self.tasks[usize::from(idx.0)].exec.aborted = true;
+            self.tasks[idx].exec.aborted = true;
         } else {
             self.end_aborted(cx, idx);
         }
@@ -97,14 +97,14 @@ impl<D: Datamover> Channel<D> {
     /// another nexus, we must send TASK ABORTED (SPC-4 7.5.8: TAS) because the initiator is waiting
     /// for a response.
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let task = &self.tasks[usize::from(idx.0)];
+        let task = &self.tasks[idx];
         let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
         let is_awaited = !is_over && task.exec.is_cleared();
         // The same nexus may have aborted it on another connection.
         if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
             return self.finish(cx, idx, End::Aborted);
         }
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let exec = &mut self.tasks[idx].exec;
         let watchers = exec.interrupt(cx.pool);
         self.report_gone(watchers);
         self.answer_status(cx, idx, Status::TaskAborted);
@@ -113,11 +113,11 @@ impl<D: Datamover> Channel<D> {
     /// Aborts a request before its response was sent, either immediately or when its buffer is no
     /// longer used by a device.
     pub(super) fn cut_short(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, end: End) {
-        if self.tasks[usize::from(idx.0)].exec.aborted {
+        if self.tasks[idx].exec.aborted {
             return;
         }
         if self.stop(cx.pool, idx) {
-            self.tasks[usize::from(idx.0)].exec.aborted = true;
+            self.tasks[idx].exec.aborted = true;
         } else {
             self.finish(cx, idx, end);
         }
@@ -126,7 +126,7 @@ impl<D: Datamover> Channel<D> {
     /// Stops processing a request. Returns true if the buffer is still used by a device or socket,
     /// or if the request belongs to another connection.
     fn stop(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
-        match self.tasks[usize::from(idx.0)].state {
+        match self.tasks[idx].state {
             TaskState::AwaitBuffer => {
                 self.backlog.leave_memory(pool, idx);
                 false

@@ -134,7 +134,7 @@ impl<D: Datamover> Channel<D> {
             self.has_place = false;
             self.counted += 1;
         }
-        self.tasks[usize::from(idx.0)].counted = !immediate;
+        self.tasks[idx].counted = !immediate;
         Some(idx)
     }
 
@@ -164,7 +164,7 @@ impl<D: Datamover> Channel<D> {
         let idx = self
             .tasks
             .insert(cx.spare.0.take_context(|| Task::new(wait)));
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         become_state(&mut task.state, state);
         task.itt = itt;
         (task.wait, task.asked) = (wait, wait.since);
@@ -176,7 +176,7 @@ impl<D: Datamover> Channel<D> {
     /// Releases the context of a request. All its resources must already be released.
     pub(super) fn take_back(&mut self, idx: TaskIdx) -> Box<Task> {
         // If the response was sent, the tag has already been released.
-        if self.tasks[usize::from(idx.0)].state != TaskState::Sent {
+        if self.tasks[idx].state != TaskState::Sent {
             self.release_tag(idx);
         }
         let mut task = self.tasks.remove(idx);
@@ -196,7 +196,7 @@ impl<D: Datamover> Channel<D> {
     /// Called when a response is passed to the datamover, which frees a slot in the window.
     pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
         self.release_tag(idx);
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         become_state(&mut task.state, TaskState::Sent);
         if std::mem::take(&mut task.counted) {
             task.lingers = true;
@@ -222,7 +222,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Releases the tag of a request that is complete, so that it can be used for the next request.
     fn release_tag(&mut self, idx: TaskIdx) {
-        let itt = self.tasks[usize::from(idx.0)].itt;
+        let itt = self.tasks[idx].itt;
         // After the response, the tag may already be used for another request.
         if let Some(named) = self.unanswered.remove(&itt)
             && named != idx

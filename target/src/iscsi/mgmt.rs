@@ -43,7 +43,7 @@ impl<D: Datamover> Channel<D> {
         };
         self.counters.task_management += 1;
         let function = function_of(request.function);
-        self.tasks[usize::from(idx.0)].mgmt = Some(PendingFunction::new(function));
+        self.tasks[idx].mgmt = Some(PendingFunction::new(function));
         // The response must be sent before the command continues, so this doesn't wait like other
         // functions.
         if function == Function::TaskReassign {
@@ -147,8 +147,8 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn find_command(&self, itt: Itt, units: &[Arc<Unit>]) -> Option<TaskIdx> {
-        self.find(itt).filter(|idx| {
-            let task = &self.tasks[usize::from(idx.0)];
+        self.find(itt).filter(|&idx| {
+            let task = &self.tasks[idx];
             task.exec.is_of_any(units) && task.is_command()
         })
     }
@@ -163,7 +163,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Function> {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &mut self.tasks[idx];
         task.mgmt.as_mut().expect("a function runs")
     }
 
@@ -179,7 +179,7 @@ impl<D: Datamover> Channel<D> {
         self.functions.count((function.label(), answer.label()));
         self.is_reset |= function == Function::NexusReset && answer == FunctionAnswer::Complete;
         self.mark_sent(idx);
-        let task = &self.tasks[usize::from(idx.0)];
+        let task = &self.tasks[idx];
         self.mover.send_control(Control {
             pdu: FromTarget::TmfResponse(TmfResponse {
                 itt: task.itt,

@@ -409,7 +409,7 @@ impl Channel {
     /// Returns the data buffer for the block operation of a context, if it needs one.
     #[must_use]
     pub fn data_buffer(&self, ioctx: TaskIdx) -> Option<&Buffer> {
-        self.ioctx[usize::from(ioctx.0)].exec.buffer.as_ref()
+        self.ioctx[ioctx].exec.buffer.as_ref()
     }
 
     /// Returns the RDMA requests of the chain to be posted.
@@ -461,7 +461,7 @@ impl Channel {
         if u32::from(idx.0) >= self.config.params.req_lim {
             self.on_own_sent(cx, idx, ok);
         } else {
-            let io = &mut self.ioctx[usize::from(idx.0)];
+            let io = &mut self.ioctx[idx];
             assert!(io.wrs > 0, "a chain was posted for {idx:?}");
             self.send_queue.give_back(std::mem::take(&mut io.wrs));
             if !ok {
@@ -628,7 +628,7 @@ impl Channel {
     /// limit, and the response gets the remaining time. Any data transferred in the meantime
     /// extends it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.began = Some(self.pace.begin(now));
         self.awaited_deadline.get_or_insert(now + OWED);
         if io.exec.is_gathering() {

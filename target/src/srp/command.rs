@@ -27,7 +27,7 @@ impl Channel {
     pub(super) fn take_in(&mut self, cx: &mut Cx<'_>, tag: Tag, state: IoctxState) -> TaskIdx {
         let idx = self.ioctx.insert(cx.spare.take_context(SendIoctx::new));
         self.req_lim.on_request();
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         become_state(&mut io.state, state);
         io.tag = tag;
         io.notify_success = false;
@@ -42,7 +42,7 @@ impl Channel {
         let idx = self.take_in(cx, cmd.tag, IoctxState::New);
         let (luns, worker) = (&self.config.luns, self.config.worker);
         let addressed = self.accounts.addressed(luns, cmd.lun, &cmd.cdb, worker);
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
@@ -68,11 +68,11 @@ impl Channel {
         if let Some(older) = self.tags.insert(cmd.tag, idx) {
             self.tags.insert(cmd.tag, older);
             self.recycle_recv(recv);
-            self.ioctx[usize::from(idx.0)].immediate = None;
+            self.ioctx[idx].immediate = None;
             return self.on_overlapped(cx, idx, older);
         }
         let owner = self.backlog.owner();
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         let tables = io.tables.store_descriptors(cmd, cx.pool, owner);
         let descriptors = io.tables.descriptors();
         // Immediate data remains in the receive ring until the command has a buffer. Its receive is
@@ -99,12 +99,12 @@ impl Channel {
     /// Rejects a request if only its tag could be parsed.
     pub(super) fn refuse(&mut self, cx: &mut Cx<'_>, tag: Tag) {
         let idx = self.take_in(cx, tag, IoctxState::New);
-        self.ioctx[usize::from(idx.0)].notify_failure = true;
+        self.ioctx[idx].notify_failure = true;
         self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
     }
 
     pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.transfer = None;
         match io.tables.on_fetched() {
             Ok(()) => self.prepare(cx, idx),
@@ -120,13 +120,13 @@ impl Channel {
     /// Copies immediate data from the receive ring to the buffer. When all data was copied, the
     /// receive context is released.
     fn take_immediate(&mut self, idx: TaskIdx, len: u32) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         let held = io.immediate.as_mut().expect("immediate data is held");
         let immediate = *held;
         let len = len.min(immediate.len);
         held.offset += len;
         held.len -= len;
-        let io = &self.ioctx[usize::from(idx.0)];
+        let io = &self.ioctx[idx];
         let (ring, start) = self.receive_memory(immediate.recv);
         let mut from = start + immediate.offset as usize;
         if let Some(buffer) = &io.exec.buffer {
@@ -137,7 +137,7 @@ impl Channel {
             }
         }
         if len == immediate.len {
-            self.ioctx[usize::from(idx.0)].immediate = None;
+            self.ioctx[idx].immediate = None;
             self.recycle_recv(immediate.recv);
         }
     }
@@ -152,7 +152,7 @@ impl Channel {
     /// Completes a command that was aborted, or whose channel is being closed, if it is no longer
     /// used by a device. Returns whether it did.
     pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
-        if self.ioctx[usize::from(idx.0)].exec.aborted {
+        if self.ioctx[idx].exec.aborted {
             self.end_aborted(cx, idx);
             return true;
         }
@@ -168,10 +168,10 @@ impl Channel {
     /// 7.5.8: TAS).
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;
-        if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {
+        if !is_live || !self.ioctx[idx].exec.is_cleared() {
             return self.finish(cx, idx, End::Aborted);
         }
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.transfer = None;
         let watchers = io.exec.interrupt(cx.pool);
         let immediate = io.immediate.take();
@@ -206,7 +206,7 @@ impl Channel {
         end: End,
     ) -> Box<SendIoctx> {
         self.leave_task_set(idx);
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         debug_assert_eq!(io.wrs, 0, "its chain has completed");
         let token = io.token.take();
         // The tag was already removed when the response was written.
@@ -258,7 +258,7 @@ impl CommandFlow for Channel {
     }
 
     fn exec(&mut self, task: TaskIdx) -> &mut Execution {
-        &mut self.ioctx[usize::from(task.0)].exec
+        &mut self.ioctx[task].exec
     }
 
     fn request_action(&mut self, action: TaskAction) {
@@ -266,7 +266,7 @@ impl CommandFlow for Channel {
     }
 
     fn hold(&mut self, task: TaskIdx, hold: Hold) {
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         let next = match hold {
             Hold::Limits => IoctxState::AwaitLimit,
             Hold::Order => IoctxState::AwaitTask,
@@ -279,14 +279,14 @@ impl CommandFlow for Channel {
     }
 
     fn first_step(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> Step {
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         let luns = self.config.luns.luns();
         io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
     }
 
     /// Fetches an external table. Returns BUSY status if there is no room for it.
     fn fetch_descriptors(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> bool {
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         let Some(remote) = io.tables.external() else {
             return false;
         };
@@ -315,7 +315,7 @@ impl CommandFlow for Channel {
             return None;
         }
         self.counters.bytes_out += u64::from(len);
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         io.exec.timer.enter(Stage::FabricIn, cx.now);
         io.exec.timer.carry(len);
         if io.immediate.is_some() {
@@ -329,7 +329,7 @@ impl CommandFlow for Channel {
         if from > 0 {
             self.watch_order(cx.now);
         }
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         io.transfer = Some(Transfer::of_piece(Direction::FromInitiator, from, len));
         self.try_post(task, ChainKind::NeedData);
         None
@@ -343,19 +343,19 @@ impl CommandFlow for Channel {
         len: u32,
     ) -> Option<StepResult> {
         self.counters.bytes_in += u64::from(len);
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         io.exec.timer.enter(Stage::FabricOut, cx.now);
         io.exec.timer.carry(len);
         self.begin_piece(cx.now, task);
         self.watch_order(cx.now);
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
         self.try_post(task, ChainKind::SendData);
         None
     }
 
     fn end_wait(&mut self, now: Instant, task: TaskIdx) {
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         io.began = None;
         if let Some(wait) = io.wait.take() {
             io.waited += self.pace.waited(wait, now);
@@ -365,7 +365,7 @@ impl CommandFlow for Channel {
     /// Sends the response of the logical unit, after its data.
     fn respond(&mut self, cx: &mut Cx<'_>, task: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
-        let io = &mut self.ioctx[usize::from(task.0)];
+        let io = &mut self.ioctx[task];
         let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
             self.await_memory(cx, task, Step::Respond(response));
             return self.leave_answering(task);

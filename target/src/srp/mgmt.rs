@@ -21,7 +21,7 @@ impl Channel {
         self.counters.task_management += 1;
         let idx = self.take_in(cx, request.tag, IoctxState::Mgmt);
         let function = function_of(request.function);
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
         io.mgmt = Some(PendingFunction::new(Cause::Function(function)));
@@ -44,7 +44,7 @@ impl Channel {
     /// the older command if it is for another unit (SAM-5 5.10).
     pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, older: TaskIdx) {
         self.counters.malformed += 1;
-        let tag = self.ioctx[usize::from(idx.0)].tag.0;
+        let tag = self.ioctx[idx].tag.0;
         warn_limited!(
             self.complaints,
             cx.now,
@@ -52,7 +52,7 @@ impl Channel {
             tag,
             "a command with the tag of another one"
         );
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         let unit = io.exec.unit.clone();
         become_state(&mut io.state, IoctxState::Mgmt);
         let cause = Cause::Overlap(unit.clone());
@@ -76,7 +76,7 @@ impl Channel {
     }
 
     fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Cause> {
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.mgmt.as_mut().expect("a function runs")
     }
 
@@ -125,7 +125,7 @@ impl Channel {
         let format = unit.map_or(SenseFormat::Fixed, |unit| unit.lu.sense_format());
         let overlapped = AdditionalSense::OVERLAPPED_COMMANDS;
         let sense = Sense::new(SenseKey::AbortedCommand, overlapped);
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.mgmt = None;
         become_state(&mut io.state, IoctxState::New);
         let response = Response::check_condition(&sense, format, io.exec.expected);
@@ -181,7 +181,7 @@ impl Channel {
 
     /// Aborts a command silently, as requested by its own nexus.
     fn abort_own(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
-        self.ioctx[usize::from(idx.0)].exec.renounce();
+        self.ioctx[idx].exec.renounce();
         self.abort(cx, idx, watcher);
     }
 
@@ -190,7 +190,7 @@ impl Channel {
     fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let own = self.task_ref(idx);
         let is_elsewhere = (watcher.worker, watcher.channel) != (own.worker, own.channel);
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.exec.watchers.push(watcher);
         if io.exec.aborted {
             return;

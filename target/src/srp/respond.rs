@@ -24,7 +24,7 @@ impl Channel {
     /// be received on another channel.
     pub(super) fn leave_answering(&mut self, idx: TaskIdx) {
         let (nexus, name) = (self.config.nexus, self.task_ref(idx));
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         if io.state != IoctxState::CmdRspSent {
             io.exec.note_left(nexus, name);
         }
@@ -33,7 +33,7 @@ impl Channel {
 
     /// Sends a response with response data, for a request that is not a task or did not become one.
     pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: TaskIdx, code: RspCode) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.code = Some(code);
         self.try_post(idx, ChainKind::Respond);
     }
@@ -45,7 +45,7 @@ impl Channel {
             self.post(idx, then, wrs);
         } else {
             self.counters.credit_waits += 1;
-            let io = &mut self.ioctx[usize::from(idx.0)];
+            let io = &mut self.ioctx[idx];
             become_state(&mut io.state, IoctxState::AwaitCredit(then));
             self.send_queue.wait(idx);
         }
@@ -68,13 +68,13 @@ impl Channel {
     /// Plans the next chain of a context. Returns the number of work requests.
     fn plan_chain(&mut self, idx: TaskIdx, then: ChainKind) -> u32 {
         let limits = self.portion_limits();
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         let wrs = io.plan_portion(limits);
         wrs + u32::from(then == ChainKind::Respond && io.is_last_portion())
     }
 
     fn post(&mut self, idx: TaskIdx, then: ChainKind, wrs: u32) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.wrs = wrs;
         let last = io.is_last_portion();
         let answers = then == ChainKind::Respond && last;
@@ -97,10 +97,10 @@ impl Channel {
         let req_lim_delta = self.req_lim.on_answer();
         // The initiator may now reuse the tag, possibly before we receive the completion of this
         // response.
-        self.forget_tag(self.ioctx[usize::from(idx.0)].tag, idx);
+        self.forget_tag(self.ioctx[idx].tag, idx);
         self.counters.answered += 1;
         let offset = self.send_offset(idx);
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         io.token.take().expect("answered once").answered();
         let (status, sense, data_out, data_in) = match &io.response {
             Some(r) => (
@@ -142,7 +142,7 @@ impl Channel {
         // The queue is making progress, so restart the timer for the next chain. It is set by
         // `watch_chains`.
         self.data_deadline = None;
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
         self.pace.on_moved(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
@@ -159,7 +159,7 @@ impl Channel {
         if self.ends_early(cx, idx) {
             return;
         }
-        let io = &mut self.ioctx[usize::from(idx.0)];
+        let io = &mut self.ioctx[idx];
         let state = io.state;
         let transfer = io.transfer.as_mut().expect("a transfer was under way");
         transfer.portion_done();

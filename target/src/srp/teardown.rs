@@ -196,13 +196,13 @@ impl Channel {
             match self.ioctx_state(idx) {
                 IoctxState::Done => {}
                 IoctxState::DataIn => {
-                    let io = &self.ioctx[usize::from(idx.0)];
+                    let io = &self.ioctx[idx];
                     if !io.exec.aborted {
                         self.request_action(TaskAction::AbortBlock(idx));
                     }
                 }
                 // It is torn down when its chain completes.
-                _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}
+                _ if self.ioctx[idx].is_in_device() => {}
                 _ => {
                     self.stop_waiting(cx.pool, idx);
                     self.finish(cx, idx, End::TornDown);

@@ -9,7 +9,7 @@ use riser_scsi::opcode::Opcode;
 
 use super::{ExpectedUnit, LunMap, Unit};
 use crate::qos::Limiter;
-use crate::stats::SessionStats;
+use crate::stats::{Functions, SessionStats};
 
 /// Accounts of a session, indexed by the position of the unit in the session's LUN map.
 #[derive(Debug, Default)]
@@ -94,6 +94,17 @@ impl Accounts {
     pub fn iter(&self) -> impl Iterator<Item = &Arc<SessionStats>> {
         self.0.iter().flatten()
     }
+}
+
+/// Statistics of a connection: counters of its fabric, and counts common to all fabrics.
+#[derive(Debug, Default)]
+pub struct Statistics<C> {
+    /// Counters of the fabric.
+    pub counters: C,
+    /// Number of task management functions by result.
+    pub functions: Functions,
+    /// Command statistics per unit.
+    pub accounts: Accounts,
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ mod throttle;
 mod transfer;
 mod unit;
 
-pub use accounts::{Accounts, AddressedUnit};
+pub use accounts::{Accounts, AddressedUnit, Statistics};
 pub use action::TaskAction;
 pub use command::{Descriptors, Entry, Execution, MAX_CDB, MAX_DATA_TIMEOUTS};
 pub(crate) use contexts::Contexts;

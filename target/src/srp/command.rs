@@ -3,14 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use riser_memory::Memory;
 use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
 use riser_scsi::step::{Expected, Response, Status, Step, StepResult, TaskAttribute};
 use riser_state::become_state;
 
 use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
-use super::ioctx::{ChainKind, CommandToken, Immediate, IoctxState, RecvIdx, SendIoctx};
+use super::ioctx::{ChainKind, Immediate, IoctxState, RecvIdx, SendIoctx};
 use crate::fabric::{
     Backlog, CommandFlow, Descriptors, Direction, End, Execution, Hold, TaskAction, TaskIdx,
     Transfer,
@@ -24,25 +23,26 @@ impl Channel {
     ///
     /// # Panics
     /// If there is no free context.
-    pub(super) fn take_in(&mut self, cx: &mut Cx<'_>, tag: Tag, state: IoctxState) -> TaskIdx {
-        let idx = self.ioctx.insert(cx.spare.take_context(SendIoctx::new));
-        self.req_lim.on_request();
-        let io = &mut self.ioctx[idx];
-        become_state(&mut io.state, state);
-        io.tag = tag;
-        io.notify_success = false;
-        io.notify_failure = false;
-        io.exec.expected = Expected::default();
-        io.token = Some(CommandToken::taken_in());
-        idx
+    pub(super) fn accept_request(
+        &mut self,
+        cx: &mut Cx<'_>,
+        tag: Tag,
+        state: IoctxState,
+    ) -> TaskIdx {
+        self.sender.req_lim.on_request();
+        let context = cx.spare.take_context(SendIoctx::new);
+        self.requests.insert_request(context, tag, state)
     }
 
     pub(super) fn on_cmd(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, cmd: &Cmd<'_>) {
-        self.counters.commands += 1;
-        let idx = self.take_in(cx, cmd.tag, IoctxState::New);
+        self.stats.counters.commands += 1;
+        let idx = self.accept_request(cx, cmd.tag, IoctxState::New);
         let (luns, worker) = (&self.config.luns, self.config.worker);
-        let addressed = self.accounts.addressed(luns, cmd.lun, &cmd.cdb, worker);
-        let io = &mut self.ioctx[idx];
+        let addressed = self
+            .stats
+            .accounts
+            .addressed(luns, cmd.lun, &cmd.cdb, worker);
+        let io = &mut self.requests[idx];
         io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
@@ -65,14 +65,13 @@ impl Channel {
                 len,
             });
         }
-        if let Some(older) = self.tags.insert(cmd.tag, idx) {
-            self.tags.insert(cmd.tag, older);
+        if let Some(older) = self.requests.insert_tag(cmd.tag, idx) {
             self.recycle_recv(recv);
-            self.ioctx[idx].immediate = None;
+            self.requests[idx].immediate = None;
             return self.on_overlapped(cx, idx, older);
         }
         let owner = self.backlog.owner();
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         let tables = io.tables.store_descriptors(cmd, cx.pool, owner);
         let descriptors = io.tables.descriptors();
         // Immediate data remains in the receive ring until the command has a buffer. Its receive is
@@ -82,77 +81,45 @@ impl Channel {
         }
         match tables {
             Ok(true) => {
-                let name = (idx, self.task_ref(idx));
+                let name = (idx, self.requests.task_ref(idx));
                 self.enter_task_set(cx, name, nexus, descriptors);
             }
             // There is not even room for the descriptor table in the pool. The initiator will
             // retry.
             Ok(false) => self.answer_status(cx, idx, Status::Busy),
             Err(error) => {
-                self.counters.malformed += 1;
+                self.stats.counters.malformed += 1;
                 warn_limited!(self.complaints, cx.now, %error, "invalid data descriptors");
-                self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+                self.respond_code(idx, RspCode::RequestFieldsInvalid);
             }
         }
     }
 
     /// Rejects a request if only its tag could be parsed.
     pub(super) fn refuse(&mut self, cx: &mut Cx<'_>, tag: Tag) {
-        let idx = self.take_in(cx, tag, IoctxState::New);
-        self.ioctx[idx].notify_failure = true;
-        self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+        let idx = self.accept_request(cx, tag, IoctxState::New);
+        self.requests[idx].notify_failure = true;
+        self.respond_code(idx, RspCode::RequestFieldsInvalid);
     }
 
     pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         io.transfer = None;
         match io.tables.on_fetched() {
             Ok(()) => self.prepare(cx, idx),
             Err(error) => {
-                self.counters.malformed += 1;
+                self.stats.counters.malformed += 1;
                 warn_limited!(self.complaints, cx.now, %error, "invalid external table");
-                self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+                self.respond_code(idx, RspCode::RequestFieldsInvalid);
                 self.leave_answering(idx);
             }
         }
     }
 
-    /// Copies immediate data from the receive ring to the buffer. When all data was copied, the
-    /// receive context is released.
-    fn take_immediate(&mut self, idx: TaskIdx, len: u32) {
-        let io = &mut self.ioctx[idx];
-        let held = io.immediate.as_mut().expect("immediate data is held");
-        let immediate = *held;
-        let len = len.min(immediate.len);
-        held.offset += len;
-        held.len -= len;
-        let io = &self.ioctx[idx];
-        let (ring, start) = self.receive_memory(immediate.recv);
-        let mut from = start + immediate.offset as usize;
-        if let Some(buffer) = &io.exec.buffer {
-            let memory = buffer.memory();
-            for range in buffer.ranges(0..len) {
-                Memory::copy(ring, from, memory, range.start, range.len());
-                from += range.len();
-            }
-        }
-        if len == immediate.len {
-            self.ioctx[idx].immediate = None;
-            self.recycle_recv(immediate.recv);
-        }
-    }
-
-    pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
-        if self.ends_early(cx, idx) {
-            return;
-        }
-        self.resume_task(cx, idx, result);
-    }
-
     /// Completes a command that was aborted, or whose channel is being closed, if it is no longer
     /// used by a device. Returns whether it did.
     pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
-        if self.ioctx[idx].exec.aborted {
+        if self.requests[idx].exec.aborted {
             self.end_aborted(cx, idx);
             return true;
         }
@@ -168,10 +135,10 @@ impl Channel {
     /// 7.5.8: TAS).
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;
-        if !is_live || !self.ioctx[idx].exec.is_cleared() {
+        if !is_live || !self.requests[idx].exec.is_cleared() {
             return self.finish(cx, idx, End::Aborted);
         }
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         io.transfer = None;
         let watchers = io.exec.interrupt(cx.pool);
         let immediate = io.immediate.take();
@@ -180,16 +147,6 @@ impl Channel {
             self.recycle_recv(immediate.recv);
         }
         self.answer_status(cx, idx, Status::TaskAborted);
-    }
-
-    /// Removes the tag of this command.
-    pub(super) fn forget_tag(&mut self, tag: Tag, idx: TaskIdx) {
-        // The tag may refer to another command with the same tag.
-        if let Some(named) = self.tags.remove(&tag)
-            && named != idx
-        {
-            self.tags.insert(tag, named);
-        }
     }
 
     /// Completes a request: releases its resources and notifies its watchers.
@@ -206,7 +163,7 @@ impl Channel {
         end: End,
     ) -> Box<SendIoctx> {
         self.leave_task_set(idx);
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         debug_assert_eq!(io.wrs, 0, "its chain has completed");
         let token = io.token.take();
         // The tag was already removed when the response was written.
@@ -215,13 +172,13 @@ impl Channel {
             (None, End::Answered) => {}
             (Some(token), End::Aborted) => {
                 token.aborted();
-                self.counters.aborted += 1;
-                self.req_lim.on_silence();
+                self.stats.counters.aborted += 1;
+                self.sender.req_lim.on_silence();
             }
             (Some(token), End::TornDown) => {
                 token.torn_down();
-                self.counters.torn_down += 1;
-                self.req_lim.on_silence();
+                self.stats.counters.torn_down += 1;
+                self.sender.req_lim.on_silence();
             }
             // The channel failed after the response was posted.
             (None, End::TornDown | End::Aborted) => {}
@@ -240,13 +197,13 @@ impl Channel {
         become_state(&mut io.state, IoctxState::Done);
         let immediate = io.immediate.take();
         if is_known {
-            self.forget_tag(tag, idx);
+            self.requests.remove_tag(tag, idx);
         }
         self.report_gone(watchers);
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }
-        self.ioctx.remove(idx)
+        self.requests.remove(idx)
     }
 }
 
@@ -258,7 +215,7 @@ impl CommandFlow for Channel {
     }
 
     fn exec(&mut self, task: TaskIdx) -> &mut Execution {
-        &mut self.ioctx[task].exec
+        &mut self.requests[task].exec
     }
 
     fn request_action(&mut self, action: TaskAction) {
@@ -266,7 +223,7 @@ impl CommandFlow for Channel {
     }
 
     fn hold(&mut self, task: TaskIdx, hold: Hold) {
-        let io = &mut self.ioctx[task];
+        let io = &mut self.requests[task];
         let next = match hold {
             Hold::Limits => IoctxState::AwaitLimit,
             Hold::Order => IoctxState::AwaitTask,
@@ -274,19 +231,19 @@ impl CommandFlow for Channel {
             Hold::Backend => IoctxState::DataIn,
         };
         become_state(&mut io.state, next);
-        self.counters.buffer_waits += u64::from(hold == Hold::Memory);
+        self.stats.counters.buffer_waits += u64::from(hold == Hold::Memory);
         self.blocks_in_flight += u32::from(hold == Hold::Backend);
     }
 
     fn first_step(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> Step {
-        let io = &mut self.ioctx[task];
+        let io = &mut self.requests[task];
         let luns = self.config.luns.luns();
         io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
     }
 
     /// Fetches an external table. Returns BUSY status if there is no room for it.
     fn fetch_descriptors(&mut self, cx: &mut Cx<'_>, task: TaskIdx) -> bool {
-        let io = &mut self.ioctx[task];
+        let io = &mut self.requests[task];
         let Some(remote) = io.tables.external() else {
             return false;
         };
@@ -314,22 +271,24 @@ impl CommandFlow for Channel {
         if self.fetch_descriptors(cx, task) {
             return None;
         }
-        self.counters.bytes_out += u64::from(len);
-        let io = &mut self.ioctx[task];
+        self.stats.counters.bytes_out += u64::from(len);
+        let io = &mut self.requests[task];
         io.exec.timer.enter(Stage::FabricIn, cx.now);
         io.exec.timer.carry(len);
         if io.immediate.is_some() {
-            self.take_immediate(task, len);
+            // When all data was copied, the receive context is released.
+            if let Some(recv) = self.receives.copy_immediate(io, len) {
+                self.recycle_recv(recv);
+            }
             return Some(StepResult::Done);
         }
         if len == 0 {
             return Some(StepResult::Done);
         }
-        self.begin_piece(cx.now, task);
+        self.timers.start_piece(cx.now, io);
         if from > 0 {
-            self.watch_order(cx.now);
+            self.timers.watch_order(cx.now);
         }
-        let io = &mut self.ioctx[task];
         io.transfer = Some(Transfer::of_piece(Direction::FromInitiator, from, len));
         self.try_post(task, ChainKind::NeedData);
         None
@@ -342,30 +301,25 @@ impl CommandFlow for Channel {
         from: u32,
         len: u32,
     ) -> Option<StepResult> {
-        self.counters.bytes_in += u64::from(len);
-        let io = &mut self.ioctx[task];
+        self.stats.counters.bytes_in += u64::from(len);
+        let io = &mut self.requests[task];
         io.exec.timer.enter(Stage::FabricOut, cx.now);
         io.exec.timer.carry(len);
-        self.begin_piece(cx.now, task);
-        self.watch_order(cx.now);
-        let io = &mut self.ioctx[task];
+        self.timers.start_piece(cx.now, io);
+        self.timers.watch_order(cx.now);
         io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
         self.try_post(task, ChainKind::SendData);
         None
     }
 
     fn end_wait(&mut self, now: Instant, task: TaskIdx) {
-        let io = &mut self.ioctx[task];
-        io.began = None;
-        if let Some(wait) = io.wait.take() {
-            io.waited += self.pace.waited(wait, now);
-        }
+        self.timers.stop_piece(now, &mut self.requests[task]);
     }
 
     /// Sends the response of the logical unit, after its data.
     fn respond(&mut self, cx: &mut Cx<'_>, task: TaskIdx, response: Response) {
         let owner = self.backlog.owner();
-        let io = &mut self.ioctx[task];
+        let io = &mut self.requests[task];
         let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
             self.await_memory(cx, task, Step::Respond(response));
             return self.leave_answering(task);
@@ -373,10 +327,10 @@ impl CommandFlow for Channel {
         if len > 0 {
             let from = response.data_in.from();
             io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
-            self.counters.bytes_in += u64::from(len);
+            self.stats.counters.bytes_in += u64::from(len);
         }
         io.response = Some(response);
-        self.begin_piece(cx.now, task);
+        self.timers.start_piece(cx.now, io);
         self.try_post(task, ChainKind::Respond);
         self.leave_answering(task);
     }

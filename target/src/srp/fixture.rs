@@ -17,7 +17,8 @@ use riser_scsi::srp::{
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::action::{Action, SendIu};
-use super::channel::{ChState, Channel, ChannelConfig, Cx};
+use super::channel::{ChState, Channel, Cx};
+use super::config::ChannelConfig;
 use super::ioctx::{RecvIdx, SendIoctx};
 use super::login::{ChannelParams, MAX_TI_IU};
 use crate::config::DATA_OUT_TIMEOUT;
@@ -210,7 +211,7 @@ impl Rig {
             return false;
         }
         let recv = self.receives[chan].remove(0);
-        let slot = self.channels[chan].receive_slot(recv);
+        let slot = self.channels[chan].receives().slot(recv);
         let len = iu.len().min(slot.len());
         slot.write(0, &iu[..len]);
         self.with(chan, |ch, cx| ch.handle_recv(cx, recv, &iu[..len]));
@@ -228,7 +229,7 @@ impl Rig {
                 }
             }
             for chan in 0..self.channels.len() {
-                if self.channels[chan].pool_waits() > 0 {
+                if self.channels[chan].backlog.memory_waits() > 0 {
                     let mut cx = Cx {
                         now: self.now,
                         pool: &mut self.pool,
@@ -253,7 +254,7 @@ impl Rig {
         match action {
             Action::PostRecv(recv) => self.receives[chan].push(recv),
             Action::Post { task, send } => {
-                let requests = self.channels[chan].requests(task);
+                let requests = self.channels[chan].requests().rdma_requests(task);
                 let requests = requests.map(RdmaRequest::to_list).collect();
                 self.pending.push(Pending::Chain {
                     chan,
@@ -345,7 +346,7 @@ impl Rig {
                 if ok {
                     self.move_data(&requests);
                     if let Some(iu) = send {
-                        let slot = self.channels[chan].send_slot(ioctx);
+                        let slot = self.channels[chan].sender().ring().slot(ioctx);
                         let bytes = slot.slice(0..iu.len as usize).unwrap().to_vec();
                         self.sent.push((chan, bytes));
                     }
@@ -425,7 +426,10 @@ impl Rig {
                 ..
             } => {
                 let mut at = offset as usize;
-                let buffer = self.channels[chan].data_buffer(ioctx).expect("a buffer");
+                let buffer = self.channels[chan]
+                    .requests()
+                    .data_buffer(ioctx)
+                    .expect("a buffer");
                 for s in buffer.slices(buffer_offset..buffer_offset + len) {
                     s.write(0, &disk[at..at + s.len()]);
                     at += s.len();
@@ -438,7 +442,10 @@ impl Rig {
                 ..
             } => {
                 let mut at = offset as usize;
-                let buffer = self.channels[chan].data_buffer(ioctx).expect("a buffer");
+                let buffer = self.channels[chan]
+                    .requests()
+                    .data_buffer(ioctx)
+                    .expect("a buffer");
                 for s in buffer.slices(buffer_offset..buffer_offset + len) {
                     s.read(0, &mut disk[at..at + s.len()]);
                     at += s.len();
@@ -483,11 +490,11 @@ impl Rig {
         for (chan, channel) in self.channels.iter().enumerate() {
             assert_eq!(channel.state(), ChState::Disconnected);
             assert!(self.released[chan]);
-            let c = channel.counters();
+            let c = channel.stats().counters;
             let ended = c.answered + c.aborted + c.torn_down;
             assert!(ended >= c.commands + c.task_management);
-            assert_eq!(channel.in_flight(), 0);
-            assert!(channel.send_queue().is_idle());
+            assert_eq!(channel.requests().len(), 0);
+            assert!(channel.sender().queue.is_idle());
         }
         assert_eq!(self.pool.free(), self.pool.size(), "every buffer is back");
         for unit in &self.units {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, Tag};
 use riser_scsi::step::Response;
-use riser_state::State;
+use riser_state::{State, become_state};
 
 use super::table::Tables;
 use crate::fabric::task_mgmt::{Function, PendingFunction};
@@ -361,6 +362,24 @@ impl SendIoctx {
     #[must_use]
     pub fn is_command(&self) -> bool {
         self.state != IoctxState::Done && self.mgmt.is_none() && self.state != IoctxState::Mgmt
+    }
+
+    /// Returns the function in progress.
+    ///
+    /// # Panics
+    /// If this is not a task management request.
+    pub(super) fn pending_function(&mut self) -> &mut PendingFunction<Cause> {
+        self.mgmt.as_mut().expect("a function runs")
+    }
+
+    /// Returns the response for a command with a duplicate tag, whose tasks have been aborted.
+    pub(super) fn overlapped_response(&mut self, unit: Option<&Unit>) -> Response {
+        let format = unit.map_or(SenseFormat::Fixed, |unit| unit.lu.sense_format());
+        let overlapped = AdditionalSense::OVERLAPPED_COMMANDS;
+        let sense = Sense::new(SenseKey::AbortedCommand, overlapped);
+        self.mgmt = None;
+        become_state(&mut self.state, IoctxState::New);
+        Response::check_condition(&sense, format, self.exec.expected)
     }
 
     /// Plans the next portion of the current transfer. Returns the number of work requests, which

@@ -3,25 +3,23 @@
 //! ABORT TASK refers to a tag of this channel, because SRP tags are only unique per channel.
 //! Everything else is common to all fabrics: [`task_mgmt`].
 
-use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
-use riser_scsi::step::Response;
 use riser_scsi::task::TaskManagement;
 use riser_state::become_state;
 
 use super::channel::{Channel, Cx};
 use super::ioctx::{Cause, IoctxState};
 use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
-use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
+use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef};
 use crate::pool::Pool;
 use crate::warn_limited;
 
 impl Channel {
     pub(super) fn on_tsk_mgmt(&mut self, cx: &mut Cx<'_>, request: &TskMgmt) {
-        self.counters.task_management += 1;
-        let idx = self.take_in(cx, request.tag, IoctxState::Mgmt);
+        self.stats.counters.task_management += 1;
+        let idx = self.accept_request(cx, request.tag, IoctxState::Mgmt);
         let function = function_of(request.function);
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
         io.mgmt = Some(PendingFunction::new(Cause::Function(function)));
@@ -35,7 +33,7 @@ impl Channel {
         };
         match begun {
             Ok(()) => self.check_mgmt(cx, idx),
-            Err(answer) => self.answer_function(cx, idx, function, answer),
+            Err(answer) => self.respond_function(idx, function, answer),
         }
     }
 
@@ -43,8 +41,8 @@ impl Channel {
     /// them. We abort all commands of the nexus in the unit's task set without a response, and also
     /// the older command if it is for another unit (SAM-5 5.10).
     pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, older: TaskIdx) {
-        self.counters.malformed += 1;
-        let tag = self.ioctx[idx].tag.0;
+        self.stats.counters.malformed += 1;
+        let tag = self.requests[idx].tag.0;
         warn_limited!(
             self.complaints,
             cx.now,
@@ -52,7 +50,7 @@ impl Channel {
             tag,
             "a command with the tag of another one"
         );
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         let unit = io.exec.unit.clone();
         become_state(&mut io.state, IoctxState::Mgmt);
         let cause = Cause::Overlap(unit.clone());
@@ -62,22 +60,21 @@ impl Channel {
             let outcome = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
             self.await_effect(idx, outcome.into());
         }
-        let watcher = self.task_ref(idx);
-        self.abort_own(cx, older, watcher);
+        let watcher = self.requests.task_ref(idx);
+        // There is no response, as requested by its own nexus.
+        self.requests[older].exec.renounce();
+        self.abort(cx, older, watcher);
     }
 
     /// Aborts the tasks affected by a function, and waits for them.
     fn await_effect(&mut self, idx: TaskIdx, effect: Effect) {
-        let watcher = self.task_ref(idx);
-        self.mgmt_mut(idx).await_tasks(effect.tasks());
+        let watcher = self.requests.task_ref(idx);
+        self.requests[idx]
+            .pending_function()
+            .await_tasks(effect.tasks());
         effect
             .into_actions(watcher)
             .for_each(|action| self.request_action(action));
-    }
-
-    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Cause> {
-        let io = &mut self.ioctx[idx];
-        io.mgmt.as_mut().expect("a function runs")
     }
 
     /// Aborts the commands of this channel with the tag in ABORT TASK.
@@ -89,65 +86,53 @@ impl Channel {
     ) -> Result<(), FunctionAnswer> {
         let units = self.config.luns.with_former(request.lun);
         let unit = units.first().ok_or(FunctionAnswer::NoSuchLun)?;
-        let watcher = self.task_ref(idx);
+        let watcher = self.requests.task_ref(idx);
         // We can't use `tags`, because it no longer contains a command once its response was
         // written.
-        for other in self.ioctx.numbers() {
-            let Some(io) = self.ioctx.get(other) else {
+        for other in self.requests.numbers() {
+            let Some(io) = self.requests.get(other) else {
                 continue;
             };
             let named = io.tag == request.task_tag && io.exec.is_of_any(&units);
             if named && other != idx && io.is_command() {
-                self.mgmt_mut(idx).await_tasks(1);
-                self.abort_own(cx, other, watcher);
+                self.requests[idx].pending_function().await_tasks(1);
+                // There is no response, as requested by its own nexus.
+                self.requests[other].exec.renounce();
+                self.abort(cx, other, watcher);
             }
         }
-        unit.count_abort(!self.mgmt_mut(idx).is_over());
+        unit.count_abort(!self.requests[idx].pending_function().is_over());
         Ok(())
     }
 
     /// Completes a function when the tasks that it was waiting for are removed.
     fn check_mgmt(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let pending = self.mgmt_mut(idx);
+        let pending = self.requests[idx].pending_function();
         if !pending.is_over() {
             return;
         }
         match pending.function.clone() {
             Cause::Function(function) => {
-                self.answer_function(cx, idx, function, FunctionAnswer::Complete);
+                self.respond_function(idx, function, FunctionAnswer::Complete);
             }
-            Cause::Overlap(unit) => self.answer_overlapped(cx, idx, unit.as_deref()),
+            Cause::Overlap(unit) => {
+                let response = self.requests[idx].overlapped_response(unit.as_deref());
+                self.respond(cx, idx, response);
+            }
         }
     }
 
-    /// Completes a command with a duplicate tag.
-    fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, unit: Option<&Unit>) {
-        let format = unit.map_or(SenseFormat::Fixed, |unit| unit.lu.sense_format());
-        let overlapped = AdditionalSense::OVERLAPPED_COMMANDS;
-        let sense = Sense::new(SenseKey::AbortedCommand, overlapped);
-        let io = &mut self.ioctx[idx];
-        io.mgmt = None;
-        become_state(&mut io.state, IoctxState::New);
-        let response = Response::check_condition(&sense, format, io.exec.expected);
-        self.respond(cx, idx, response);
-    }
-
     /// Counts a function by result, and completes it.
-    fn answer_function(
-        &mut self,
-        cx: &mut Cx<'_>,
-        idx: TaskIdx,
-        function: Function,
-        answer: FunctionAnswer,
-    ) {
-        self.functions.count((function.label(), answer.label()));
-        self.answer_code(cx, idx, code_of(answer));
+    fn respond_function(&mut self, idx: TaskIdx, function: Function, answer: FunctionAnswer) {
+        let functions = &mut self.stats.functions;
+        functions.count((function.label(), answer.label()));
+        self.respond_code(idx, code_of(answer));
     }
 
     /// Called when a task of this channel can start, because the tasks before it have been removed.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, task: TaskRef) {
         // The message may be late, and the context may be used by a different command now.
-        let io = self.ioctx.of_use(task.index, task.generation);
+        let io = self.requests.of_use(task.index, task.generation);
         if io.is_some_and(|io| io.state == IoctxState::AwaitTask) {
             self.start(cx, task.index);
         }
@@ -157,7 +142,7 @@ impl Channel {
     /// Called when a task of this channel is aborted by task management, from this or another
     /// channel.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, task: TaskRef, watcher: TaskRef) {
-        let io = self.ioctx.of_use(task.index, task.generation);
+        let io = self.requests.of_use(task.index, task.generation);
         if io.is_some_and(|io| io.is_command()) {
             self.abort(cx, task.index, watcher);
         } else {
@@ -168,7 +153,7 @@ impl Channel {
 
     /// Called when a task was removed that a function of this channel is waiting for.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
-        let io = self.ioctx.of_use(watcher.index, watcher.generation);
+        let io = self.requests.of_use(watcher.index, watcher.generation);
         if let Some(io) = io
             && io.state == IoctxState::Mgmt
             && let Some(pending) = &mut io.mgmt
@@ -179,18 +164,12 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Aborts a command silently, as requested by its own nexus.
-    fn abort_own(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
-        self.ioctx[idx].exec.renounce();
-        self.abort(cx, idx, watcher);
-    }
-
     /// Aborts a command, immediately or as soon as its buffers are no longer used by a device.
     /// There is a response only if it was aborted by another nexus alone.
     fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
-        let own = self.task_ref(idx);
+        let own = self.requests.task_ref(idx);
         let is_elsewhere = (watcher.worker, watcher.channel) != (own.worker, own.channel);
-        let io = &mut self.ioctx[idx];
+        let io = &mut self.requests[idx];
         io.exec.watchers.push(watcher);
         if io.exec.aborted {
             return;
@@ -224,8 +203,8 @@ impl Channel {
 
     /// Removes a context from any queue that it is waiting in.
     pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: TaskIdx) {
-        match self.ioctx_state(idx) {
-            IoctxState::AwaitCredit(_) => self.send_queue.forget(idx),
+        match self.requests.state(idx) {
+            IoctxState::AwaitCredit(_) => self.sender.queue.forget(idx),
             IoctxState::AwaitLimit => self.backlog.limits.remove(idx),
             IoctxState::AwaitBuffer => self.backlog.leave_memory(pool, idx),
             _ => {}

@@ -7,13 +7,16 @@
 //!
 //! # Modules
 //! - `login`: decides whether to accept a login, and with which limits ([`plan_login`]).
+//! - `config`: [`ChannelConfig`].
 //! - `channel`: [`Channel`], its states ([`ChState`]) and its inputs; `action`: its requests to the
 //!   worker.
-//! - `command`: executes SRP_CMD; `respond`: data transfers and responses.
+//!   `requests`: requests in flight; `timers`: deadlines and keepalive.
+//! - `command`: executes SRP_CMD; `respond`: completion of its transfers.
+//! - `sender`: credits, and chains of transfers and responses; `rings`: memory for messages.
 //! - `mgmt`: task management and aborts.
 //! - `teardown`: logout, disconnect and drain.
 //! - `own`: messages initiated by the target.
-//! - `ioctx`: command contexts ([`IoctxState`]) and the rings.
+//! - `ioctx`: command contexts ([`IoctxState`]).
 //! - `credit`: the request limit and the send queue.
 //! - `table`: descriptor tables.
 //!
@@ -36,14 +39,19 @@
 pub mod action;
 pub mod channel;
 mod command;
+mod config;
 pub mod credit;
 pub mod ioctx;
 pub mod login;
 mod mgmt;
 mod own;
+mod requests;
 mod respond;
+mod rings;
+mod sender;
 pub mod table;
 mod teardown;
+mod timers;
 
 #[cfg(test)]
 mod fixture;
@@ -59,8 +67,10 @@ mod tests_random;
 mod tests_stream;
 
 pub use action::{Action, Counters, SendIu};
-pub use channel::{ChState, Channel, ChannelConfig, Cx, JOIN_TIMEOUT, KEEPALIVE};
+pub use channel::{ChState, Channel, Cx};
+pub use config::ChannelConfig;
 pub use ioctx::{IoctxState, RecvIdx, SendIoctx};
 pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginRefused, LoginView, plan_login,
 };
+pub use timers::{JOIN_TIMEOUT, KEEPALIVE};

@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::attention::Attention;
 use riser_scsi::sense::SenseFormat;
-use riser_scsi::srp::{AerReq, CredReq, FromTarget, LoginReqFlags, TLogout, TLogoutReason, Tag};
+use riser_scsi::srp::{TLogoutReason, Tag};
 use riser_state::become_state;
 
-use super::action::{Action, SendIu};
+use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
 use super::ioctx::IoctxState;
-use super::login::MAX_TI_IU;
-use super::own::{Kind, Slot};
+use super::own::Kind;
+use super::sender::Sender;
 use crate::audit::CloseReason;
-use crate::fabric::{CommandFlow as _, End, LunMap, TaskAction, TaskIdx, UnitIdx};
+use crate::fabric::{CommandFlow as _, End, LunMap, TaskAction, UnitIdx};
 use crate::pool::Pool;
 
 /// Timeout for sending a T_LOGOUT. After that, we disconnect without it.
@@ -24,10 +24,6 @@ const LOGOUT_TIMEOUT: Duration = Duration::from_secs(1);
 /// until this channel is closed.
 const REPLACED_LOGOUT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Maximum number of events waiting for AER_REQ. Any further event is only reported as a unit
-/// attention.
-const MAX_EVENTS: usize = 16;
-
 impl Channel {
     /// Called when the target is shutting down. Commands in flight can complete until `until`, then
     /// we log out the initiator.
@@ -36,7 +32,7 @@ impl Channel {
         match self.state {
             ChState::Live => {
                 self.own.stopping = Some(until);
-                self.deadline = Some(until);
+                self.timers.phase = Some(until);
             }
             ChState::Connecting => self.disconnect(cx),
             // No command was received yet.
@@ -54,7 +50,8 @@ impl Channel {
         self.logout(cx, TLogoutReason::MultiChannelAction);
         if self.state == ChState::Disconnecting {
             let until = cx.now + REPLACED_LOGOUT_TIMEOUT;
-            self.deadline = Some(self.deadline.map_or(until, |at| at.min(until)));
+            let phase = self.timers.phase.get_or_insert(until);
+            *phase = until.min(*phase);
         }
         self.tear_down(cx);
         self.settle_round(cx);
@@ -74,18 +71,11 @@ impl Channel {
 
     /// Reports an event of a unit with AER_REQ, if this was requested by the initiator.
     pub fn handle_event(&mut self, cx: &mut Cx<'_>, unit: UnitIdx, attention: Attention) {
-        if self.state == ChState::Live && self.config.params.wants_events {
-            let sense = attention.sense().encode(SenseFormat::Fixed);
+        if self.state == ChState::Live {
             let seen = self.config.luns.iter().find(|(_, u)| u.index == unit);
-            let room = self.own.events.len() < MAX_EVENTS;
-            if let Some((lun, _)) = seen
-                && room
-            {
-                let event = (lun.encode(), sense);
-                // If the initiator does not respond, a single event must not fill the queue.
-                if !self.own.events.contains(&event) {
-                    self.own.events.push_back(event);
-                }
+            if let Some((lun, _)) = seen {
+                let sense = attention.sense().encode(SenseFormat::Fixed);
+                self.own.queue_event(lun.encode(), sense);
             }
         }
         self.settle_round(cx);
@@ -96,7 +86,7 @@ impl Channel {
     /// events, it immediately gets an AER_REQ.
     pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
         let is_same = self.config.luns.is_same(&luns);
-        self.accounts.follow(&luns);
+        self.stats.accounts.follow(&luns);
         self.config.luns = luns;
         if is_same {
             // Only the limits of the initiator have changed: see `Channel::handle_limits`.
@@ -120,13 +110,13 @@ impl Channel {
     /// Aborts everything immediately, when a worker exits without a shutdown. After this, the
     /// channel cannot be used. The devices are already closed, so buffers are no longer accessed.
     pub fn abandon(&mut self, pool: &mut Pool) {
-        for idx in self.ioctx.numbers() {
-            if let Some(io) = self.ioctx.get_mut(idx) {
+        for idx in self.requests.numbers() {
+            if let Some(io) = self.requests.get_mut(idx) {
                 io.wrs = 0;
                 drop(self.end_request(pool, idx, End::TornDown));
             }
         }
-        self.first_receives = 0..0;
+        self.receives.discard_first();
         self.actions.clear();
     }
 
@@ -136,32 +126,12 @@ impl Channel {
         match self.state {
             ChState::Joining | ChState::Live => {
                 become_state(&mut self.state, ChState::Disconnecting);
-                self.deadline = Some(cx.now + LOGOUT_TIMEOUT);
-                let iu = FromTarget::TLogout(TLogout {
-                    solicited: self.wants(LoginReqFlags::LOSOLNT),
-                    reason,
-                    tag: self.own_tag(),
-                });
-                self.send_own(Kind::Logout, &iu, self.wants(LoginReqFlags::LOSOLNT));
+                self.timers.phase = Some(cx.now + LOGOUT_TIMEOUT);
+                let logout = self.own.logout(reason, &self.sender.ring);
+                self.actions.push_back(logout);
             }
             ChState::Connecting => self.disconnect(cx),
             ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
-        }
-    }
-
-    pub(super) fn on_i_logout(&mut self, cx: &mut Cx<'_>) {
-        self.ended.get_or_insert(CloseReason::Logout);
-        self.disconnect(cx);
-    }
-
-    pub(super) fn on_deadline(&mut self, cx: &mut Cx<'_>) {
-        match self.state {
-            ChState::Connecting | ChState::Disconnecting => self.disconnect(cx),
-            ChState::Live if self.own.stopping.is_some() => {
-                self.logout(cx, TLogoutReason::NoReason);
-            }
-            ChState::Joining => self.on_join_late(cx),
-            ChState::Live | ChState::Draining | ChState::Disconnected => {}
         }
     }
 
@@ -173,14 +143,14 @@ impl Channel {
     }
 
     /// Starts to drain the channel, unless already started.
-    fn disconnect(&mut self, cx: &mut Cx<'_>) {
+    pub(super) fn disconnect(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.state, ChState::Draining | ChState::Disconnected) {
             return;
         }
         become_state(&mut self.state, ChState::Draining);
-        self.deadline = None;
-        self.own.events.clear();
-        self.own.stopping = None;
+        self.timers.phase = None;
+        self.receives.close();
+        self.own.discard_pending();
         self.actions.push_back(Action::Disconnect);
         self.tear_down(cx);
     }
@@ -191,18 +161,18 @@ impl Channel {
         if std::mem::replace(&mut self.torn_down, true) {
             return;
         }
-        self.deferred.clear();
-        for idx in self.ioctx.numbers() {
-            match self.ioctx_state(idx) {
+        self.receives.discard_deferred();
+        for idx in self.requests.numbers() {
+            match self.requests.state(idx) {
                 IoctxState::Done => {}
                 IoctxState::DataIn => {
-                    let io = &self.ioctx[idx];
+                    let io = &self.requests[idx];
                     if !io.exec.aborted {
                         self.request_action(TaskAction::AbortBlock(idx));
                     }
                 }
                 // It is torn down when its chain completes.
-                _ if self.ioctx[idx].is_in_device() => {}
+                _ if self.requests[idx].is_in_device() => {}
                 _ => {
                     self.stop_waiting(cx.pool, idx);
                     self.finish(cx, idx, End::TornDown);
@@ -216,107 +186,20 @@ impl Channel {
         if self.state != ChState::Live {
             return;
         }
-        if self.own.stopping.is_some() && self.req_lim.outstanding() == 0 {
+        if self.own.stopping.is_some() && self.sender.req_lim.outstanding() == 0 {
             return self.logout(cx, TLogoutReason::NoReason);
         }
-        // Credits are returned with responses. Only send a request if there is no response to
-        // return them, because the initiator would then wait forever.
-        if self.req_lim.is_stuck() && self.slot(Kind::CredReq).is_idle() {
-            let tag = self.own_tag();
-            let solicited = self.wants(LoginReqFlags::CRSOLNT);
-            let iu = FromTarget::CredReq(CredReq {
-                solicited,
-                req_lim_delta: self.req_lim.grant(),
-                tag,
-            });
-            self.slot_mut(Kind::CredReq).unanswered = Some(tag);
-            self.send_own(Kind::CredReq, &iu, solicited);
+        let Sender { req_lim, ring, .. } = &mut self.sender;
+        let credits = self.own.poll_credits(req_lim, ring);
+        let event = self.own.poll_event(req_lim, ring);
+        self.actions.extend(credits.into_iter().chain(event));
+    }
+
+    /// Handles a response to a message initiated by the target.
+    pub(super) fn on_own_response(&mut self, cx: &mut Cx<'_>, kind: Kind, tag: Tag) {
+        if !self.own.on_response(kind, tag) {
+            let what = "an answer to nothing that was asked";
+            self.complain(cx, what, TLogoutReason::SpuriousResponse);
         }
-        if self.slot(Kind::AerReq).is_idle()
-            && let Some((lun, sense)) = self.own.events.pop_front()
-        {
-            let tag = self.own_tag();
-            let solicited = self.wants(LoginReqFlags::AESOLNT);
-            let iu = FromTarget::AerReq(AerReq {
-                solicited,
-                req_lim_delta: self.req_lim.grant(),
-                tag,
-                lun,
-                sense: &sense,
-            });
-            self.slot_mut(Kind::AerReq).unanswered = Some(tag);
-            self.send_own(Kind::AerReq, &iu, solicited);
-        }
-    }
-
-    pub(super) fn on_cred_rsp(&mut self, cx: &mut Cx<'_>, tag: Tag) {
-        self.on_own_answer(cx, Kind::CredReq, tag);
-    }
-
-    pub(super) fn on_aer_rsp(&mut self, cx: &mut Cx<'_>, tag: Tag) {
-        self.on_own_answer(cx, Kind::AerReq, tag);
-    }
-
-    fn on_own_answer(&mut self, cx: &mut Cx<'_>, kind: Kind, tag: Tag) {
-        if self.slot(kind).unanswered == Some(tag) {
-            self.slot_mut(kind).unanswered = None;
-        } else {
-            self.complain(
-                cx,
-                "an answer to nothing that was asked",
-                TLogoutReason::SpuriousResponse,
-            );
-        }
-    }
-
-    /// Called when a message initiated by the target was sent, or has failed.
-    pub(super) fn on_own_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
-        let kind = match u32::from(idx.0) - self.config.params.req_lim {
-            0 => Kind::CredReq,
-            1 => Kind::AerReq,
-            _ => Kind::Logout,
-        };
-        let slot = self.slot_mut(kind);
-        assert!(slot.sending, "{kind:?} was being sent");
-        slot.sending = false;
-        // T_LOGOUT is always the last message. The initiator has received it, so we can close the
-        // queue pair.
-        if !ok || kind == Kind::Logout {
-            self.on_queue_pair_error(cx);
-        }
-    }
-
-    fn send_own(&mut self, kind: Kind, iu: &FromTarget<'_>, solicited: bool) {
-        let idx = TaskIdx((self.config.params.req_lim + kind as u32) as u16);
-        let mut bytes = [0; MAX_TI_IU as usize];
-        let len = iu.emit(&mut bytes);
-        self.send_slot(idx).write(0, &bytes[..len]);
-        let slot = self.slot_mut(kind);
-        debug_assert!(!slot.sending);
-        slot.sending = true;
-        self.actions.push_back(Action::Post {
-            task: idx,
-            send: Some(SendIu {
-                len: len as u32,
-                solicited,
-            }),
-        });
-    }
-
-    fn wants(&self, flag: LoginReqFlags) -> bool {
-        self.config.params.flags.contains(flag)
-    }
-
-    fn own_tag(&mut self) -> Tag {
-        self.own.next_tag += 1;
-        Tag(self.own.next_tag)
-    }
-
-    fn slot(&self, kind: Kind) -> Slot {
-        self.own.slots[kind as usize]
-    }
-
-    fn slot_mut(&mut self, kind: Kind) -> &mut Slot {
-        &mut self.own.slots[kind as usize]
     }
 }

@@ -13,13 +13,14 @@ use riser_scsi::srp::{
 use riser_scsi::task::TaskManagement;
 use riser_state::testing::{assert_all_taken, table};
 
-use super::channel::{ChState, Channel, JOIN_TIMEOUT, KEEPALIVE};
+use super::channel::{ChState, Channel};
 use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, blocks, cmd, indirect, params, read10, table_bytes,
     tmf, write10,
 };
 use super::ioctx::{ChainKind, IoctxState};
 use super::login::ChannelParams;
+use super::timers::{JOIN_TIMEOUT, KEEPALIVE};
 use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
 use crate::stats::{Record, Stage, Tracer};
@@ -30,7 +31,7 @@ fn pattern(len: usize) -> Vec<u8> {
 
 fn state(channel: &Channel) -> Vec<IoctxState> {
     (0..4)
-        .map(|i| channel.ioctx_state(TaskIdx(i)))
+        .map(|i| channel.requests().state(TaskIdx(i)))
         .filter(|s| *s != IoctxState::Done)
         .collect()
 }
@@ -197,9 +198,9 @@ fn requests_without_context_wait_in_order() {
     for tag in 1..=7 {
         assert!(rig.send(0, &cmd(&[0x35; 1]).tag(tag).bytes()));
     }
-    assert_eq!(rig.channels[0].in_flight(), 4);
+    assert_eq!(rig.channels[0].requests().len(), 4);
     assert_eq!(
-        rig.channels[0].req_lim().over_limit(),
+        rig.channels[0].sender().req_lim.over_limit(),
         0,
         "not looked at yet"
     );
@@ -207,7 +208,7 @@ fn requests_without_context_wait_in_order() {
     let answers = rig.answers();
     let tags: Vec<_> = answers.iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2, 3, 4, 5, 6, 7]);
-    assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+    assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
     rig.end();
 }
 
@@ -413,7 +414,7 @@ fn long_transfers_yield_between_portions() {
     rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
     rig.complete();
     assert_eq!(
-        rig.channels[0].ioctx_state(TaskIdx(0)),
+        rig.channels[0].requests().state(TaskIdx(0)),
         IoctxState::WriteData
     );
     let portions = rig.pending.iter().map(|p| match p {
@@ -445,7 +446,7 @@ fn aborted_command_sends_no_more_data() {
         // The function does not affect the other unit.
         rig.send(0, &read10(0, 1).lun(1).tag(2).bytes());
         assert_eq!(
-            rig.channels[0].ioctx_state(TaskIdx(0)),
+            rig.channels[0].requests().state(TaskIdx(0)),
             IoctxState::WriteData
         );
         rig.send(0, &tmf(6, 0, function, 0));
@@ -453,7 +454,7 @@ fn aborted_command_sends_no_more_data() {
         let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
         tags.retain(|tag| *tag != 2);
         assert_eq!(tags, [6], "{function:?}");
-        assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+        assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
         rig.end();
     }
 }
@@ -470,7 +471,7 @@ fn cleared_command_completes_started_response() {
     let task = managed.aborted[0];
     rig.complete();
     assert_eq!(
-        rig.channels[0].ioctx_state(TaskIdx(0)),
+        rig.channels[0].requests().state(TaskIdx(0)),
         IoctxState::WriteData
     );
     let watcher = TaskRef {
@@ -481,7 +482,7 @@ fn cleared_command_completes_started_response() {
     rig.settle();
     let ended: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(ended, [(1, 0x40)]);
-    assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+    assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
     rig.end();
 }
 
@@ -503,7 +504,7 @@ fn own_abort_suppresses_response_after_clear() {
                 ..task
             };
             let idx = task.index;
-            assert_eq!(rig.channels[0].ioctx_state(idx), IoctxState::DataIn);
+            assert_eq!(rig.channels[0].requests().state(idx), IoctxState::DataIn);
             if !is_first {
                 rig.send(0, &iu);
             }
@@ -515,7 +516,7 @@ fn own_abort_suppresses_response_after_clear() {
             let answers = rig.answers();
             let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status == 0x40)).collect();
             assert_eq!(ended, [(tag, false)]);
-            assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+            assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
             rig.end();
         }
     }
@@ -545,9 +546,9 @@ fn abort_from_other_channel_stops_data() {
         });
         rig.send(1, &read.tag(1).bytes());
         rig.complete();
-        let left = rig.channels[1].ioctx_state(TaskIdx(0));
+        let left = rig.channels[1].requests().state(TaskIdx(0));
         assert_eq!(left, IoctxState::WriteData);
-        while is_last && rig.channels[1].ioctx_state(TaskIdx(0)) != IoctxState::CmdRspSent {
+        while is_last && rig.channels[1].requests().state(TaskIdx(0)) != IoctxState::CmdRspSent {
             rig.complete();
         }
         rig.send(0, &tmf(6, 0, function, 0));
@@ -613,7 +614,7 @@ fn abort_task_waits_for_device() {
         (6, Some(0), 2),
         "two credits come back"
     );
-    assert_eq!(rig.channels[0].counters().aborted, 1);
+    assert_eq!(rig.channels[0].stats().counters.aborted, 1);
     rig.end();
 }
 
@@ -657,7 +658,7 @@ fn cve_2016_6327_aborts_lose_no_command() {
         let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
         tags.retain(|&t| t != 5);
         assert_eq!(tags, [6, 7, 8], "after {steps} steps");
-        assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+        assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
         rig.end();
     }
 }
@@ -686,7 +687,7 @@ fn reset_aborts_tasks_of_other_channels() {
     rig.settle();
     let rsp = rig.rsp();
     assert_eq!((rsp.tag, rsp.key), (8, None), "which says all");
-    assert_eq!(rig.channels[1].req_lim().at_initiator(), 4);
+    assert_eq!(rig.channels[1].sender().req_lim.at_initiator(), 4);
     rig.end();
 }
 
@@ -701,7 +702,7 @@ fn initiator_logout_closes_channel() {
     assert_eq!(rig.disconnects, 1);
     rig.settle();
     assert!(rig.released[0]);
-    assert_eq!(rig.channels[0].counters().torn_down, 1);
+    assert_eq!(rig.channels[0].stats().counters.torn_down, 1);
     rig.end();
 }
 
@@ -779,7 +780,7 @@ fn terminated_channel_waits_for_device() {
     rig.complete();
     rig.settle();
     assert_eq!(rig.disks[0][..512], [0; 512]);
-    assert_eq!(rig.channels[0].counters().torn_down, 2);
+    assert_eq!(rig.channels[0].stats().counters.torn_down, 2);
     assert!(rig.released[0]);
     rig.end();
 }
@@ -827,7 +828,7 @@ fn duplicate_tag_aborts_nexus_commands() {
     let answers = rig.answers();
     let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status, a.key)).collect();
     assert_eq!(ended, [(2, 0, None), (1, 2, Some(0xb))]);
-    assert_eq!(rig.channels[0].counters().aborted, 2);
+    assert_eq!(rig.channels[0].stats().counters.aborted, 2);
     assert_eq!(rig.disks[0][..512], [0; 512]);
     // A tag can be reused once the response was sent, even before the send has completed.
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
@@ -989,7 +990,7 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
 #[test]
 fn cve_2026_100075_failed_table_keeps_credit() {
     let mut rig = Rig::live();
-    let free = rig.channels[0].send_queue().free();
+    let free = rig.channels[0].sender().queue.free();
     for round in 0..50 {
         // The fetched table describes less data than the length in the command.
         let mut descs = blocks(20);
@@ -1001,8 +1002,8 @@ fn cve_2026_100075_failed_table_keeps_credit() {
         rig.send(0, &iu.bytes());
         rig.settle();
         assert_eq!(rig.rsp().code, Some(2));
-        assert_eq!(rig.channels[0].send_queue().free(), free);
-        assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+        assert_eq!(rig.channels[0].sender().queue.free(), free);
+        assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
     }
     rig.end();
 }

@@ -95,7 +95,7 @@ impl Bench {
 
     /// Returns the state of the command's context.
     fn state(&self) -> IoctxState {
-        let contexts = &self.rig.channels[0].ioctx;
+        let contexts = &self.rig.channels[0].requests;
         let mut contexts = contexts.iter();
         let found = contexts.find(|(_, io)| io.tag.0 == TAG);
         found.map_or(IoctxState::Done, |(_, io)| io.state)
@@ -136,7 +136,7 @@ impl Bench {
             let inquiry = cmd(&[0x12, 0, 0, 0, 16, 0]).lun(1).tag(tag);
             self.send(&inquiry.into(indirect(&descs, 16)));
         }
-        assert_eq!(self.rig.channels[0].send_queue().free(), 1);
+        assert_eq!(self.rig.channels[0].sender().queue.free(), 1);
     }
 
     fn take_memory(&mut self) {

@@ -45,7 +45,7 @@ fn read(tag: u64) -> CmdBuilder {
 fn waiting(rig: &Rig) -> usize {
     let waits = IoctxState::AwaitLimit;
     let channels = rig.channels.iter();
-    let states = channels.flat_map(|ch| (0..4).map(|n| ch.ioctx_state(TaskIdx(n))));
+    let states = channels.flat_map(|ch| (0..4).map(|n| ch.requests().state(TaskIdx(n))));
     states.filter(|state| *state == waits).count()
 }
 

@@ -211,13 +211,13 @@ fn run(steps: &[Step], window: u32) {
             _ => {}
         }
         for channel in &rig.channels {
-            let lim = channel.req_lim();
+            let lim = &channel.sender().req_lim;
             assert_eq!(
                 lim.at_initiator() + i64::from(lim.outstanding()) + i64::from(lim.owed()),
                 i64::from(lim.limit())
             );
             if channel.state() == ChState::Live {
-                let c = channel.counters();
+                let c = channel.stats().counters;
                 assert_eq!(c.torn_down, 0);
             }
         }

@@ -50,7 +50,7 @@ fn describe(rig: &mut Rig, data: &[u8]) {
 }
 
 fn state(rig: &Rig) -> IoctxState {
-    rig.channels[0].ioctx_state(TaskIdx(0))
+    rig.channels[0].requests().state(TaskIdx(0))
 }
 
 fn check_memory(rig: &Rig) {
@@ -231,7 +231,7 @@ fn blocks_are_kept_between_pieces() {
     rig.send(0, &short(1).tag(2).bytes());
     rig.send(0, &short(9).tag(3).bytes());
     let waits: Vec<_> = (0..4)
-        .map(|i| rig.channels[0].ioctx_state(TaskIdx(i)))
+        .map(|i| rig.channels[0].requests().state(TaskIdx(i)))
         .filter(|state| *state == IoctxState::AwaitTask)
         .collect();
     assert_eq!(waits.len(), 1, "what writes other blocks goes on");
@@ -282,18 +282,18 @@ fn busy_connection_has_more_time() {
         (orwrite[0], orwrite[13]) = (0x8b, BLOCKS);
         let data = Data::Direct(MemDesc::new(0, KEY, u32::from(BLOCKS) * 512));
         rig.send(0, &cmd(&orwrite).out(data).bytes());
-        let before = rig.channels[0].pace.moved();
+        let before = rig.channels[0].timers.pace.moved();
         let mut pieces = 0;
         while rig.channels[0].state() == ChState::Live {
             assert_eq!(state(&rig), IoctxState::NeedData);
-            rig.channels[0].pace.on_moved(moved);
+            rig.channels[0].timers.pace.on_moved(moved);
             rig.advance(late);
             if rig.channels[0].state() != ChState::Live {
                 break;
             }
             rig.complete();
             pieces += 1;
-            let counted = rig.channels[0].pace.moved() - before;
+            let counted = rig.channels[0].timers.pace.moved() - before;
             let own = u64::from(WINDOW);
             assert_eq!(counted, pieces * (own + u64::from(moved)));
             while state(&rig) == IoctxState::DataIn {
@@ -330,7 +330,7 @@ fn credit_wait_times_out() {
     while let Some(at) = rig.pending.iter().position(is_block) {
         rig.complete_nth(at, true);
     }
-    let states = [0, 1, 2].map(|i| rig.channels[0].ioctx_state(TaskIdx(i)));
+    let states = [0, 1, 2].map(|i| rig.channels[0].requests().state(TaskIdx(i)));
     assert_eq!(states[0], IoctxState::AwaitCredit(ChainKind::NeedData));
     assert_eq!(states[1..], [IoctxState::WriteData; 2]);
     rig.advance(DATA_OUT_TIMEOUT);
@@ -368,7 +368,7 @@ fn slowly_received_responses_time_out() {
         rig.complete_nth(at, true);
     }
     for n in [0, 1, 2] {
-        let state = rig.channels[0].ioctx_state(TaskIdx(n));
+        let state = rig.channels[0].requests().state(TaskIdx(n));
         assert_eq!(state, IoctxState::CmdRspSent);
     }
     for _ in 0..2 {

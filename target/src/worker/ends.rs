@@ -193,7 +193,10 @@ impl Worker {
         for key in self.conns.keys(|_| true) {
             let luns = self.conns.get(key).and_then(|conn| match &conn.fabric {
                 Fabric::Srp(own) => {
-                    let luns = self.shared.registry.luns(&own.key, own.channel.nexus())?;
+                    let luns = self
+                        .shared
+                        .registry
+                        .luns(&own.key, own.channel.config().nexus)?;
                     let is_same = Arc::ptr_eq(&luns, &own.channel.config().luns);
                     (!is_same).then_some(luns)
                 }

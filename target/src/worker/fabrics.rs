@@ -204,7 +204,7 @@ impl Fabric {
     /// Returns the data buffer of a task for a block operation, if it needs one.
     pub(super) fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
         match self {
-            Self::Srp(conn) => conn.channel.data_buffer(task),
+            Self::Srp(conn) => conn.channel.requests().data_buffer(task),
             Self::Tcp(conn) => conn.channel.channel().data_buffer(task),
             Self::Iser(conn) => conn.channel.channel().data_buffer(task),
         }
@@ -232,7 +232,7 @@ impl Fabric {
     /// Returns the number of task-management functions by response.
     pub(super) fn functions(&self) -> &Functions {
         match self {
-            Self::Srp(conn) => conn.channel.functions(),
+            Self::Srp(conn) => &conn.channel.stats().functions,
             Self::Tcp(conn) => conn.channel.channel().functions(),
             Self::Iser(conn) => conn.channel.channel().functions(),
         }
@@ -241,7 +241,10 @@ impl Fabric {
     /// Returns the initiator name, and the statistics of its session for each unit.
     pub(super) fn accounts(&self) -> (String, &Accounts) {
         match self {
-            Self::Srp(conn) => (conn.key.initiator.to_string(), conn.channel.accounts()),
+            Self::Srp(conn) => (
+                conn.key.initiator.to_string(),
+                &conn.channel.stats().accounts,
+            ),
             Self::Tcp(conn) => accounts_of(conn.channel.channel()),
             Self::Iser(conn) => accounts_of(conn.channel.channel()),
         }

@@ -24,7 +24,7 @@ impl Totals {
     pub(super) fn add(&mut self, fabric: &Fabric) {
         let functions = match fabric {
             Fabric::Srp(conn) => {
-                self.srp += conn.channel.counters();
+                self.srp += conn.channel.stats().counters;
                 &mut self.srp_functions
             }
             Fabric::Tcp(conn) => {

@@ -53,7 +53,7 @@ struct Parts {
 impl SrpConn {
     /// Returns the work request for a receive context.
     pub(super) fn receive(&self, recv: RecvIdx) -> Receive {
-        let (addr, length) = self.channel.receive_place(recv);
+        let (addr, length) = self.channel.receives().place(recv);
         let lkey = self.rdma.hardware.receive_key;
         let place = Sge { addr, length, lkey };
         (Work::Recv(recv).id(), place)
@@ -75,7 +75,7 @@ impl SrpConn {
             peer,
             provider,
             state: self.channel.state(),
-            in_flight: self.channel.in_flight(),
+            in_flight: self.channel.requests().len(),
             params: config.params,
             luns: config.luns.luns().len(),
             limits: config.luns.limiter().map(|limiter| limiter.view()),
@@ -446,7 +446,7 @@ impl Worker {
         };
         let send = send.map(|iu| ChainSend {
             bytes: Sge {
-                addr: conn.channel.send_addr(task),
+                addr: conn.channel.sender().ring().addr(task),
                 length: iu.len,
                 lkey: conn.rdma.hardware.send_key,
             },
@@ -457,7 +457,7 @@ impl Worker {
                 SendFlags::empty()
             },
         });
-        let requests = conn.channel.requests(task);
+        let requests = conn.channel.requests().rdma_requests(task);
         let pool = (self.pool.memory(), conn.rdma.hardware.pool_key);
         // The addresses are set by the initiator. If one of them is invalid, the chain is not
         // posted and the channel is closed.
@@ -514,7 +514,7 @@ impl Worker {
         let Some(conn) = self.conns.srp(key) else {
             return;
         };
-        let slot = conn.channel.receive_slot(recv);
+        let slot = conn.channel.receives().slot(recv);
         self.with_received(slot, len, |worker, bytes| {
             worker.with_srp(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
         });
@@ -524,7 +524,7 @@ impl Worker {
     pub(super) fn who_of_srp(&self, peer: SocketAddr, conn: &SrpConn) -> Who {
         let (device, entrance) = (conn.rdma.device, Some(conn.entrance));
         Who {
-            nexus: Some(conn.channel.nexus().0),
+            nexus: Some(conn.channel.config().nexus.0),
             ..self.who_srp(device, entrance, peer, Some(&conn.key))
         }
     }

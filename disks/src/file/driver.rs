@@ -217,6 +217,12 @@ impl FileBackend {
         if let Err(error) = &result {
             self.flush_record.record(error.clone());
         }
+        // Check this even after a success, because the error may have been reported to a write with
+        // FUA while the flush was in flight.
+        let result = match self.flush_record.failure() {
+            Some(error) => result.and(Err(error.clone())),
+            None => result,
+        };
         let mut served = self.flushes.complete();
         for operation in served.drain(..) {
             operation.complete(result.clone());
@@ -455,6 +461,24 @@ mod tests {
             assert!(matches!(ended, Err(BlockError::Io(_))), "{ended:?}");
         }
         assert!(backend.in_flight.is_empty());
+    }
+
+    #[test]
+    fn fua_error_fails_flush_in_flight() {
+        let mut backend = backend();
+        let buffer = Buffer::anonymous(512).unwrap();
+        let fua = Command::Write {
+            offset: 0,
+            fua: true,
+        };
+        let write = submit(&mut backend, fua, Some(buffer));
+        let flush = flush(&mut backend);
+        backend.on_completion(0, Err(io::Error::from_raw_os_error(libc::EIO)));
+        // Linux has already reported the error, so the flush succeeds.
+        backend.on_completion(1, Ok(0));
+        for ended in [result(write), result(flush)] {
+            assert!(matches!(ended, Err(BlockError::Io(_))), "{ended:?}");
+        }
     }
 
     #[test]

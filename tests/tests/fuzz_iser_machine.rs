@@ -21,7 +21,9 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
 use riser_target::fabric::{LunMap, Mapping, TaskAction, TaskIdx, Unit, UnitIdx};
-use riser_target::iscsi::{Action, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, SpareTasks, Window};
+use riser_target::iscsi::{
+    Action, Cx, Datamover as _, Ending, Gate, LoginGrant, MAX_QUEUED, SpareTasks, Window,
+};
 use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
 };
@@ -188,7 +190,7 @@ impl Rig {
             }
         }
         let bound = MAX_QUEUED + self.conn.params().receives() as usize;
-        assert!(self.conn.channel().queued() <= bound);
+        assert!(self.conn.channel().mover().queued() <= bound);
     }
 
     fn step(&mut self, input: impl FnOnce(&mut IserChannel, &mut Cx<'_>)) {

@@ -10,8 +10,11 @@ use riser_scsi::step::{
 };
 use riser_state::become_state;
 
-use super::channel::{Action, Channel, Cx, Phase};
+use super::action::Action;
+use super::context::Cx;
 use super::datamover::{Control, Datamover, PutData};
+use super::executor::Executor;
+use super::phase::Phase;
 use super::task::{Incoming, Piece, TaskState};
 use super::tcp::good;
 use crate::fabric::{
@@ -19,13 +22,15 @@ use crate::fabric::{
 };
 use crate::stats::Stage;
 
-impl<D: Datamover> Channel<D> {
+impl<D: Datamover> Executor<D> {
     pub(super) fn on_command(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, command: &ScsiCommand) {
         if let Err((reason, why)) = self.check_command(command, frame.data.len()) {
             return self.reject(cx, frame, reason, &why);
         }
         let state = TaskState::New;
-        let Some(idx) = self.take_in(cx, command.itt, command.immediate, state) else {
+        let wait = self.timers.pace.begin(cx.now);
+        let key = (command.itt, command.immediate);
+        let Some(idx) = self.tasks.accept_request(cx.spare, key, state, wait) else {
             if command.immediate {
                 let reason = RejectReason::TooManyImmediate;
                 return self.reject(cx, frame, reason, &"immediate commands");
@@ -34,19 +39,20 @@ impl<D: Datamover> Channel<D> {
         };
         // The datamover couldn't know until now which context the RDMA buffers of this PDU are for.
         self.mover.begin(idx);
-        self.counters.commands += 1;
-        self.counters.bytes_out += frame.data.len() as u64;
+        self.stats.counters.commands += 1;
+        self.stats.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
         let (worker, nexus) = (self.config.worker, session.nexus);
         let luns = &session.luns;
         let addressed = self
+            .stats
             .accounts
             .addressed(luns, command.lun, &command.cdb, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         // Copy the data, because the receive buffer will be overwritten and we don't have a pool
         // buffer yet.
-        let staged = self.stage(frame.data);
+        let staged = self.staging.stage(frame.data);
         let task = &mut self.tasks[idx];
         task.lun = command.lun;
         task.exec.attribute = match command.attribute {
@@ -84,8 +90,8 @@ impl<D: Datamover> Channel<D> {
             self.unasked += u64::from(task.incoming.announced);
         }
         self.window()
-            .enter_tag(command.itt, self.task_ref(idx), command.immediate);
-        let name = (idx, self.task_ref(idx));
+            .enter_tag(command.itt, self.tasks.task_ref(idx), command.immediate);
+        let name = (idx, self.tasks.task_ref(idx));
         self.enter_task_set(cx, name, nexus, Descriptors::default());
     }
 
@@ -118,7 +124,7 @@ impl<D: Datamover> Channel<D> {
         }
         // A tag must be unique for the whole session, because another connection can use it to
         // abort or claim the command.
-        if self.find(command.itt).is_some() || self.window().tagged(command.itt).is_some() {
+        if self.tasks.find(command.itt).is_some() || self.window().tagged(command.itt).is_some() {
             return Err((RejectReason::TaskInProgress, "the tag is in use"));
         }
         let may = command.expected_length.min(params.first_burst) as usize;
@@ -136,19 +142,11 @@ impl<D: Datamover> Channel<D> {
     /// [`MAX_STAGED`]. A single command is always accepted.
     fn is_staging_full(&self, idx: TaskIdx) -> bool {
         let others = self.backlog.limits.waiting().filter(|other| *other != idx);
-        let others: usize = others.map(|other| self.most_staged(other)).sum();
-        let own = self.most_staged(idx);
+        let first_burst = self.first_burst();
+        let others = others.map(|other| self.tasks.most_staged(other, first_burst));
+        let others: usize = others.sum();
+        let own = self.tasks.most_staged(idx, first_burst);
         own > 0 && others > 0 && others + own > MAX_STAGED
-    }
-
-    /// Returns the maximum number of bytes of unsolicited data without a buffer for a command.
-    fn most_staged(&self, idx: TaskIdx) -> usize {
-        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
-        let task = &self.tasks[idx];
-        match task.incoming.open {
-            true => first_burst.min(task.exec.expected.data_out) as usize,
-            false => task.incoming.staged.len(),
-        }
     }
 
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
@@ -167,7 +165,7 @@ impl<D: Datamover> Channel<D> {
     /// The response is delayed. Functions should find that the command is no longer in the task
     /// set.
     fn note_left(&mut self, idx: TaskIdx) {
-        let name = self.task_ref(idx);
+        let name = self.tasks.task_ref(idx);
         let nexus = self.session.as_ref().expect("full-feature phase").nexus;
         let exec = &mut self.tasks[idx].exec;
         exec.note_left(nexus, name);
@@ -176,11 +174,11 @@ impl<D: Datamover> Channel<D> {
     /// Passes data and status to the datamover. The task completes when they were sent.
     fn send_response(&mut self, now: Instant, idx: TaskIdx, response: Response, len: u32) {
         let itt = self.tasks[idx].itt;
-        self.window().answer_tag(itt, self.task_ref(idx));
+        self.window().answer_tag(itt, self.tasks.task_ref(idx));
         self.mark_sent(idx);
-        self.watch_data(now);
+        self.timers.watch_data(now);
         let task = &mut self.tasks[idx];
-        task.wait = self.pace.begin(now);
+        task.wait = self.timers.pace.begin(now);
         let response = task.response.insert(response);
         let base = match response.data_in {
             // This could be the last piece of a command that was reassigned.
@@ -194,7 +192,7 @@ impl<D: Datamover> Channel<D> {
         if self.allegiance.is_silent() {
             return;
         }
-        self.counters.bytes_in += u64::from(len);
+        self.stats.counters.bytes_in += u64::from(len);
         let (residual, bidi_residual) = residuals(task.exec.expected, response);
         // A Data-In PDU contains a status and a single residual count, but no sense data.
         let is_plain = response.status == Status::Good
@@ -239,7 +237,7 @@ impl<D: Datamover> Channel<D> {
     }
 }
 
-impl<D: Datamover> CommandFlow for Channel<D> {
+impl<D: Datamover> CommandFlow for Executor<D> {
     type Cx<'a> = Cx<'a>;
 
     fn backlog(&mut self) -> &mut Backlog {
@@ -267,7 +265,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         if matches!(hold, Hold::Limits | Hold::Memory) {
             task.incoming.staged.shrink_to_fit();
         }
-        self.counters.buffer_waits += u64::from(hold == Hold::Memory);
+        self.stats.counters.buffer_waits += u64::from(hold == Hold::Memory);
     }
 
     fn first_step(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> Step {
@@ -298,7 +296,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         staged.drain(..useful);
         if staged.is_empty() {
             let emptied = std::mem::take(staged);
-            self.keep_staging(emptied);
+            self.staging.keep(emptied, self.first_burst());
         }
         let task = &mut self.tasks[idx];
         task.incoming.from = from;
@@ -319,7 +317,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         from: u32,
         len: u32,
     ) -> Option<StepResult> {
-        self.watch_data(cx.now);
+        self.timers.watch_data(cx.now);
         let task = &mut self.tasks[idx];
         task.exec.timer.enter(Stage::FabricOut, cx.now);
         // An initiator might send data with a command that doesn't transfer any.
@@ -330,7 +328,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             buffer.write(0, &staged);
         }
         become_state(&mut task.state, TaskState::Send);
-        task.wait = self.pace.begin(cx.now);
+        task.wait = self.timers.pace.begin(cx.now);
         task.ordered.get_or_insert(task.wait);
         let end = from + len;
         task.piece = Piece {
@@ -340,7 +338,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
         };
         if task.data_start.offset >= end {
             // The initiator received all data on the connection that was lost.
-            self.last_taken = cx.now;
+            self.timers.last_taken = cx.now;
             task.pass_piece();
             return Some(StepResult::Done);
         }
@@ -348,7 +346,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             return None;
         }
         task.exec.timer.carry(len);
-        self.counters.bytes_in += u64::from(len);
+        self.stats.counters.bytes_in += u64::from(len);
         let put = PutData {
             task: idx,
             itt: task.itt,
@@ -366,7 +364,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
 
     fn end_wait(&mut self, now: Instant, idx: TaskIdx) {
         let task = &mut self.tasks[idx];
-        task.waited = task.waited_by(now, &self.pace);
+        task.waited = task.waited_by(now, &self.timers.pace);
         if matches!(task.state, TaskState::Receive | TaskState::Send) {
             task.incoming.solicited = false;
         }
@@ -384,9 +382,9 @@ impl<D: Datamover> CommandFlow for Channel<D> {
             let unwanted = std::mem::take(&mut task.incoming.staged);
             task.response = Some(response);
             become_state(&mut task.state, TaskState::AwaitUnsolicited);
-            task.wait = self.pace.begin(cx.now);
-            self.keep_staging(unwanted);
-            return self.watch_data(cx.now);
+            task.wait = self.timers.pace.begin(cx.now);
+            self.staging.keep(unwanted, self.first_burst());
+            return self.timers.watch_data(cx.now);
         }
         let len = task.exec.gather(cx.pool, owner, &response, cx.now);
         if len.is_none() {
@@ -400,7 +398,7 @@ impl<D: Datamover> CommandFlow for Channel<D> {
     }
 
     fn staged(&mut self, idx: TaskIdx) -> usize {
-        self.most_staged(idx)
+        self.tasks.most_staged(idx, self.first_burst())
     }
 
     /// Limits the unsolicited data for commands waiting for rate limits, because it's not in a pool

@@ -1,52 +1,31 @@
 //! Command data: unsolicited and solicited data, Data-In, and data timeouts.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{DataOut, RejectReason, Snack, SnackKind};
 use riser_scsi::step::{BackendError, StepResult, TransferError};
 
-use super::channel::{Channel, Cx, Phase, SILENCE};
+use super::context::Cx;
 use super::datamover::{Datamover, GetData, SolicitedData};
+use super::executor::Executor;
+use super::phase::Phase;
 use super::task::{Task, TaskState};
 use crate::audit::CloseReason;
-use crate::fabric::{
-    CommandFlow as _, End, MAX_DATA_TIMEOUTS, ORDER_CHECK_INTERVAL, OWED, TaskIdx, Wait,
-};
+use crate::fabric::{CommandFlow as _, End, TaskIdx};
 use crate::stats::SessionEvent;
 use crate::warn_limited;
 
-impl<D: Datamover> Channel<D> {
-    /// Returns a copy of immediate data.
-    pub(super) fn stage(&mut self, data: &[u8]) -> Vec<u8> {
-        if data.is_empty() {
-            return Vec::new();
-        }
-        let mut staged = std::mem::take(&mut self.staging);
-        staged.reserve_exact(data.len());
-        staged.extend_from_slice(data);
-        staged
-    }
-
-    /// Keeps a buffer for the next command with immediate data. A single buffer is usually enough
-    /// because most commands start immediately. We release memory that exceeds the first burst.
-    pub(super) fn keep_staging(&mut self, mut list: Vec<u8>) {
-        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
-        list.clear();
-        if list.capacity() > self.staging.capacity() && list.capacity() <= first_burst as usize {
-            self.staging = list;
-        }
-    }
-
+impl<D: Datamover> Executor<D> {
     /// Called when a piece of Data-In was sent, or can't be sent.
     pub(super) fn on_piece_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        self.last_taken = cx.now;
+        self.timers.last_taken = cx.now;
         let task = &mut self.tasks[idx];
         assert_eq!(task.state, TaskState::Send, "a piece was sent for {idx:?}");
         let end = task.piece.from + task.piece.len;
         let start = task.data_start.offset.clamp(task.piece.from, end);
-        self.pace.on_moved(end - start);
+        self.timers.pace.on_moved(end - start);
         if task.exec.aborted {
             return self.end_aborted(cx, idx);
         }
@@ -66,7 +45,7 @@ impl<D: Datamover> Channel<D> {
         };
         self.reject(cx, frame, reason, &"SNACK");
         let is_for_data = matches!(snack.kind, SnackKind::DataOrR2t | SnackKind::RData);
-        let Some(idx) = self.find(snack.itt).filter(|_| is_for_data) else {
+        let Some(idx) = self.tasks.find(snack.itt).filter(|_| is_for_data) else {
             return;
         };
         let task = &mut self.tasks[idx];
@@ -98,9 +77,9 @@ impl<D: Datamover> Channel<D> {
     /// Returns the result if a command has received all its data. If no more data is in flight,
     /// this requests the missing data.
     pub(super) fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
-        self.watch_data(now);
+        self.timers.watch_data(now);
         let task = &mut self.tasks[idx];
-        task.wait = self.pace.begin(now);
+        task.wait = self.timers.pace.begin(now);
         if !task.exec.is_gathering() {
             task.ordered.get_or_insert(task.wait);
         }
@@ -147,7 +126,7 @@ impl<D: Datamover> Channel<D> {
         let taken = self.mover.take_solicited(pdu, len, frame.is_intact);
         // Data that were not requested do not show that the initiator responds.
         if len > 0 && !matches!(taken, SolicitedData::Stale { was_asked: false }) {
-            self.last_data = cx.now;
+            self.timers.last_data = cx.now;
         }
         match taken {
             // The command has already completed.
@@ -157,8 +136,8 @@ impl<D: Datamover> Channel<D> {
                 offset,
                 complete,
             } => {
-                self.counters.bytes_out += frame.data.len() as u64;
-                self.pace.on_moved(frame.data.len() as u32);
+                self.stats.counters.bytes_out += frame.data.len() as u64;
+                self.timers.pace.on_moved(frame.data.len() as u32);
                 let context = &self.tasks[task];
                 if let Some(buffer) = &context.exec.buffer {
                     buffer.write(offset - context.incoming.from, frame.data);
@@ -177,7 +156,7 @@ impl<D: Datamover> Channel<D> {
 
     fn on_unsolicited(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
         let len = frame.data.len() as u32;
-        let idx = self.find(pdu.itt);
+        let idx = self.tasks.find(pdu.itt);
         // If the command has completed, we don't know how much data is left.
         let announced = match idx.map(|idx| &self.tasks[idx].incoming) {
             Some(incoming) if incoming.open => incoming.announced.into(),
@@ -185,7 +164,7 @@ impl<D: Datamover> Channel<D> {
         };
         let counted = announced.min(len.into());
         if counted > 0 {
-            self.last_data = cx.now;
+            self.timers.last_data = cx.now;
         }
         self.unasked = self.unasked.saturating_sub(counted);
         // This isn't an error, because the initiator can send data for a command that was refused
@@ -193,7 +172,7 @@ impl<D: Datamover> Channel<D> {
         let Some(idx) = idx else {
             return;
         };
-        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
+        let first_burst = self.first_burst();
         let task = &mut self.tasks[idx];
         let incoming = &mut task.incoming;
         if !incoming.open {
@@ -221,7 +200,7 @@ impl<D: Datamover> Channel<D> {
             };
         }
         if incoming.fault.is_none() && !incoming.lost {
-            self.counters.bytes_out += u64::from(len);
+            self.stats.counters.bytes_out += u64::from(len);
             match (incoming.wanted, &task.exec.buffer) {
                 // This is complete before the first piece starts.
                 (Some(wanted), Some(buffer)) => {
@@ -260,7 +239,7 @@ impl<D: Datamover> Channel<D> {
     ///
     /// # Panics
     /// Panics if there is no transfer.
-    pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
+    pub(super) fn on_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         let task = &self.tasks[idx];
         let is_sent = task.state == TaskState::Send;
         assert!(
@@ -269,7 +248,7 @@ impl<D: Datamover> Channel<D> {
         );
         // If the initiator has received data, `on_piece_sent` handles this.
         if !is_sent {
-            self.last_data = cx.now;
+            self.timers.last_data = cx.now;
         }
         if task.exec.aborted {
             self.end_aborted(cx, idx);
@@ -279,14 +258,13 @@ impl<D: Datamover> Channel<D> {
             let incoming = &task.incoming;
             let asked = incoming.got.max(incoming.from);
             let len = incoming.wanted.unwrap_or(asked) - asked;
-            self.counters.bytes_out += u64::from(len);
-            self.pace.on_moved(len);
+            self.stats.counters.bytes_out += u64::from(len);
+            self.timers.pace.on_moved(len);
             self.resume_task(cx, idx, StepResult::Done);
         } else {
             let failed = BackendError::Transfer(TransferError::Failed);
             self.resume_task(cx, idx, StepResult::Failed(failed));
         }
-        self.settle(cx);
     }
 
     /// Called when data requests were sent for some tasks. This starts the data timeout for the
@@ -295,126 +273,27 @@ impl<D: Datamover> Channel<D> {
         for task in tasks(&self.mover) {
             // It may have completed in the meantime.
             if let Some(task) = self.tasks.get_mut(*task) {
-                task.asked = now;
-                // The timeout for each piece starts with its first request.
-                if task.first_asked.since <= task.wait.since {
-                    task.first_asked = self.pace.begin(now);
-                }
+                self.timers.note_asked(now, task);
             }
         }
     }
 
-    /// Schedules the next check for data timeouts. The first check must be early enough to handle
-    /// an initiator that exceeds its share of memory or delays other initiators.
-    pub(super) fn watch_data(&mut self, now: Instant) {
-        let look = now + self.config.data_out_timeout.min(ORDER_CHECK_INTERVAL);
-        let deadline = self.data_deadline.get_or_insert(look);
-        *deadline = look.min(*deadline);
-    }
-
-    /// Returns true if other initiators are waiting for commands that wait for this initiator and
-    /// hold their place in the order. The second value is true if there are any such commands.
-    fn held_commands(&self) -> (bool, bool) {
-        let is_meant = |task: &Task| {
-            matches!(task.state, TaskState::Receive | TaskState::Send) && !task.exec.is_gathering()
-        };
-        let (mut held, mut is_in_order) = (false, false);
-        for (_, task) in self.tasks.iter().filter(|(_, task)| is_meant(task)) {
-            is_in_order = true;
-            held = held || task.exec.holds_others();
-        }
-        (held, is_in_order)
-    }
-
-    /// Checks for data timeouts. A timeout occurs if we have received no data at all for this time,
-    /// or if the data for a single command takes longer than [`MAX_DATA_TIMEOUTS`]. On a slow link,
-    /// the data for a command can be queued behind other data, so we don't abort a command early if
-    /// any data is received. The same rules apply to data that the initiator doesn't read while
-    /// other commands need the buffer.
-    ///
-    /// When a command is split into pieces, it holds its place in the order from the second piece,
-    /// and other commands may be waiting for it. The limit therefore applies to the total time for
-    /// all subsequent pieces, even if the command moves to another connection. When a response is
-    /// ready, other commands no longer have to wait, but the buffer is in use until the response is
-    /// sent, or acknowledged at error recovery level 1. This can take the remaining time, but never
-    /// less than the initiator's idle timeout. Time is added for data transferred since then: see
-    /// [`Pace`](crate::fabric::Pace).
-    ///
-    /// If other initiators are waiting for memory, an initiator that uses more than its share can
-    /// only be idle for [`OWED`], which allows for several retransmissions of a TCP segment. It
-    /// must not be too slow either: each command has a single data timeout plus the time required
-    /// for the data at [`SLOWEST_AWAITED`](crate::fabric::SLOWEST_AWAITED). If other initiators are
-    /// waiting for a command in the order of its unit, the limit is [`OWED`] plus this time for all
-    /// its pieces.
+    /// Checks for data timeouts: see [`Timers::check_data`](super::timers::Timers::check_data).
+    /// Returns true if the connection must be closed.
     ///
     /// On a timeout, we abort the command and close the connection, because we don't know which
     /// data the initiator will send next. This ensures that a command can't wait, or keep its
     /// buffer, without limit.
-    pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
-        self.data_deadline = None;
-        let timeout = self.config.data_out_timeout;
+    pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) -> bool {
         let is_owed = cx.pool.is_owed_by(self.backlog.owner());
-        let now = self.pace.begin(cx.now);
-        self.owed = is_owed.then(|| self.owed.unwrap_or(now));
-        let (held, is_in_order) = self.held_commands();
-        self.held = held.then(|| self.held.unwrap_or(now));
-        let patience = match is_owed {
-            true => timeout.min(OWED),
-            false => timeout,
-        };
-        let due = |(idx, task): (TaskIdx, &Task)| {
-            let waited = Duration::from_millis(task.waited.into());
-            let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
-            let is_answered = task.state == TaskState::Sent;
-            let left = if is_answered { left.max(SILENCE) } else { left };
-            let due = self.pace.due(task.wait, left);
-            // No other command is waiting for this one, except for its memory if the pool is low.
-            if is_answered && !(is_owed && self.mover.is_sending_data(idx)) {
-                return due;
-            }
-            let last = match task.state {
-                TaskState::Send | TaskState::Sent => self.last_taken,
-                // A data request is queued behind other PDUs. Until it's sent, reading those is
-                // progress.
-                _ if self.mover.is_asking(idx) => self.last_data.max(self.last_taken),
-                _ => self.last_data.max(task.asked),
-            };
-            let due = due.min(last.max(task.wait.since) + patience);
-            let asked = match task.state {
-                TaskState::Receive => task.wait.later(task.first_asked),
-                _ => task.wait,
-            };
-            // Other initiators wait for the total time of all pieces.
-            let ordered = task.ordered.filter(|_| !is_answered).unwrap_or(asked);
-            let awaited = |begun: Wait, since: Option<Wait>, left| {
-                since.map(|since| self.pace.due_awaited(begun.later(since), left))
-            };
-            let held = self.held.filter(|_| !task.exec.is_gathering());
-            let awaited = [
-                awaited(asked, self.owed, timeout),
-                awaited(ordered, held, timeout.min(OWED)),
-            ];
-            awaited.into_iter().flatten().fold(due, Instant::min)
-        };
-        let waiting = self
-            .tasks
-            .iter()
-            .filter(|(_, task)| task.waits_for_initiator());
-        let Some(at) = waiting
-            .map(due)
-            .min()
-            .filter(|_| !self.allegiance.is_silent() && self.phase != Phase::Closed)
-        else {
-            return;
-        };
-        if at > cx.now {
-            // This function isn't called when a command of another initiator starts to wait.
-            let interval = match is_in_order {
-                true => ORDER_CHECK_INTERVAL,
-                false => OWED,
-            };
-            self.data_deadline = Some(at.min(cx.now + interval));
-            return;
+        let (tasks, mover) = (&self.tasks, &self.mover);
+        let is_late = self.timers.check_data(cx.now, is_owed, tasks, mover);
+        if self.allegiance.is_silent() || self.phase == Phase::Closed {
+            self.timers.stop_data();
+            return false;
+        }
+        if !is_late {
+            return false;
         }
         cx.gate.count(SessionEvent::TimedOut);
         warn_limited!(
@@ -432,6 +311,6 @@ impl<D: Datamover> Channel<D> {
                 self.cut_short(cx, idx, End::TornDown);
             }
         }
-        self.lose_connection(cx.now);
+        true
     }
 }

@@ -2,18 +2,20 @@
 
 use riser_scsi::step::Status;
 
-use super::channel::{Channel, Cx, Phase};
+use super::context::Cx;
 use super::datamover::Datamover;
+use super::executor::Executor;
+use super::phase::Phase;
 use super::task::{Task, TaskState};
 use crate::fabric::{CommandFlow as _, End, TaskAction, TaskIdx, TaskRef};
 use crate::pool::Pool;
 
-impl<D: Datamover> Channel<D> {
+impl<D: Datamover> Executor<D> {
     /// Removes the tag, so that other connections of the session can't find this task.
     fn forget_tag(&self, idx: TaskIdx) {
         if let Some(session) = &self.session {
             let itt = self.tasks[idx].itt;
-            session.window.remove_tag(itt, self.task_ref(idx));
+            session.window.remove_tag(itt, self.tasks.task_ref(idx));
         }
     }
 
@@ -30,7 +32,8 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, was_sent: bool) {
         self.tasks[idx].exec.arrive(cx.now, was_sent);
         let answer = self.tasks[idx].response.as_ref();
-        self.pace
+        self.timers
+            .pace
             .on_moved(answer.map_or(0, |answer| answer.data_in.len()));
         self.finish(cx, idx, End::Answered);
     }
@@ -51,12 +54,13 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[idx];
         match end {
             End::Answered => {}
-            End::Aborted => self.counters.aborted += 1,
-            End::TornDown => self.counters.torn_down += 1,
+            End::Aborted => self.stats.counters.aborted += 1,
+            End::TornDown => self.stats.counters.torn_down += 1,
         }
         let watchers = task.exec.finish(pool);
         self.report_gone(watchers);
-        self.take_back(idx)
+        let session = self.session.as_ref().expect("full-feature phase");
+        self.tasks.release_context(idx, &session.window)
     }
 
     /// Aborts a command without a response, either immediately or when its buffer is no longer used
@@ -101,7 +105,7 @@ impl<D: Datamover> Channel<D> {
         let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
         let is_awaited = !is_over && task.exec.is_cleared();
         // The same nexus may have aborted it on another connection.
-        if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
+        if !is_awaited || self.window().is_aborted(task.itt, self.tasks.task_ref(idx)) {
             return self.finish(cx, idx, End::Aborted);
         }
         let exec = &mut self.tasks[idx].exec;

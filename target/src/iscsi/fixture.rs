@@ -428,7 +428,12 @@ impl Rig {
             }
             _ => 0,
         };
-        let buffer = self.channel.channel().data_buffer(task).into_iter();
+        let buffer = self
+            .channel
+            .channel()
+            .executor()
+            .data_buffer(task)
+            .into_iter();
         let slices = buffer.flat_map(|buffer| buffer.slices(from..u32::MAX));
         let slices: Vec<_> = slices.collect();
         let mut done = 0;
@@ -551,6 +556,6 @@ impl Rig {
         assert_eq!(self.pool.free(), self.pool.size());
         assert_eq!(self.gate.unit.tasks(), 0);
         assert_eq!(self.gate.unit.limited(), 0);
-        assert_eq!(self.channel.channel().in_flight(), 0);
+        assert_eq!(self.channel.channel().executor().in_flight(), 0);
     }
 }

@@ -9,9 +9,13 @@ use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_state::become_state;
 
-use super::channel::{Channel, Cx, DISCOVERY_TIMEOUT, Gate, LoginGrant, Phase, SessionContext};
+use super::channel::Channel;
+use super::context::{Cx, Gate, LoginGrant};
 use super::datamover::Datamover;
+use super::executor::SessionContext;
 use super::pending::LoginResult;
+use super::phase::Phase;
+use super::timers::DISCOVERY_TIMEOUT;
 use crate::fabric::LunMap;
 
 /// Maximum time that a login waits for commands of the session it replaces. The login timeout of
@@ -54,7 +58,9 @@ impl<D: Datamover> Channel<D> {
         self.cid = request.cid;
         let status = answer.response.status;
         let send = |channel: &mut Self, text| {
-            channel.send(FromTarget::LoginResponse(answer.response), text, true);
+            channel
+                .executor
+                .send(FromTarget::LoginResponse(answer.response), text, true);
         };
         match answer.outcome {
             Outcome::Continue => send(self, answer.text),
@@ -72,7 +78,7 @@ impl<D: Datamover> Channel<D> {
                     // A discovery session has no nexus and can't execute commands.
                     (NexusId(0), Arc::new(LunMap::default()))
                 });
-                self.session = Some(SessionContext {
+                self.executor.session = Some(SessionContext {
                     identity: joined.identity,
                     tsih: admitted.tsih,
                     params: admitted.params,
@@ -90,11 +96,11 @@ impl<D: Datamover> Channel<D> {
                 }));
                 // The initiator can't send commands before it receives the final login response.
                 // This ensures that new commands are executed after those of the replaced session.
-                become_state(&mut self.phase, Phase::Joining);
+                become_state(&mut self.executor.phase, Phase::Joining);
                 if !admitted.waits {
                     self.enter_full_feature(cx.now);
                 } else if is_leading {
-                    self.phase_deadline = Some(cx.now + REINSTATEMENT);
+                    self.executor.timers.phase = Some(cx.now + REINSTATEMENT);
                 }
             }
         }
@@ -105,14 +111,17 @@ impl<D: Datamover> Channel<D> {
         let entering = self.entering.take().expect("a login has succeeded");
         let response = FromTarget::LoginResponse(entering.response);
         // This must be called before `enable`, because the response doesn't use digests.
-        self.send(response, entering.text, true);
-        self.mover.enable(&entering.session, &entering.connection);
+        self.executor.send(response, entering.text, true);
+        self.executor
+            .mover
+            .enable(&entering.session, &entering.connection);
         self.new_params = Some(entering.connection);
-        become_state(&mut self.phase, Phase::FullFeature);
-        self.phase_deadline = if entering.session.discovery {
+        become_state(&mut self.executor.phase, Phase::FullFeature);
+        self.executor.timers.phase = if entering.session.discovery {
             Some(now + DISCOVERY_TIMEOUT)
         } else {
-            self.make_contexts();
+            let contexts = self.executor.config.contexts();
+            self.executor.tasks.allocate(contexts);
             None
         };
     }
@@ -122,17 +131,17 @@ impl<D: Datamover> Channel<D> {
     /// such commands will refuse commands from this session.
     pub(super) fn start_early(&mut self, cx: &mut Cx<'_>) {
         cx.gate.stop_waiting();
-        self.last_input = cx.now;
+        self.executor.timers.last_input = cx.now;
         self.enter_full_feature(cx.now);
     }
 
     /// Called when the connections we are waiting for have released their resources.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.awaits_others = false;
-        self.answer_logouts_of_others(LogoutStatus::Closed);
-        if self.phase == Phase::Joining {
+        self.respond_other_logouts(LogoutStatus::Closed);
+        if self.executor.phase == Phase::Joining {
             // The initiator couldn't send anything while waiting for the response.
-            self.last_input = cx.now;
+            self.executor.timers.last_input = cx.now;
             self.enter_full_feature(cx.now);
         }
         self.settle(cx);

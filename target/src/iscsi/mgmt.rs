@@ -6,22 +6,22 @@
 
 use std::sync::Arc;
 
-use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
     FromTarget, RejectReason, TmfFunction, TmfRequest, TmfResponse, TmfStatus,
 };
 
-use super::channel::{Channel, Cx};
+use super::context::Cx;
 use super::datamover::{Control, Datamover};
+use super::executor::Executor;
 use super::task::TaskState;
 use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
 use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 
-impl<D: Datamover> Channel<D> {
+impl<D: Datamover> Executor<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
         // Functions and commands share a single number space for tags (RFC 7143 11.2.1.8).
-        if !self.is_tag_free(request.itt) {
+        if !self.tasks.is_tag_free(request.itt) {
             return self.reject(
                 cx,
                 frame,
@@ -29,9 +29,12 @@ impl<D: Datamover> Channel<D> {
                 &"the tag is in use",
             );
         }
-        let (itt, immediate) = (request.itt, request.immediate);
-        let taken = self.take_in(cx, itt, immediate, TaskState::Mgmt);
-        let Some(idx) = taken else {
+        let key = (request.itt, request.immediate);
+        let wait = self.timers.pace.begin(cx.now);
+        let accepted = self
+            .tasks
+            .accept_request(cx.spare, key, TaskState::Mgmt, wait);
+        let Some(idx) = accepted else {
             if request.immediate {
                 return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
             }
@@ -41,7 +44,7 @@ impl<D: Datamover> Channel<D> {
             };
             return self.send(FromTarget::TmfResponse(answer), Vec::new(), true);
         };
-        self.counters.task_management += 1;
+        self.stats.counters.task_management += 1;
         let function = function_of(request.function);
         self.tasks[idx].mgmt = Some(PendingFunction::new(function));
         // The response must be sent before the command continues, so this doesn't wait like other
@@ -50,13 +53,9 @@ impl<D: Datamover> Channel<D> {
             return self.on_task_reassign(cx, idx, request);
         }
         match self.carry_out(cx, idx, function, request) {
-            Some(answer) => self.answer_tmf(idx, answer),
+            Some(answer) => self.respond_function(idx, answer),
             None => self.check_mgmt(idx),
         }
-    }
-
-    pub(super) fn is_tag_free(&self, itt: Itt) -> bool {
-        itt != Itt::NONE && self.find(itt).is_none()
     }
 
     /// Starts a function. Returns the response if it's known immediately.
@@ -85,7 +84,7 @@ impl<D: Datamover> Channel<D> {
             // the window, which contains all tasks, so that we don't report an active task as
             // complete.
             Function::QueryTask => {
-                let found = self.find_command(request.referenced, &units);
+                let found = self.tasks.find_command(request.referenced, &units);
                 let elsewhere = self.window().tagged(request.referenced);
                 Some(presence(found.is_some() || elsewhere.is_some()))
             }
@@ -117,14 +116,14 @@ impl<D: Datamover> Channel<D> {
         request: &TmfRequest,
         units: &[Arc<Unit>],
     ) -> Option<FunctionAnswer> {
-        let Some(task) = self.find_command(request.referenced, units) else {
+        let Some(task) = self.tasks.find_command(request.referenced, units) else {
             let answer = self.abort_elsewhere(idx, request);
             units[0].count_abort(answer.is_none());
             return answer;
         };
         units[0].count_abort(true);
-        self.mgmt_mut(idx).await_tasks(1);
-        let watcher = self.task_ref(idx);
+        self.tasks[idx].pending_function().await_tasks(1);
+        let watcher = self.tasks.task_ref(idx);
         self.abort(cx, task, Some(watcher));
         None
     }
@@ -134,8 +133,8 @@ impl<D: Datamover> Channel<D> {
     fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<FunctionAnswer> {
         let window = Arc::clone(self.window());
         if let Some(task) = window.abort_tag(request.referenced) {
-            self.mgmt_mut(idx).await_tasks(1);
-            let watcher = self.task_ref(idx);
+            self.tasks[idx].pending_function().await_tasks(1);
+            let watcher = self.tasks.task_ref(idx);
             self.request_action(TaskAction::AbortTask { task, watcher });
             return None;
         }
@@ -146,37 +145,29 @@ impl<D: Datamover> Channel<D> {
         })
     }
 
-    fn find_command(&self, itt: Itt, units: &[Arc<Unit>]) -> Option<TaskIdx> {
-        self.find(itt).filter(|&idx| {
-            let task = &self.tasks[idx];
-            task.exec.is_of_any(units) && task.is_command()
-        })
-    }
-
     /// Aborts the tasks affected by a function, which then waits for them.
     fn await_effect(&mut self, idx: TaskIdx, effect: Effect) {
-        let watcher = self.task_ref(idx);
-        self.mgmt_mut(idx).await_tasks(effect.tasks());
+        let watcher = self.tasks.task_ref(idx);
+        self.tasks[idx]
+            .pending_function()
+            .await_tasks(effect.tasks());
         effect
             .into_actions(watcher)
             .for_each(|action| self.request_action(action));
     }
 
-    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut PendingFunction<Function> {
-        let task = &mut self.tasks[idx];
-        task.mgmt.as_mut().expect("a function runs")
-    }
-
     /// Responds to a function if all its tasks have completed.
     fn check_mgmt(&mut self, idx: TaskIdx) {
-        if self.mgmt_mut(idx).is_over() {
-            self.answer_tmf(idx, FunctionAnswer::Complete);
+        if self.tasks[idx].pending_function().is_over() {
+            self.respond_function(idx, FunctionAnswer::Complete);
         }
     }
 
-    pub(super) fn answer_tmf(&mut self, idx: TaskIdx, answer: FunctionAnswer) {
-        let function = self.mgmt_mut(idx).function;
-        self.functions.count((function.label(), answer.label()));
+    pub(super) fn respond_function(&mut self, idx: TaskIdx, answer: FunctionAnswer) {
+        let function = self.tasks[idx].pending_function().function;
+        self.stats
+            .functions
+            .count((function.label(), answer.label()));
         self.is_reset |= function == Function::NexusReset && answer == FunctionAnswer::Complete;
         self.mark_sent(idx);
         let task = &self.tasks[idx];
@@ -192,18 +183,17 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Called when a task can start because the tasks it was waiting for have completed.
-    pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
+    pub(super) fn on_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
         let idx = name.index;
         // The message may be old, and the context may be in use by another command.
         let task = self.tasks.of_use(idx, name.generation);
         if task.is_some_and(|task| task.state == TaskState::AwaitTask) {
             self.start(cx, idx);
         }
-        self.settle(cx);
     }
 
     /// Handles an abort of one of our tasks by task management on this or another channel.
-    pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
+    pub(super) fn on_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
         let idx = name.index;
         // The task was handed over before the message was received, so forward it.
         if let Some(task) = self.allegiance.moved(name) {
@@ -213,11 +203,10 @@ impl<D: Datamover> Channel<D> {
         } else {
             self.request_action(TaskAction::TaskGone(watcher));
         }
-        self.settle(cx);
     }
 
     /// Called when a task that a function is waiting for has completed.
-    pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
+    pub(super) fn on_task_gone(&mut self, watcher: TaskRef) {
         let idx = watcher.index;
         let task = self.tasks.of_use(idx, watcher.generation);
         if let Some(task) = task
@@ -227,7 +216,6 @@ impl<D: Datamover> Channel<D> {
             pending.on_task_gone();
             self.check_mgmt(idx);
         }
-        self.settle(cx);
     }
 }
 

@@ -12,13 +12,15 @@
 //!
 //! # Modules
 //! - `channel`: [`Channel`] state and inputs. `login`, `full_feature` and `logout` implement its
-//!   phases. `report`: log messages. `counters`, `pending`, `reassigned`: data structures.
-//! - `command`: SCSI commands; `data`: command data; `ending`: completion; `task`: context
-//!   ([`TaskState`]).
+//!   phases ([`Phase`]). `context`: worker context; `action`: requests to the worker. `report`: log
+//!   messages. `config`, `counters`, `pending`, `reassigned`: data structures.
+//! - `executor`: [`Executor`], session and requests. `command`: SCSI commands; `data`: command
+//!   data; `ending`: completion; `task`: context ([`TaskState`]). `tasks`: all contexts; `timers`:
+//!   deadlines, pings and data timeouts.
 //! - `window`: command window shared by all connections of a session; `order`: requests received
 //!   out of order.
-//! - `recovery`: PDUs kept for retransmission. `allegiance`: moves commands from a lost connection
-//!   to another connection.
+//! - `recovery`: PDUs kept for retransmission. `allegiance`: keeps the commands of a lost
+//!   connection. `reassign`: moves them to another connection.
 //! - `mgmt`: task management and aborts. `text`: text requests.
 //! - `datamover`: interface to the data transfer layer. `tcp`: implementation for TCP. See
 //!   [`iser`](crate::iser) for RDMA.
@@ -41,25 +43,33 @@
 
 #![deny(unsafe_code)]
 
+mod action;
 mod allegiance;
 mod channel;
 mod command;
+mod config;
+mod context;
 mod counters;
 mod data;
 mod datamover;
 mod ending;
+mod executor;
 mod full_feature;
 mod login;
 mod logout;
 mod mgmt;
 mod order;
 mod pending;
+mod phase;
+mod reassign;
 mod reassigned;
 mod recovery;
 mod report;
 mod task;
+mod tasks;
 mod tcp;
 mod text;
+mod timers;
 mod window;
 
 #[cfg(test)]
@@ -75,13 +85,15 @@ mod tests_states;
 #[cfg(test)]
 mod tests_stream;
 
+pub use action::{Action, Ending};
 pub use allegiance::TIME2RETAIN;
-pub use channel::{
-    Action, Channel, ChannelConfig, Cx, Ending, Gate, LoginGrant, MAX_QUEUED, MAX_QUEUED_BYTES,
-    Phase, TaskBuffers,
-};
+pub use channel::{Channel, MAX_QUEUED, MAX_QUEUED_BYTES, TaskBuffers};
+pub use config::ChannelConfig;
+pub use context::{Cx, Gate, LoginGrant};
 pub use counters::Counters;
 pub use datamover::{Control, Datamover, GetData, PutData, SolicitedData};
+pub use executor::Executor;
+pub use phase::Phase;
 pub use reassigned::{ReassignRequest, ReassignedTask};
 pub use report::SessionInfo;
 pub use task::{SpareTasks, TaskState};

@@ -4,8 +4,9 @@ use riser_scsi::iscsi::Tsih;
 use riser_scsi::iscsi::login::{ConnectionParams, Identity, SessionParams};
 use riser_scsi::nexus::NexusId;
 
-use super::channel::{Channel, Phase};
+use super::channel::Channel;
 use super::datamover::Datamover;
+use super::phase::Phase;
 use crate::qos::{IoLimits, Waits};
 
 /// Session state for status reports.
@@ -39,26 +40,26 @@ impl<D: Datamover> Channel<D> {
     /// Returns the initiator port (name and ISID).
     #[must_use]
     pub fn initiator(&self) -> Option<String> {
-        let identity = &self.session.as_ref()?.identity;
+        let identity = &self.executor.session.as_ref()?.identity;
         Some(format!("{},{}", identity.initiator, identity.isid))
     }
 
     /// Returns the session state for display.
     #[must_use]
     pub fn session_info(&self) -> Option<SessionInfo> {
-        let session = self.session.as_ref()?;
+        let session = self.executor.session.as_ref()?;
         Some(SessionInfo {
             identity: session.identity.clone(),
             tsih: session.tsih,
             nexus: session.nexus,
-            phase: self.phase,
+            phase: self.executor.phase,
             params: session.params,
             connection: session.connection,
-            in_flight: self.in_flight(),
+            in_flight: self.executor.in_flight(),
             luns: session.luns.luns().len(),
             limits: session.luns.limiter().map(|limiter| limiter.view()),
-            commands: self.config.commands,
-            digest_errors: self.counters.digest_errors,
+            commands: self.executor.config.commands,
+            digest_errors: self.executor.stats.counters.digest_errors,
         })
     }
 }

@@ -272,6 +272,14 @@ impl Task {
         }
     }
 
+    /// Returns the function in progress.
+    ///
+    /// # Panics
+    /// Panics if this is not a task-management request.
+    pub(super) fn pending_function(&mut self) -> &mut PendingFunction<Function> {
+        self.mgmt.as_mut().expect("a function runs")
+    }
+
     /// Returns true for a command without a response.
     pub(super) fn is_command(&self) -> bool {
         !matches!(

@@ -15,8 +15,11 @@ use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
 use riser_scsi::lun::WireLun;
 use riser_scsi::step::{Residual, TransferError};
 
-use super::channel::{Channel, ChannelConfig, Cx, Phase, TaskBuffers};
+use super::channel::{Channel, TaskBuffers};
+use super::config::ChannelConfig;
+use super::context::Cx;
 use super::datamover::{Control, Datamover, GetData, Progress, PutData, SolicitedData, Start};
+use super::phase::Phase;
 use super::recovery::{Recovery, Retransmission};
 use crate::fabric::TaskIdx;
 use crate::pool::Buffer;
@@ -988,15 +991,17 @@ impl TcpChannel {
     /// Called when the batch was sent, or has failed.
     pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
         if ok && !self.channel.mover().in_batch.is_empty() {
-            self.channel.last_taken = cx.now;
+            self.channel.executor.timers.last_taken = cx.now;
         }
         if ok {
-            self.channel.note_asked(cx.now, |mover| &mover.asking);
+            self.channel
+                .executor
+                .note_asked(cx.now, |mover| &mover.asking);
         }
         let (mut ended, mut answered) = std::mem::take(&mut self.spare);
         self.channel.mover_mut().on_sent(&mut ended, &mut answered);
         for task in answered.drain(..) {
-            self.channel.note_answered(cx, task);
+            self.channel.executor.note_answered(cx, task);
         }
         for task in ended.drain(..) {
             self.channel.handle_done(cx, task, ok);

@@ -21,7 +21,7 @@ use riser_scsi::task::NewTask;
 use riser_testkit::{fuzz, one_of};
 
 use super::fixture::{Received, Rig, WINDOW};
-use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
+use super::{Action, Datamover as _, MAX_QUEUED, MAX_QUEUED_BYTES, Phase, TcpChannel};
 use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::pool::{Claim, Owner, Pool};
 use crate::stats::SessionEvent;
@@ -625,15 +625,15 @@ fn sent_data_can_be_retransmitted() {
     let all = rig.send(&snack(SnackKind::Status, u32::MAX, 0, 0), &[]);
     assert_eq!(all.last().map(|last| last.1.stat_sn.0), Some(sn));
     // Acknowledged PDUs must be discarded.
-    assert_eq!(rig.channel.channel().in_flight(), 3);
+    assert_eq!(rig.channel.channel().executor().in_flight(), 3);
     rig.send(&acknowledgment(sn), &[]);
-    assert_eq!(rig.channel.channel().in_flight(), 1);
+    assert_eq!(rig.channel.channel().executor().in_flight(), 1);
     let gone = rig.send(&snack(SnackKind::DataOrR2t, 1, 0, 0), &[]);
     assert_eq!(rejected(&gone), RejectReason::ProtocolError);
     let gone = rig.send(&snack(SnackKind::Status, u32::MAX, status_sn, 1), &[]);
     assert_eq!(rejected(&gone), RejectReason::ProtocolError);
     rig.send(&acknowledgment(sn + 1), &[]);
-    assert_eq!(rig.channel.channel().in_flight(), 0);
+    assert_eq!(rig.channel.channel().executor().in_flight(), 0);
     // After a logout request, the initiator doesn't have to acknowledge the last PDUs.
     rig.read(3, 0, 1);
     rig.send(&logout(LogoutReason::CloseSession, 0), &[]);
@@ -718,7 +718,7 @@ fn acknowledged_response_cancels_retransmission() {
     let sent = rig.with(|_, _| {});
     let is_data = |(pdu, ..): &(FromTarget, _, _)| matches!(pdu, FromTarget::DataIn(_));
     assert!(!sent.iter().any(is_data));
-    assert_eq!(rig.channel.channel().in_flight(), 0);
+    assert_eq!(rig.channel.channel().executor().in_flight(), 0);
     rig.end();
 }
 
@@ -1039,7 +1039,7 @@ fn aborted_command_has_no_later_response() {
         let late = rig.data_out(5, Ttt::NONE, 0, 512, &[0; 512], true);
         assert!(late.is_empty(), "{function:?}: {late:?}");
         // We must not wait for data that might never be received.
-        assert_eq!(rig.channel.channel().in_flight(), 0);
+        assert_eq!(rig.channel.channel().executor().in_flight(), 0);
         rig.end();
     }
 }
@@ -1212,7 +1212,7 @@ fn commands_wait_for_buffers_and_lose_nothing() {
     let hog = rig.pool.allocate(rig.pool.size() as u32).unwrap();
     assert!(rig.write(1, 8, &[5; 4096], true).is_empty());
     assert!(rig.read(2, 0, 8).is_empty());
-    assert!(rig.channel.channel().pool_waits() > 0);
+    assert!(rig.channel.channel().executor().pool_waits() > 0);
     assert_eq!(
         tmf_status(&rig.tmf(9, TmfFunction::AbortTask, 2)),
         TmfStatus::Complete
@@ -1251,7 +1251,9 @@ fn unsolicited_data_of_waiting_commands_is_bounded() {
         .collect();
     let staged = |rigs: &[Rig]| -> usize {
         let channels = rigs.iter().map(|rig| rig.channel.channel());
-        channels.map(super::channel::Channel::staged_memory).sum()
+        channels
+            .map(|channel| channel.executor().staged_memory())
+            .sum()
     };
     let most = (4 << 20) + SESSIONS / 2 * (256 << 10);
     let got = staged(&rigs);
@@ -1266,7 +1268,7 @@ fn unsolicited_data_of_waiting_commands_is_bounded() {
     pool.release(hog);
     for rig in &mut rigs {
         std::mem::swap(&mut rig.pool, &mut pool);
-        while rig.channel.channel().pool_waits() > 0 {
+        while rig.channel.channel().executor().pool_waits() > 0 {
             let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
             assert_eq!(status(&received), (0, None));
         }
@@ -1295,7 +1297,7 @@ fn waiting_commands_keep_only_their_data() {
         assert_eq!(status(&received).0, 0);
         assert!(rig.write(tag, 1, &burst[..512], true).is_empty());
     }
-    let staged = rig.channel.channel().staged_memory();
+    let staged = rig.channel.channel().executor().staged_memory();
     assert!(staged <= burst.len() + 4 * 512, "{staged} bytes");
     rig.pool.release(hog);
     rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
@@ -1312,7 +1314,10 @@ fn started_command_gets_reserve() {
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     let (last, ..) = received.last().unwrap();
     assert!(matches!(last, FromTarget::DataIn(pdu) if pdu.status.is_some()));
-    assert!(rig.channel.channel().pool_waits() > 0, "the WRITE");
+    assert!(
+        rig.channel.channel().executor().pool_waits() > 0,
+        "the WRITE"
+    );
     rig.pool.release(hog);
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     assert_eq!(status(&received), (0, None));
@@ -1337,7 +1342,11 @@ fn started_command_gets_memory_behind_waiting_write() {
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     let (last, ..) = received.last().expect("the READ completes");
     assert!(matches!(last, FromTarget::DataIn(pdu) if pdu.status.is_some()));
-    assert_eq!(rig.channel.channel().pool_waits(), 1, "the WRITE waits");
+    assert_eq!(
+        rig.channel.channel().executor().pool_waits(),
+        1,
+        "the WRITE waits"
+    );
     let rest = hogs.into_iter().chain(reserve);
     rest.for_each(|buffer| rig.pool.release(buffer));
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
@@ -1495,7 +1504,7 @@ fn run_acts(acts: Vec<Act>, (kind, window): (usize, u32)) {
                 rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
             }
         }
-        assert!(rig.channel.channel().in_flight() <= 3 * usize::from(WINDOW) + 16);
+        assert!(rig.channel.channel().executor().in_flight() <= 3 * usize::from(WINDOW) + 16);
     }
     rig.end();
 }
@@ -1786,7 +1795,7 @@ fn large_ping_flood_is_bounded_in_bytes() {
         rig.nop(1000, &data);
         sent += 1;
     }
-    let queued = rig.channel.channel().queued_bytes();
+    let queued = rig.channel.channel().mover().queued_bytes();
     assert!(queued < MAX_QUEUED_BYTES + data.len(), "{queued} bytes");
     rig.stalled = false;
     let answers = rig.nop(1001, b"");
@@ -1806,7 +1815,7 @@ fn requests_wait_for_response_queue_space() {
     };
     let all: Vec<u8> = (0..100).flat_map(|tag| ping(&rig, tag)).collect();
     assert!(rig.bytes(&all).is_empty());
-    assert!(rig.channel.channel().queued_bytes() < MAX_QUEUED_BYTES + 8192);
+    assert!(rig.channel.channel().mover().queued_bytes() < MAX_QUEUED_BYTES + 8192);
     assert!(!rig.unread.is_empty());
     rig.stalled = false;
     let mut answers = rig.with(|_, _| {});

@@ -228,7 +228,7 @@ fn read_is_resent_on_new_connection() {
         let (sns, status_sn) = data_in(&received);
         assert_eq!(sns, expected);
         assert!(status_sn.is_some());
-        let left = duo.first.channel.channel().in_flight();
+        let left = duo.first.channel.channel().executor().in_flight();
         assert_eq!(left, 1, "what was before it");
         duo.end();
     }
@@ -722,7 +722,10 @@ fn abort_on_other_connection_suppresses_response() {
         assert_eq!(tmf_status(&ended), TmfStatus::Complete);
         let late = duo.first.data_out(1, Ttt::NONE, 0, 512, &[7; 512], true);
         assert!(late.is_empty(), "{late:?}");
-        assert_eq!(duo.first.channel.channel().task_state(Itt(1)), None);
+        assert_eq!(
+            duo.first.channel.channel().executor().task_state(Itt(1)),
+            None
+        );
         duo.end();
     }
 }
@@ -765,14 +768,17 @@ fn function_on_other_connection_suppresses_response() {
             } else {
                 first.command(1, &[0xc0; 6], true, 1024, &[7; 512], false);
             }
-            let waits = first.channel.channel().task_state(Itt(1));
+            let waits = first.channel.channel().executor().task_state(Itt(1));
             assert_eq!(waits, Some(TaskState::AwaitUnsolicited));
             let mut ended = duo.second.tmf(50, function, 0);
             ended.extend(duo.route());
             assert_eq!(tmf_status(&ended), TmfStatus::Complete);
             let late = duo.first.data_out(1, Ttt::NONE, 0, 512, &[7; 512], true);
             assert!(late.is_empty(), "{function:?}: {late:?}");
-            assert_eq!(duo.first.channel.channel().task_state(Itt(1)), None);
+            assert_eq!(
+                duo.first.channel.channel().executor().task_state(Itt(1)),
+                None
+            );
             duo.end();
         }
     }
@@ -1054,7 +1060,7 @@ fn run(acts: Vec<Act>) {
         }
         for rig in [&duo.first, &duo.second] {
             let contexts = usize::from(rig.channel.channel().config().contexts());
-            assert!(rig.channel.channel().in_flight() <= contexts);
+            assert!(rig.channel.channel().executor().in_flight() <= contexts);
         }
     }
     duo.end();

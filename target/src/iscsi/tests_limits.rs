@@ -25,7 +25,7 @@ fn limited() -> Rig {
 }
 
 fn state(rig: &Rig, tag: u32) -> Option<TaskState> {
-    rig.channel.channel().task_state(Itt(tag))
+    rig.channel.channel().executor().task_state(Itt(tag))
 }
 
 fn is_good(received: &[Received], tag: u32) -> bool {

@@ -190,7 +190,7 @@ impl Bench {
     }
 
     fn state(&self) -> TaskState {
-        let state = self.rig.channel.channel().task_state(Itt(TAG));
+        let state = self.rig.channel.channel().executor().task_state(Itt(TAG));
         state.unwrap_or(TaskState::Idle)
     }
 
@@ -513,7 +513,7 @@ fn functions_end() {
     duo.first.prompt = false;
     duo.first.read(TAG, 0, 1);
     duo.second.tmf(5, TmfFunction::AbortTask, TAG);
-    let state = duo.second.channel.channel().task_state(Itt(5));
+    let state = duo.second.channel.channel().executor().task_state(Itt(5));
     assert_eq!(state, Some(TaskState::Mgmt));
     duo.second
         .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
@@ -523,7 +523,7 @@ fn functions_end() {
 /// Commands that are reassigned: complete, in the middle of a data transfer, without available
 /// memory, or aborted before that.
 fn commands_move() {
-    let state = |duo: &Duo| duo.second.channel.channel().task_state(Itt(TAG));
+    let state = |duo: &Duo| duo.second.channel.channel().executor().task_state(Itt(TAG));
     let mut duo = Duo::new();
     duo.first.read(TAG, 0, 1);
     duo.cut();

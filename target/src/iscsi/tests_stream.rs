@@ -554,7 +554,7 @@ fn own_abort_suppresses_task_aborted_status() {
     rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
     let late = rig.data_out(1, Ttt::NONE, 0, 512, &[0; 512], true);
     assert!(late.is_empty(), "{late:?}");
-    assert_eq!(rig.channel.channel().in_flight(), 0);
+    assert_eq!(rig.channel.channel().executor().in_flight(), 0);
     rig.end();
 }
 
@@ -753,7 +753,12 @@ fn slow_initiator_survives_new_memory_waiters() {
     let mut rig = rig("");
     let mut asked = r2ts(&rig.write(1, 255, &[], true));
     for _ in 0..25 {
-        rig.channel.channel_mut().pace.on_moved(3 << 20);
+        rig.channel
+            .channel_mut()
+            .executor
+            .timers
+            .pace
+            .on_moved(3 << 20);
         rig.wait(Duration::from_secs(3));
         let next = asked.pop().unwrap();
         asked = r2ts(&give(&mut rig, next, &data));
@@ -971,7 +976,12 @@ fn busy_connection_extends_time_limit() {
         let mut asked = r2ts(&first);
         let mut seconds = 0;
         while !rig.disconnected {
-            rig.channel.channel_mut().pace.on_moved(moved);
+            rig.channel
+                .channel_mut()
+                .executor
+                .timers
+                .pace
+                .on_moved(moved);
             rig.wait(Duration::from_secs(10));
             seconds += 10;
             if let Some(next) = asked.pop() {
@@ -987,7 +997,7 @@ fn busy_connection_extends_time_limit() {
 #[test]
 fn data_is_counted_when_transferred() {
     for keys in [KEYS, LEVEL_1] {
-        let moved = |rig: &Rig| rig.channel.channel().pace.moved();
+        let moved = |rig: &Rig| rig.channel.channel().executor().pace().moved();
         let data = pattern();
         let mut rig = rig(keys);
         let first = rig.write(1, BLOCKS, &data[..512], true);
@@ -1009,7 +1019,11 @@ fn data_is_counted_when_transferred() {
                 }
             }
             let acknowledged = StatSn(1000);
-            let _ = rig.with(|ch, cx| ch.channel_mut().on_acknowledged(cx, Some(acknowledged)));
+            let _ = rig.with(|ch, cx| {
+                ch.channel_mut()
+                    .executor
+                    .on_acknowledged(cx, Some(acknowledged));
+            });
         }
         assert_eq!(moved(&rig) - before, LEN as u64, "{keys:?}");
         rig.end();
@@ -1034,7 +1048,7 @@ fn unread_response_is_not_kept_forever() {
             rig.with(|ch, cx| ch.handle_sent(cx, true));
         }
         for tag in [1, 2] {
-            let state = rig.channel.channel().task_state(Itt(tag));
+            let state = rig.channel.channel().executor().task_state(Itt(tag));
             assert_eq!(state, Some(TaskState::Sent), "{keys:?}");
         }
         for _ in 0..11 {

@@ -7,7 +7,8 @@ use riser_scsi::iscsi::name::{self, IscsiName};
 use riser_scsi::iscsi::pdu::{FromTarget, RejectReason, Stage, TextRequest, TextResponse};
 use riser_scsi::iscsi::text::{self, Collector, Outgoing};
 
-use super::channel::{Channel, Cx};
+use super::channel::Channel;
+use super::context::Cx;
 use super::datamover::Datamover;
 use super::pending::TextState;
 
@@ -19,7 +20,7 @@ impl<D: Datamover> Channel<D> {
         let goes_on = request.ttt != Ttt::NONE;
         if goes_on && self.text.ttt != Some(request.ttt) {
             self.text = TextState::default();
-            return self.reject(
+            return self.executor.reject(
                 cx,
                 frame,
                 RejectReason::ProtocolError,
@@ -42,15 +43,19 @@ impl<D: Datamover> Channel<D> {
                     self.text.outgoing = Outgoing::new(answer);
                     self.send_part(request);
                 }
-                None => self.reject(cx, frame, RejectReason::ProtocolError, &"text"),
+                None => self
+                    .executor
+                    .reject(cx, frame, RejectReason::ProtocolError, &"text"),
             },
-            Err(error) => self.reject(cx, frame, RejectReason::ProtocolError, &error),
+            Err(error) => self
+                .executor
+                .reject(cx, frame, RejectReason::ProtocolError, &error),
         }
     }
 
     /// Returns the response for a complete text request, or `None` if it's invalid.
     fn answer_text(&mut self, cx: &mut Cx<'_>, text: &[u8]) -> Option<Vec<u8>> {
-        let session = self.session.as_ref()?;
+        let session = self.executor.session.as_ref()?;
         let context = KeyContext {
             from: Sender::Initiator,
             stage: Stage::FullFeature,
@@ -85,7 +90,7 @@ impl<D: Datamover> Channel<D> {
                 }
                 Some(Key::MaxRecvDataSegmentLength) => {
                     let declared = keys.peer().of(Key::MaxRecvDataSegmentLength);
-                    self.mover.set_max_send_segment(declared);
+                    self.executor.mover.set_max_send_segment(declared);
                 }
                 _ => {}
             }
@@ -94,7 +99,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn send_part(&mut self, request: &TextRequest) {
-        let limit = self.mover.max_send_segment().min(MAX_PART);
+        let limit = self.executor.mover.max_send_segment().min(MAX_PART);
         let state = &mut self.text;
         let (part, continues) = state.outgoing.next_part(limit);
         let data = part.to_vec();
@@ -112,6 +117,7 @@ impl<D: Datamover> Channel<D> {
             itt: request.itt,
             ttt,
         };
-        self.send(FromTarget::TextResponse(answer), data, true);
+        self.executor
+            .send(FromTarget::TextResponse(answer), data, true);
     }
 }

@@ -233,7 +233,9 @@ impl IserChannel {
             .channel
             .poll_mover(|mover, numbers, held| mover.poll_post(numbers, held, post));
         if is_posted {
-            self.channel.note_asked(now, |mover| mover.fetched());
+            self.channel
+                .executor_mut()
+                .note_asked(now, |mover| mover.fetched());
         }
         is_posted
     }

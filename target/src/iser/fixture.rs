@@ -344,7 +344,7 @@ impl Rig {
             }
             _ => 0,
         };
-        let buffer = self.conn.channel().data_buffer(task).into_iter();
+        let buffer = self.conn.channel().executor().data_buffer(task).into_iter();
         let slices = buffer.flat_map(|buffer| buffer.slices(from..u32::MAX));
         let slices: Vec<_> = slices.collect();
         let mut done = 0;
@@ -551,7 +551,7 @@ impl Rig {
         assert_eq!(self.conn.state(), ConnState::Down);
         assert_eq!(self.pool.free(), self.pool.size());
         assert_eq!(self.gate.unit.tasks(), 0);
-        assert_eq!(self.conn.channel().in_flight(), 0);
+        assert_eq!(self.conn.channel().executor().in_flight(), 0);
         assert_eq!(
             (self.conn.outstanding(), self.conn.posted_receives()),
             (0, 0)

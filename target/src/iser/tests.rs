@@ -14,7 +14,7 @@ use riser_state::testing::{assert_all_taken, table};
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
 use crate::fabric::TaskRef;
-use crate::iscsi::{Channel, MAX_QUEUED, Phase, TaskState};
+use crate::iscsi::{Channel, Datamover as _, MAX_QUEUED, Phase, TaskState};
 use crate::pool::Owner;
 use crate::qos::IoLimits;
 
@@ -117,7 +117,10 @@ fn write_combines_all_kinds_of_data() {
         assert_eq!(rig.disk[..data.len()], data, "{immediate} {solicited}");
         let invalidated = (solicited < data.len()).then_some(9);
         assert_eq!(only(&got).2, invalidated);
-        assert_eq!(rig.conn.channel().counters().bytes_out, data.len() as u64);
+        assert_eq!(
+            rig.conn.channel().executor().stats().counters.bytes_out,
+            data.len() as u64
+        );
         rig.end();
     }
 }
@@ -299,7 +302,7 @@ fn ping_flood_holds_back_receives() {
     while rig.receives() > 0 {
         rig.nop(sent, &[]);
         sent += 1;
-        assert!(rig.conn.channel().queued() <= MAX_QUEUED + all);
+        assert!(rig.conn.channel().mover().queued() <= MAX_QUEUED + all);
         assert!((sent as usize) < MAX_QUEUED + 2 * all);
     }
     rig.stalled = false;
@@ -325,7 +328,7 @@ fn abort_waits_for_transfers_in_flight() {
     };
     assert_eq!(response.status, TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
-    assert_eq!(rig.conn.channel().counters().aborted, 1);
+    assert_eq!(rig.conn.channel().executor().stats().counters.aborted, 1);
     rig.end();
 }
 
@@ -601,7 +604,11 @@ fn commands_in_any_state_end_with_connection() {
                     rig.settle();
                 }
             }
-            assert_eq!(rig.conn.channel().task_state(Itt(9)), Some(state), "{what}");
+            assert_eq!(
+                rig.conn.channel().executor().task_state(Itt(9)),
+                Some(state),
+                "{what}"
+            );
             if abort_first {
                 rig.tmf(20, TmfFunction::AbortTask, 9);
             }
@@ -722,7 +729,7 @@ fn cve_2026_90293_early_command_closes_connection() {
     let mut rig = Rig::up();
     assert!(rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
     assert_eq!(rig.gate.joined, 0);
-    assert_eq!(rig.conn.channel().counters().commands, 0);
+    assert_eq!(rig.conn.channel().executor().stats().counters.commands, 0);
     rig.check_gone();
 }
 
@@ -842,12 +849,15 @@ fn abort_between_pieces_waits_for_device() {
             // The first piece was sent with the command, and the second piece is being read.
             rig.write(3, &pattern(20 * 512), 2048, 2048);
             assert_eq!(
-                rig.conn.channel().task_state(Itt(3)),
+                rig.conn.channel().executor().task_state(Itt(3)),
                 Some(TaskState::Receive)
             );
         } else {
             rig.read(3, 0, 20);
-            assert_eq!(rig.conn.channel().task_state(Itt(3)), Some(TaskState::Send));
+            assert_eq!(
+                rig.conn.channel().executor().task_state(Itt(3)),
+                Some(TaskState::Send)
+            );
         }
         assert!(rig.tmf(9, TmfFunction::AbortTask, 3).is_empty());
         assert!(rig.pool.free() < rig.pool.size(), "a device has the buffer");
@@ -894,7 +904,10 @@ fn unread_response_is_not_kept_forever() {
     let mut rig = Rig::with_window(2048, "");
     rig.stalled = true;
     rig.read(3, 0, 1);
-    assert_eq!(rig.conn.channel().task_state(Itt(3)), Some(TaskState::Sent));
+    assert_eq!(
+        rig.conn.channel().executor().task_state(Itt(3)),
+        Some(TaskState::Sent)
+    );
     for _ in 0..11 {
         rig.wait(Duration::from_secs(10));
         rig.nop(0xffff_ffff, b"");
@@ -930,7 +943,7 @@ fn unread_response_is_not_kept_forever() {
 #[test]
 fn data_is_counted_when_transferred() {
     let mut rig = Rig::with_window(2048, "");
-    let moved = |rig: &Rig| rig.conn.channel().pace().moved();
+    let moved = |rig: &Rig| rig.conn.channel().executor().pace().moved();
     let data = pattern(20 * 512);
     let before = moved(&rig);
     rig.write(3, &data, 512, 512);

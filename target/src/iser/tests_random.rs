@@ -9,7 +9,7 @@ use riser_testkit::{fuzz, one_of};
 
 use super::IserChannel;
 use super::fixture::{BASE, Rig, WINDOW};
-use crate::iscsi::MAX_QUEUED;
+use crate::iscsi::{Datamover as _, MAX_QUEUED};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -68,8 +68,8 @@ fn take(rig: &mut Rig, step: Step) {
         // Each tag is used for a single command at a time, and the window isn't exceeded.
         // Violations are tested by scripts.
         let channel = rig.conn.channel();
-        let is_used = channel.task_state(Itt(tag.into())).is_some();
-        if is_used || channel.in_flight() >= usize::from(WINDOW) {
+        let is_used = channel.executor().task_state(Itt(tag.into())).is_some();
+        if is_used || channel.executor().in_flight() >= usize::from(WINDOW) {
             return;
         }
     }
@@ -156,7 +156,7 @@ fn run(steps: Vec<Step>, prompt: bool, window: u32) {
             break;
         }
         take(&mut rig, step);
-        let queued = rig.conn.channel().queued();
+        let queued = rig.conn.channel().mover().queued();
         assert!(queued <= MAX_QUEUED + 64, "{queued}");
     }
     if !rig.in_error {

@@ -129,8 +129,8 @@ impl Connection for Fabric {
     fn pool_waits_begun(&self) -> u64 {
         match self {
             Self::Srp(conn) => conn.channel.pool_waits_begun(),
-            Self::Tcp(conn) => conn.channel.channel().pool_waits_begun(),
-            Self::Iser(conn) => conn.channel.channel().pool_waits_begun(),
+            Self::Tcp(conn) => conn.channel.channel().executor().pool_waits_begun(),
+            Self::Iser(conn) => conn.channel.channel().executor().pool_waits_begun(),
         }
     }
 }
@@ -205,8 +205,8 @@ impl Fabric {
     pub(super) fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
         match self {
             Self::Srp(conn) => conn.channel.requests().data_buffer(task),
-            Self::Tcp(conn) => conn.channel.channel().data_buffer(task),
-            Self::Iser(conn) => conn.channel.channel().data_buffer(task),
+            Self::Tcp(conn) => conn.channel.channel().executor().data_buffer(task),
+            Self::Iser(conn) => conn.channel.channel().executor().data_buffer(task),
         }
     }
 
@@ -233,8 +233,8 @@ impl Fabric {
     pub(super) fn functions(&self) -> &Functions {
         match self {
             Self::Srp(conn) => &conn.channel.stats().functions,
-            Self::Tcp(conn) => conn.channel.channel().functions(),
-            Self::Iser(conn) => conn.channel.channel().functions(),
+            Self::Tcp(conn) => &conn.channel.channel().executor().stats().functions,
+            Self::Iser(conn) => &conn.channel.channel().executor().stats().functions,
         }
     }
 
@@ -257,7 +257,7 @@ fn end_of<M: Datamover>(channel: &Channel<M>) -> (CloseReason, bool) {
 
 fn accounts_of<M: Datamover>(channel: &Channel<M>) -> (String, &Accounts) {
     let initiator = channel.initiator().unwrap_or_default();
-    (initiator, channel.accounts())
+    (initiator, &channel.executor().stats().accounts)
 }
 
 /// Channel with its context for a call.

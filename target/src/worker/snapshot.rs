@@ -28,11 +28,11 @@ impl Totals {
                 &mut self.srp_functions
             }
             Fabric::Tcp(conn) => {
-                self.iscsi += conn.channel.channel().counters();
+                self.iscsi += conn.channel.channel().executor().stats().counters;
                 &mut self.iscsi_functions
             }
             Fabric::Iser(conn) => {
-                self.iscsi += conn.channel.channel().counters();
+                self.iscsi += conn.channel.channel().executor().stats().counters;
                 &mut self.iser_functions
             }
         };
@@ -51,7 +51,7 @@ fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession>
         }
         Fabric::Iser(own) => {
             let channel = own.channel.channel();
-            let memory = own.channel.params().memory().total() + channel.staged_memory();
+            let memory = own.channel.params().memory().total() + channel.executor().staged_memory();
             (memory, channel.session_info()?)
         }
     };

@@ -93,13 +93,13 @@ fn count_one(
         nexus: 1,
         cdb: CDB.into_iter().collect(),
     };
-    timer.begin(Arc::clone(black_box(account)), subject, now);
+    timer.start(Arc::clone(black_box(account)), subject, now);
     timer.classify(Opcode::of(black_box(&CDB)).kind);
     for stage in [Stage::Scsi, Stage::Scsi, Stage::Backend] {
-        timer.enter(black_box(stage), now);
+        timer.enter_stage(black_box(stage), now);
     }
-    timer.enter(black_box(Stage::Scsi), read);
-    timer.answer(black_box(answer), black_box(4096), read);
+    timer.enter_stage(black_box(Stage::Scsi), read);
+    timer.record_response(black_box(answer), black_box(4096), read);
     timer.arrive(gone);
     timer.abandon();
 }

@@ -143,7 +143,7 @@ impl Audit {
     }
 
     /// Logs that a logged-in connection was closed.
-    pub fn end(&mut self, now: Instant, who: &Who, why: CloseReason) {
+    pub fn log_close(&mut self, now: Instant, who: &Who, why: CloseReason) {
         if let Some(suppressed) = self.sessions.admit(now) {
             line!(INFO, "end", who, suppressed, { reason = why.name(), }, "session ended");
         }

@@ -220,15 +220,15 @@ impl Pool {
     }
 
     /// Called when an owner has logged in with this initiator name. The initiator has its part of
-    /// the pool until [`Pool::leave`].
-    pub fn enter(&mut self, owner: Owner, initiator: &impl Hash) {
-        self.shares.enter(owner, initiator);
+    /// the pool until [`Pool::remove_member`].
+    pub fn add_member(&mut self, owner: Owner, initiator: &impl Hash) {
+        self.shares.add_member(owner, initiator);
         self.has_changed = true;
     }
 
     /// Called when the session of an owner is closed.
-    pub fn leave(&mut self, owner: Owner) {
-        self.shares.leave(owner);
+    pub fn remove_member(&mut self, owner: Owner) {
+        self.shares.remove_member(owner);
         self.has_changed = true;
     }
 
@@ -812,7 +812,7 @@ mod tests {
         let mut pool = Pool::new(bytes).unwrap();
         pool.set_units(units);
         for n in 0..sessions {
-            pool.enter(Owner(n), &n);
+            pool.add_member(Owner(n), &n);
         }
         pool
     }
@@ -884,15 +884,15 @@ mod tests {
         let mut pool = shared(64 << 20, 2, 1);
         let early = Owner(2);
         let mut held = vec![pool.grant(early, 1 << 20).unwrap()];
-        pool.enter(early, &0u64);
-        pool.enter(early, &0u64);
+        pool.add_member(early, &0u64);
+        pool.add_member(early, &0u64);
         assert!(pool.shares.is_same_initiator(early, Owner(0)));
         assert_eq!(pool.shares.parts().0, 8 << 20, "of two initiators");
         held.push(pool.grant(Owner(0), 1 << 20).unwrap());
-        pool.leave(Owner(0));
+        pool.remove_member(Owner(0));
         held.into_iter().for_each(|buffer| pool.release(buffer));
         assert_eq!(pool.shares.parts().0, 8 << 20);
-        pool.leave(early);
+        pool.remove_member(early);
         assert!(pool.shares.is_idle());
         assert_eq!(pool.shares.parts().0, 0, "of one");
     }
@@ -905,7 +905,7 @@ mod tests {
         let mut held = take_all(&mut pool, waiter, 1 << 20);
         assert_eq!(held.len(), 48 + 8 - 8);
         let _ = pool.take_change();
-        pool.leave(Owner(1));
+        pool.remove_member(Owner(1));
         assert!(pool.take_change(), "the part of the initiators is common");
         held.append(&mut take_all(&mut pool, waiter, 1 << 20));
         assert_eq!(pool.free(), 0);
@@ -931,7 +931,7 @@ mod tests {
         let waiter = Claim::from(Owner(0));
         held.append(&mut take_all(&mut pool, waiter, MIB));
         let _ = pool.take_change();
-        pool.enter(early, &1u64);
+        pool.add_member(early, &1u64);
         assert!(pool.take_change(), "parts of two initiators, not of three");
         let more = take_all(&mut pool, waiter, MIB);
         assert!(!more.is_empty());
@@ -943,9 +943,9 @@ mod tests {
         const MIB: u32 = 1 << 20;
         let mut pool = Pool::new(16 << 20).unwrap();
         for n in 0..30 {
-            pool.enter(Owner(n), &1);
+            pool.add_member(Owner(n), &1);
         }
-        pool.enter(Owner(30), &2);
+        pool.add_member(Owner(30), &2);
         let mut held = Vec::new();
         for owner in 0..30 {
             held.append(&mut take_all(&mut pool, claim(owner, 0), MIB));

@@ -82,7 +82,7 @@ pub fn confine(takes_over: bool) {
     } else if std::env::var_os(VARIABLE).is_some_and(|value| value == "off") {
         tracing::warn!("{VARIABLE}=off: serving without a sandbox");
     } else {
-        match enter() {
+        match drop_privileges() {
             Ok(()) => tracing::debug!("entered the sandbox"),
             Err(error) => {
                 tracing::error!(%error, "cannot enter the full sandbox; serving with reduced protection");
@@ -105,7 +105,7 @@ fn outlive_file_limits() {
 /// # Errors
 /// Returns [`SandboxError`] if a step fails. Privileges dropped by the previous steps are not
 /// restored.
-pub fn enter() -> Result<(), SandboxError> {
+pub fn drop_privileges() -> Result<(), SandboxError> {
     let failed = |error: rustix::io::Errno| SandboxError::Capabilities(error.into());
     // Required by the kernel before an unprivileged process can install a filter.
     set_no_new_privs(true).map_err(failed)?;
@@ -114,7 +114,7 @@ pub fn enter() -> Result<(), SandboxError> {
     install(&quiet_filter()?, 0).map_err(SandboxError::Filter)
 }
 
-/// Returns true if the filters of [`enter`] are active in this process, including filters inherited
+/// Returns true if the filters of [`drop_privileges`] are active in this process, including filters inherited
 /// during an upgrade. Ignores other filters, such as filters of a service manager or container.
 #[must_use]
 #[allow(unsafe_code, reason = "prctl(2) with an option that has no wrapper")]

@@ -399,7 +399,7 @@ fn new_commands_wait_for_replaced_session() {
         world.pump(&mut new.dev);
     }
     assert_eq!(new.said, [], "the old session still has commands");
-    let left = held.leave(Departure::default());
+    let left = held.leave_session(Departure::default());
     let [ConnRef { serial, .. }] = left.notify[..] else {
         panic!("one channel waits: {left:?}");
     };

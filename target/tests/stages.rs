@@ -79,7 +79,7 @@ impl Bench {
         assert_eq!((status, data.len()), (0, len as usize));
         // The response may be received before the worker knows that it was sent.
         let record = eventually_some("a record", Duration::from_secs(60), || {
-            self.tracer.take().pop()
+            self.tracer.take_records().pop()
         });
         let counts = self.stats().class(Kind::Read);
         let stages = counts.stages.map(|times| Duration::from_nanos(times.nanos));

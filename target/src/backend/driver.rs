@@ -362,14 +362,14 @@ impl Driver {
             return self.finish(index, StepResult::Failed(error));
         }
         match strike {
-            _ if self.is_held(index) => self.requests.enter(index, RequestState::Held),
+            _ if self.is_held(index) => self.requests.change_state(index, RequestState::Held),
             Some((delay, error)) if !delay.is_zero() => {
                 let until = self.now + delay;
                 let delayed = RequestState::Delayed { until, error };
-                self.requests.enter(index, delayed);
+                self.requests.change_state(index, delayed);
             }
             Some((_, Some(error))) => self.fail_on_purpose(index, error),
-            _ => self.begin(ring, index),
+            _ => self.start(ring, index),
         }
     }
 
@@ -414,7 +414,7 @@ impl Driver {
         }
         let mut part = None;
         let list = uncut(op, data, *align, &mut part).ok_or(None)?;
-        let turn = store.turns.enter(at..at + len, is_write).ok_or(None)?;
+        let turn = store.turns.try_join(at..at + len, is_write).ok_or(None)?;
         let moved = match is_write {
             true => sys::write_now(file, at, list, false),
             false => sys::read_now(file, mapped.as_ref(), at, list),
@@ -504,7 +504,7 @@ impl Driver {
     /// Returns the next completed request. Also resumes requests that were waiting for space, for
     /// the helper thread or for a delay, so this must be called after every park.
     pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done> {
-        self.move_on(ring);
+        self.resume_waiting(ring);
         self.done.pop_front()
     }
 
@@ -524,7 +524,7 @@ impl Driver {
     /// Results of helpers are processed first, because they complete requests. Delayed requests are
     /// next, because they may become stalled. Flushes are last, because a single call includes all
     /// requests of the store at this point.
-    fn move_on(&mut self, ring: &mut Ring) {
+    fn resume_waiting(&mut self, ring: &mut Ring) {
         for at in 0..self.helped.len() {
             let store = self.helped[at];
             let poll = |stores: &mut Slab<Attached>| {
@@ -537,7 +537,7 @@ impl Driver {
         }
         if self.requests.has_delayed() {
             let now = self.now;
-            // Take the whole list, because `begin` may delay a request again. It would be processed
+            // Take the whole list, because `start` may delay a request again. It would be processed
             // again in this round, so a long operation in memory would block all other requests.
             for index in self.requests.take_delayed() {
                 let state = self.requests[index].state;
@@ -551,7 +551,7 @@ impl Driver {
                     RequestState::Delayed {
                         error: Some(error), ..
                     } => self.fail_on_purpose(index, error),
-                    _ => self.begin(ring, index),
+                    _ => self.start(ring, index),
                 }
             }
         }
@@ -570,7 +570,7 @@ impl Driver {
     }
 
     /// Starts a request on its medium.
-    fn begin(&mut self, ring: &mut Ring, index: usize) {
+    fn start(&mut self, ring: &mut Ring, index: usize) {
         let request = &self.requests[index];
         let store = &self.stores[request.store.0].store;
         // Operations on a file complete asynchronously. All others are executed below.
@@ -682,7 +682,7 @@ impl Driver {
         request.since = self.now;
         let (until, error) = (self.now, None);
         let delayed = RequestState::Delayed { until, error };
-        self.requests.enter(index, delayed);
+        self.requests.change_state(index, delayed);
     }
 
     fn is_held(&self, index: usize) -> bool {
@@ -748,7 +748,7 @@ impl Driver {
             Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
         );
         if moves && !self.takes_turn(ring, index) {
-            return self.requests.enter(index, RequestState::Turn);
+            return self.requests.change_state(index, RequestState::Turn);
         }
         let token = self.token(index);
         let request = &mut self.requests[index];
@@ -786,7 +786,7 @@ impl Driver {
                 let store = request.store;
                 // A flush doesn't access any data, and may take a long time.
                 request.turn = None;
-                self.requests.enter(index, RequestState::Flush);
+                self.requests.change_state(index, RequestState::Flush);
                 self.stores[store.0].flushes.join(index);
                 return self.flush(ring, store);
             }
@@ -812,7 +812,7 @@ impl Driver {
                 // isn't suitable for direct I/O.
                 let idle = || own.take_or(shared, self.config.bounce);
                 let Some(memory) = cut_transfer(request, *align, config, idle) else {
-                    return self.requests.enter(index, RequestState::Stalled);
+                    return self.requests.change_state(index, RequestState::Stalled);
                 };
                 let list = memory
                     .as_ref()
@@ -850,7 +850,7 @@ impl Driver {
             Stage::Extent => {
                 let file = file.clone();
                 // io_uring doesn't support lseek(2), and the call may block on the file system.
-                return self.ask_helper(ring, index, file, offset, len);
+                return self.submit_to_helper(ring, index, file, offset, len);
             }
         };
         match queued {
@@ -860,13 +860,13 @@ impl Driver {
                 if *in_memory && changes && !std::mem::replace(&mut request.is_changing, true) {
                     attached.store.changing.fetch_add(1, Ordering::Relaxed);
                 }
-                self.requests.enter(index, RequestState::Ring);
+                self.requests.change_state(index, RequestState::Ring);
             }
             Err(SubmitError::Full) => {
                 // Release the buffer for other requests of the store, because this request is
                 // waiting for space in the ring.
                 self.free_bounce(index);
-                self.requests.enter(index, RequestState::Stalled);
+                self.requests.change_state(index, RequestState::Stalled);
             }
             // Lists and lengths are within the limits of the ring, so the ring itself has failed.
             Err(_) => self.finish(index, StepResult::Failed(BackendError::Internal)),
@@ -912,7 +912,7 @@ impl Driver {
         };
         match request.outcome(result, (block, least), is_suspect) {
             Outcome::Moved(moved) => {
-                self.settle_bounce(index, moved);
+                self.finish_bounce(index, moved);
                 self.requests[index].done += moved as u64;
                 self.leave_filled_piece(index);
                 self.requests[index].since = self.now;
@@ -1064,7 +1064,7 @@ impl Driver {
         }
     }
 
-    fn ask_helper(&mut self, ring: &Ring, index: usize, file: Handle, offset: u64, len: u64) {
+    fn submit_to_helper(&mut self, ring: &Ring, index: usize, file: Handle, offset: u64, len: u64) {
         let store = self.requests[index].store.0;
         let attached = &mut self.stores[store];
         let helper = &mut attached.helper;
@@ -1080,7 +1080,7 @@ impl Driver {
             .as_mut()
             .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());
         if asked {
-            self.requests.enter(index, RequestState::Helper);
+            self.requests.change_state(index, RequestState::Helper);
         } else {
             // No helper is available. A backend may always report this range as mapped.
             self.on_extent(index, Ok((true, len)));
@@ -1119,7 +1119,7 @@ impl Driver {
     }
 
     /// Copies data from the bounce buffer for a read, and releases the bounce buffer.
-    fn settle_bounce(&mut self, index: usize, moved: usize) {
+    fn finish_bounce(&mut self, index: usize, moved: usize) {
         let request = &mut self.requests[index];
         if let (Some(bounce), BlockOp::Read { .. }) = (&request.bounce, request.op) {
             let mut left = moved;

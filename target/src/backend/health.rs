@@ -284,7 +284,7 @@ impl Measured {
     }
 
     /// Discards the last measurement.
-    pub(super) fn forget(&self) {
+    pub(super) fn clear(&self) {
         self.free.store(0, Ordering::Release);
     }
 

@@ -163,7 +163,7 @@ impl Store {
         let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
         *silent = is_silent.then(|| silent.unwrap_or_else(Instant::now));
         drop(silent);
-        answer.inspect_err(|_| self.space.forget()).flatten()
+        answer.inspect_err(|_| self.space.clear()).flatten()
     }
 
     /// Returns the time since when its file system has not responded to [`Store::examine`].
@@ -181,7 +181,7 @@ impl Store {
                 ..
             } => sys::space(file)
                 .map(|space| self.space.set(space))
-                .inspect_err(|_| self.space.forget()),
+                .inspect_err(|_| self.space.clear()),
             _ => Ok(()),
         }
     }

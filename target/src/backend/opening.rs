@@ -79,7 +79,11 @@ impl OpenedStores {
     }
 
     /// Removes the result of opening a backend, if its specification is the same.
-    pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
+    pub fn take_result(
+        &mut self,
+        backend: &str,
+        spec: &Spec,
+    ) -> Option<Result<Arc<Store>, OpenError>> {
         let (asked, _) = self.0.get(backend)?;
         if asked != spec {
             return None;
@@ -251,7 +255,7 @@ pub fn open_in_time(spec: &Spec, is_known: bool) -> Result<Arc<Store>, OpenError
         is_patient: true,
         is_known,
     };
-    let opened = open_all(vec![wish]).take("", spec);
+    let opened = open_all(vec![wish]).take_result("", spec);
     opened.unwrap_or_else(|| Store::open(spec))
 }
 
@@ -442,16 +446,16 @@ mod tests {
             is_known,
         };
         let mut all = open_all(vec![wish("a", false), wish("b", false)]);
-        let store = all.take("a", &spec).unwrap().unwrap();
+        let store = all.take_result("a", &spec).unwrap().unwrap();
         assert_eq!(store.capacity(), 1 << 20);
-        let error = all.take("b", &spec).unwrap().unwrap_err();
+        let error = all.take_result("b", &spec).unwrap().unwrap_err();
         assert!(matches!(error, OpenError::Locked { .. }), "{error}");
         drop(store);
         // A store that isn't taken is reverted, and a file that existed before isn't created.
         std::fs::remove_file(&path).unwrap();
         drop(open_all(vec![wish("a", false)]));
         assert!(!path.exists());
-        let error = open_all(vec![wish("a", true)]).take("a", &spec);
+        let error = open_all(vec![wish("a", true)]).take_result("a", &spec);
         let error = error.unwrap().unwrap_err();
         assert!(matches!(error, OpenError::Gone { .. }), "{error}");
         assert!(!path.exists());

@@ -15,7 +15,7 @@ use super::request::{BlockCommand, RequestState};
 const HELD: Duration = Duration::from_millis(2);
 
 /// Active requests of a driver, by index. The lists always correspond to the states: see
-/// [`Requests::enter`].
+/// [`Requests::change_state`].
 pub(super) struct Requests {
     slab: Slab<BlockCommand>,
     /// Requests in [`RequestState::Stalled`], oldest first. Limited to the depth of the driver.
@@ -77,7 +77,7 @@ impl Requests {
 
     /// Changes the state of a request, and adds it to the corresponding list. It must not be in a
     /// list.
-    pub(super) fn enter(&mut self, index: usize, next: RequestState) {
+    pub(super) fn change_state(&mut self, index: usize, next: RequestState) {
         become_state(&mut self.slab[index].state, next);
         match next {
             RequestState::Stalled => self.stalled.push_back(index),
@@ -176,12 +176,12 @@ mod tests {
     fn lists_follow_states() {
         let (mut requests, now) = requests();
         let [first, second, third] = [(); 3].map(|()| insert(&mut requests, now));
-        requests.enter(first, RequestState::Stalled);
-        requests.enter(second, RequestState::Stalled);
-        requests.enter(third, RequestState::Turn);
+        requests.change_state(first, RequestState::Stalled);
+        requests.change_state(second, RequestState::Stalled);
+        requests.change_state(third, RequestState::Turn);
         assert_eq!((requests.stalled(), requests.has_delayed()), (2, true));
         assert_eq!(requests.next_stalled(), Some(first));
-        requests.enter(first, RequestState::Stalled);
+        requests.change_state(first, RequestState::Stalled);
         assert_eq!(requests.next_stalled(), Some(second), "oldest first");
         requests.unlist(first);
         assert_eq!(requests.next_stalled(), None);
@@ -195,13 +195,13 @@ mod tests {
     fn deadline_is_earliest_delay() {
         let (mut requests, now) = requests();
         let [turn, held, delayed] = [(); 3].map(|()| insert(&mut requests, now));
-        requests.enter(turn, RequestState::Turn);
+        requests.change_state(turn, RequestState::Turn);
         assert_eq!(requests.deadline(now), None, "it is woken");
-        requests.enter(held, RequestState::Held);
+        requests.change_state(held, RequestState::Held);
         assert_eq!(requests.deadline(now), Some(now + HELD));
         let until = now + HELD / 2;
         let error = None;
-        requests.enter(delayed, RequestState::Delayed { until, error });
+        requests.change_state(delayed, RequestState::Delayed { until, error });
         assert_eq!(requests.deadline(now), Some(until));
     }
 
@@ -210,7 +210,7 @@ mod tests {
         let (mut requests, now) = requests();
         let index = insert(&mut requests, now);
         assert!(!requests.has_spare_lists());
-        requests.enter(index, RequestState::Ring);
+        requests.change_state(index, RequestState::Ring);
         assert_eq!(requests.complete(index).user, 7);
         assert!(requests.has_spare_lists());
         assert_eq!(requests.len(), 0);

@@ -631,8 +631,8 @@ fn synchronous_access_waits_for_its_turn() {
         drop(turn);
         assert_eq!(rig.wait(1)[0].user, 1);
         // It has left the queue as well.
-        assert!(store.turns.enter(4096..8192, !other).is_some());
-        assert!(store.turns.enter(4096..8192, other).is_some());
+        assert!(store.turns.try_join(4096..8192, !other).is_some());
+        assert!(store.turns.try_join(4096..8192, other).is_some());
     }
 }
 
@@ -649,7 +649,7 @@ fn failed_synchronous_access_becomes_request() {
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), beyond);
     assert!(rig.driver.has_ended_requests());
     // No requests are blocked.
-    assert!(store.turns.enter(0..8192, true).is_some());
+    assert!(store.turns.try_join(0..8192, true).is_some());
     assert_eq!(rig.run(write(0, 8192), &[m.whole()]), StepResult::Done);
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), StepResult::Done);
 }

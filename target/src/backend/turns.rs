@@ -109,7 +109,7 @@ impl Turns {
     }
 
     /// Same as [`Turns::join`], but only if it does not have to wait for an older request.
-    pub(super) fn enter(
+    pub(super) fn try_join(
         self: &Arc<Self>,
         bytes: Range<u64>,
         changes: bool,
@@ -136,7 +136,7 @@ impl Turns {
     }
 
     /// Removes a request, and resumes all requests that were only waiting for this one.
-    fn leave(&self, key: usize, changes: bool) {
+    fn remove(&self, key: usize, changes: bool) {
         let mut line = self.line();
         let (own, others) = line.sides(changes);
         let gone = own.remove(key);
@@ -173,7 +173,7 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.turns.leave(self.key, self.changes);
+        self.turns.remove(self.key, self.changes);
     }
 }
 
@@ -192,7 +192,7 @@ impl ShortTurn<'_> {
 
 impl Drop for ShortTurn<'_> {
     fn drop(&mut self) {
-        self.turns.leave(self.key, self.changes);
+        self.turns.remove(self.key, self.changes);
     }
 }
 
@@ -252,17 +252,20 @@ mod tests {
         let turns = Arc::new(Turns::default());
         let waker = Waker::simulated();
         let join = |changes| turns.join(0..512, changes, || waker.clone());
-        let read = turns.enter(0..512, false).unwrap();
-        assert!(turns.enter(511..600, true).is_none(), "a read is under way");
-        assert!(turns.enter(512..600, true).is_some(), "other bytes");
+        let read = turns.try_join(0..512, false).unwrap();
+        assert!(
+            turns.try_join(511..600, true).is_none(),
+            "a read is under way"
+        );
+        assert!(turns.try_join(512..600, true).is_some(), "other bytes");
         let change = join(true);
         assert!(!change.has_come());
-        assert!(turns.enter(0..1, false).is_none(), "behind the change");
+        assert!(turns.try_join(0..1, false).is_none(), "behind the change");
         drop(read);
         assert!(change.has_come() && waker.is_pending());
         drop(change);
         // A request that didn't complete synchronously keeps its position.
-        let kept = turns.enter(0..512, true).unwrap().into_turn();
+        let kept = turns.try_join(0..512, true).unwrap().into_turn();
         assert!(kept.has_come());
         let late = join(false);
         assert!(!late.has_come());

@@ -112,12 +112,12 @@ impl Reader<'_> {
         });
         // Do this after adding the object, so that the list has the same order as a file.
         for (place, definition) in within {
-            self.enter(&definition, place);
+            self.add_object(&definition, place);
         }
     }
 
     /// Adds an object, or another path to an existing object.
-    fn enter(&mut self, definition: &str, place: String) {
+    fn add_object(&mut self, definition: &str, place: String) {
         let known = self.objects.iter_mut().find(|o| o.definition == definition);
         if let Some(object) = known {
             if !object.places.contains(&place) {

@@ -244,7 +244,7 @@ impl<S> Connection<S> {
         &self.entry
     }
 
-    fn enter(&mut self, phase: Phase) {
+    fn change_phase(&mut self, phase: Phase) {
         // The timeout is for the whole phase, so a client must not be able to extend it by reading
         // one byte at a time.
         if std::mem::replace(&mut self.phase, phase) == phase {
@@ -303,7 +303,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
         // While we send a response, receiving the next request must not extend the timeout to read
         // this response.
         if this.phase == Phase::Idle && buf.filled().len() > before {
-            this.enter(Phase::Request);
+            this.change_phase(Phase::Request);
         }
         Poll::Ready(Ok(()))
     }
@@ -316,7 +316,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        this.enter(Phase::Answer);
+        this.change_phase(Phase::Answer);
         this.check(cx)?;
         Pin::new(&mut this.stream).poll_write(cx, buf)
     }
@@ -328,7 +328,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         // We can only change the phase after a complete flush, because some bytes of the response
         // may still be buffered.
         if this.phase == Phase::Answer {
-            this.enter(Phase::Idle);
+            this.change_phase(Phase::Idle);
         }
         Poll::Ready(Ok(()))
     }
@@ -414,7 +414,7 @@ mod tests {
         socket.connect(addr).await.unwrap()
     }
 
-    async fn ask(stream: &mut TcpStream, path: &str) {
+    async fn send_request(stream: &mut TcpStream, path: &str) {
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
     }
@@ -446,7 +446,7 @@ mod tests {
                 slow.push(stream);
             }
             let mut other = TcpStream::connect(addr).await.unwrap();
-            ask(&mut other, "/").await;
+            send_request(&mut other, "/").await;
             hear(&mut other, "here").await;
             // The oldest connection should have been closed.
             ended(slow.remove(0)).await;
@@ -464,13 +464,13 @@ mod tests {
             let mut unread = Vec::new();
             for _ in 0..LIMITS.connections {
                 let mut stream = TcpStream::connect(addr).await.unwrap();
-                ask(&mut stream, "/much").await;
+                send_request(&mut stream, "/much").await;
                 // The response has started.
                 stream.read_exact(&mut [0; 4]).await.unwrap();
                 unread.push(stream);
             }
             let mut other = TcpStream::connect(addr).await.unwrap();
-            ask(&mut other, "/").await;
+            send_request(&mut other, "/").await;
             hear(&mut other, "here").await;
         });
     }
@@ -483,16 +483,16 @@ mod tests {
         };
         test(limits, async |addr, _| {
             let mut scraper = connect_from("127.0.0.2", addr).await;
-            ask(&mut scraper, "/").await;
+            send_request(&mut scraper, "/").await;
             hear(&mut scraper, "here").await;
             let mut many = Vec::new();
             for _ in 0..20 {
                 let mut stream = connect_from("127.0.0.3", addr).await;
-                ask(&mut stream, "/").await;
+                send_request(&mut stream, "/").await;
                 hear(&mut stream, "here").await;
                 many.push(stream);
             }
-            ask(&mut scraper, "/").await;
+            send_request(&mut scraper, "/").await;
             hear(&mut scraper, "here").await;
         });
     }
@@ -505,13 +505,13 @@ mod tests {
         };
         test(limits, async |addr, done| {
             let mut worker = TcpStream::connect(addr).await.unwrap();
-            ask(&mut worker, "/work").await;
+            send_request(&mut worker, "/work").await;
             tokio::time::sleep(2 * SHORT).await;
             for _ in 0..20 {
                 let mut other = TcpStream::connect(addr).await.unwrap();
-                ask(&mut other, "/").await;
+                send_request(&mut other, "/").await;
                 hear(&mut other, "here").await;
-                ask(&mut other, "/").await;
+                send_request(&mut other, "/").await;
                 hear(&mut other, "here").await;
             }
             done.notify_one();
@@ -527,7 +527,7 @@ mod tests {
         };
         test(limits, async |addr, _| {
             let mut slow = TcpStream::connect(addr).await.unwrap();
-            ask(&mut slow, "/").await;
+            send_request(&mut slow, "/").await;
             hear(&mut slow, "here").await;
             // Send the second request of this connection as well.
             while slow.write_all(b"G").await.is_ok() {
@@ -544,7 +544,7 @@ mod tests {
         };
         test(limits, async |addr, _| {
             let mut slow = TcpStream::connect(addr).await.unwrap();
-            ask(&mut slow, "/much").await;
+            send_request(&mut slow, "/much").await;
             let mut read = 0;
             let mut bytes = [0; 16];
             while let Ok(n @ 1..) = slow.read(&mut bytes).await {
@@ -566,7 +566,7 @@ mod tests {
         };
         test(limits, async |addr, _| {
             let mut idle = TcpStream::connect(addr).await.unwrap();
-            ask(&mut idle, "/").await;
+            send_request(&mut idle, "/").await;
             hear(&mut idle, "here").await;
             ended(idle).await;
         });

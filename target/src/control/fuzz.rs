@@ -77,7 +77,7 @@ impl Daemon {
         Ok(config)
     }
 
-    fn answer(&mut self, ask: AdminCommand) -> AdminResult {
+    fn execute(&mut self, ask: AdminCommand) -> AdminResult {
         let yaml = self.config.to_yaml();
         match ask {
             AdminCommand::Config => {
@@ -209,7 +209,7 @@ impl Rig {
                 tokio::select! {
                     answer = &mut client => return answer,
                     Some(AdminRequest { ask, reply, .. }) = asked.recv() => {
-                        let _ = reply.send(daemon.answer(ask));
+                        let _ = reply.send(daemon.execute(ask));
                     }
                 }
             }

@@ -237,8 +237,8 @@ impl Listening {
     }
 
     /// Stops the server but keeps the socket open, so new connections have to wait.
-    pub async fn end(self) -> TcpListener {
-        self.serving.end().await;
+    pub async fn shut_down(self) -> TcpListener {
+        self.serving.shut_down().await;
         self.listener
     }
 

@@ -419,7 +419,7 @@ impl Control<'_> {
             tokio::select! {
                 _ = sample.tick() => {
                     let sums = live::sums(&self.server, self.since.elapsed());
-                    self.timeline.take(sums);
+                    self.timeline.add_sample(sums);
                 }
                 _ = retry.tick() => if self.server.check_resources() {
                     self.open_missing(opened.clone());
@@ -428,7 +428,7 @@ impl Control<'_> {
                 () = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
                 () = failure.notified() => return Turn::End("worker failed"),
-                Some(request) = queue.recv() => self.answer(request),
+                Some(request) = queue.recv() => self.handle_request(request),
             }
             // We do this here because the response to the client is already being sent, and the
             // next step stops the HTTP server.
@@ -514,7 +514,7 @@ impl Control<'_> {
         }
     }
 
-    fn answer(&mut self, request: AdminRequest) {
+    fn handle_request(&mut self, request: AdminRequest) {
         let who = &request.who;
         let answer = match request.ask {
             AdminCommand::Status => {
@@ -584,7 +584,7 @@ impl Control<'_> {
                 let search = self.search.take();
                 to_json(
                     &search
-                        .map(|search| search.end(&self.server))
+                        .map(|search| search.stop(&self.server))
                         .unwrap_or_default(),
                 )
             }
@@ -702,7 +702,7 @@ impl Control<'_> {
         // The old tracer must release the units first.
         self.search = None;
         let refused = |why| Failure::Refused { why, errno: None };
-        self.search = Some(Search::begin(&self.server, wanted).map_err(refused)?);
+        self.search = Some(Search::start(&self.server, wanted).map_err(refused)?);
         Ok(())
     }
 

@@ -42,7 +42,7 @@ impl Serving {
 
     /// Shuts down the server, and waits until all clients have received their responses or have
     /// timed out.
-    pub(super) async fn end(self) {
+    pub(super) async fn shut_down(self) {
         let Self { end, mut task } = self;
         drop(end);
         if timeout(LAST_ANSWERS, &mut task).await.is_err() {

@@ -67,8 +67,8 @@ impl Admin {
     }
 
     /// Stops the server but keeps the socket open, so new connections have to wait.
-    pub async fn end(self) -> (UnixListener, Option<Bound>) {
-        self.serving.end().await;
+    pub async fn shut_down(self) -> (UnixListener, Option<Bound>) {
+        self.serving.shut_down().await;
         (self.listener, self.bound)
     }
 }

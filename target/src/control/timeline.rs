@@ -30,7 +30,7 @@ pub struct Timeline {
 
 impl Timeline {
     /// Adds a sample from these counters.
-    pub fn take(&mut self, live: Live) {
+    pub fn add_sample(&mut self, live: Live) {
         // We need two sets of counters to compute rates, so the first set does not create a sample.
         if let Some(last) = &self.last {
             self.rates = rates(last, &live);
@@ -123,7 +123,7 @@ mod tests {
         let mut timeline = Timeline::default();
         assert_eq!(timeline.recent(Since::default()).samples, []);
         for second in 0..=2 * KEPT as u64 {
-            timeline.take(live(second));
+            timeline.add_sample(live(second));
         }
         let all = timeline.recent(Since::default()).samples;
         assert_eq!((all.len(), all[0].number), (KEPT, 601));
@@ -153,12 +153,12 @@ mod tests {
         for step in [-3600.0, 3600.0] {
             let mut timeline = Timeline::default();
             for second in 0..10 {
-                timeline.take(live(second));
+                timeline.add_sample(live(second));
             }
             for second in 10..12 {
                 let now = live(second);
                 let time = now.time + step;
-                timeline.take(Live { time, ..now });
+                timeline.add_sample(Live { time, ..now });
             }
             let since = |sample| Since { sample, event: 0 };
             let new = timeline.recent(since(9)).samples;
@@ -170,11 +170,11 @@ mod tests {
     #[test]
     fn late_unit_has_no_earlier_rate() {
         let mut timeline = Timeline::default();
-        timeline.take(Live {
+        timeline.add_sample(Live {
             luns: Vec::new(),
             ..live(0)
         });
-        timeline.take(live(0));
+        timeline.add_sample(live(0));
         let samples = timeline.recent(Since::default()).samples;
         assert!(
             samples.iter().all(|sample| sample.reads == 0.0),

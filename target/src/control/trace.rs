@@ -35,7 +35,7 @@ impl Search {
     ///
     /// # Errors
     /// Fails if the target or unit does not exist.
-    pub(super) fn begin(server: &Server, wanted: Wanted) -> Result<Self, String> {
+    pub(super) fn start(server: &Server, wanted: Wanted) -> Result<Self, String> {
         let catalog = server.shared().registry.catalog();
         let units: Vec<_> = catalog
             .targets
@@ -72,7 +72,7 @@ impl Search {
     /// Collects new commands since the last poll. Returns true if the trace is complete.
     pub(super) fn poll(&mut self, server: &Server) -> bool {
         self.asked = Instant::now();
-        let records = self.tracer.take();
+        let records = self.tracer.take_records();
         if !records.is_empty() {
             // We must do this now, because sessions can be closed before the trace is complete, and
             // a record only contains the nexus number.
@@ -99,7 +99,7 @@ impl Search {
     }
 
     /// Stops the trace and returns the result.
-    pub(super) fn end(mut self, server: &Server) -> Traced {
+    pub(super) fn stop(mut self, server: &Server) -> Traced {
         self.poll(server);
         let mut found = std::mem::take(&mut self.found);
         // This must be read after the last poll, which may have dropped commands.

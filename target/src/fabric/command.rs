@@ -3,9 +3,9 @@
 //! ```text
 //!   register ──────────────→ may start ──→ start ──→ Step ──→ executed ──→ advance ──→ Step …
 //!      │ with Data-Out         ↑  │                                                     Respond
-//!      └→ data_arrived ────────┘  └→ waits, until returned by another task's `leave`      │
+//!      └→ data_arrived ────────┘  └→ waits, until another task leaves the task set        │
 //!                                                                                         │
-//!   finish: releases the buffer, returns watchers        ←── leave: out of the task set ←─┘
+//!   finish: releases the buffer, returns watchers        ←── leave_task_set ←─────────────┘
 //! ```
 //!
 //! A command receives its Data-Out before it is added to the order, so that it does not block other
@@ -229,7 +229,7 @@ impl Execution {
             nexus: nexus.0,
             cdb: cdb.iter().copied().take(CDB_TRACED).collect(),
         };
-        self.timer.begin(addressed.account, subject, now);
+        self.timer.start(addressed.account, subject, now);
     }
 
     /// Returns the limits that the command must wait for, only once. Returns `None` if there are no
@@ -262,7 +262,7 @@ impl Execution {
     /// Called when the limits allow the command to continue. It receives its data next, or
     /// [`Execution::data_arrived`] is called immediately.
     pub fn pass_limits(&mut self, now: Instant) {
-        self.timer.enter(Stage::Scsi, now);
+        self.timer.enter_stage(Stage::Scsi, now);
         self.end_limited();
     }
 
@@ -284,7 +284,7 @@ impl Execution {
         pool: &Pool,
         now: Instant,
     ) -> Entry {
-        self.timer.enter(Stage::Scsi, now);
+        self.timer.enter_stage(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
             if descriptors.external {
                 self.early = Early::Awaited(None);
@@ -319,12 +319,12 @@ impl Execution {
                         if self.limited.is_none() {
                             return Entry::Gather;
                         }
-                        self.timer.enter(Stage::Limits, now);
+                        self.timer.enter_stage(Stage::Limits, now);
                         Entry::Limited
                     }
                     true => Entry::Now,
                     false => {
-                        self.timer.enter(Stage::Order, now);
+                        self.timer.enter_stage(Stage::Order, now);
                         Entry::Later
                     }
                 }
@@ -378,7 +378,7 @@ impl Execution {
     #[must_use]
     pub fn data_arrived(&mut self, result: StepResult, now: Instant) -> (bool, Vec<TaskRef>) {
         assert!(self.is_gathering(), "data come once");
-        self.timer.enter(Stage::Scsi, now);
+        self.timer.enter_stage(Stage::Scsi, now);
         self.early = match self.early {
             // No data was expected. The unit decides when the command starts whether it requires
             // data.
@@ -389,7 +389,7 @@ impl Execution {
             (Some(key), Some(unit)) => {
                 let (may_start, others) = unit.data_arrived(key);
                 if !may_start {
-                    self.timer.enter(Stage::Order, now);
+                    self.timer.enter_stage(Stage::Order, now);
                 }
                 (may_start, others)
             }
@@ -412,7 +412,7 @@ impl Execution {
     /// Starts the command, and returns its first step that is not done yet. A command is refused if
     /// its data exceeds the maximum buffer size of the pool.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
-        self.timer.enter(Stage::Scsi, now);
+        self.timer.enter_stage(Stage::Scsi, now);
         // Set each field instead of using `request`, so that the command is constructed in place.
         let request = Request {
             nexus,
@@ -457,7 +457,7 @@ impl Execution {
     /// # Panics
     /// Panics if there is no active command.
     pub fn advance(&mut self, result: StepResult, now: Instant) -> Step {
-        self.timer.enter(Stage::Scsi, now);
+        self.timer.enter_stage(Stage::Scsi, now);
         let lu = &self.unit.as_ref().expect("commands have a unit").lu;
         let command = self.command.as_mut().expect("a command runs");
         match &mut self.buffer {
@@ -501,7 +501,7 @@ impl Execution {
     /// Waits for a buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not
     /// allocate. `step` contains the step that requires it.
     pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
-        self.timer.enter(Stage::Memory, now);
+        self.timer.enter_stage(Stage::Memory, now);
         let claim = self.claim(owner);
         if self.is_held_up() {
             pool.wait_started(claim, self.buffer_len());
@@ -551,7 +551,7 @@ impl Execution {
             }
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }
-        self.timer.answer(response, len, now);
+        self.timer.record_response(response, len, now);
         // A header without any data doesn't identify the unit.
         let has_page = response.status == Status::Good && len > VPD_HEADER;
         match &self.expected_unit {
@@ -599,7 +599,7 @@ impl Execution {
 
     /// Leaves the task set, and returns the tasks that may start now.
     #[must_use]
-    pub fn leave(&mut self) -> Vec<TaskRef> {
+    pub fn leave_task_set(&mut self) -> Vec<TaskRef> {
         self.end_limited();
         let (Some(key), Some(unit)) = (self.key.take(), &self.unit) else {
             return Vec::new();

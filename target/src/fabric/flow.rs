@@ -304,7 +304,7 @@ pub(crate) trait CommandFlow {
     ) {
         let now = cx.now();
         let toll = self.exec(task).toll(nexus);
-        let Some(passage) = self.backlog().limits.enter(task, toll, now) else {
+        let Some(passage) = self.backlog().limits.admit_command(task, toll, now) else {
             self.exec(task).timer.limit();
             return self.answer_status(cx, task, Status::TaskSetFull);
         };
@@ -394,7 +394,7 @@ pub(crate) trait CommandFlow {
                     let exec = self.exec(task);
                     let unit = exec.unit.as_ref().expect("block operations have a unit");
                     let unit = unit.index;
-                    exec.timer.enter(Stage::Backend, cx.now());
+                    exec.timer.enter_stage(Stage::Backend, cx.now());
                     self.hold(task, Hold::Backend);
                     return self.request_action(TaskAction::SubmitBlock { task, unit, op });
                 }
@@ -511,7 +511,7 @@ pub(crate) trait CommandFlow {
 
     /// Removes a task from the task set of its unit. Tasks that were waiting for it may start.
     fn leave_task_set(&mut self, task: TaskIdx) {
-        for started in self.exec(task).leave() {
+        for started in self.exec(task).leave_task_set() {
             self.request_action(TaskAction::StartTask(started));
         }
     }

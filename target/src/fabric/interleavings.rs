@@ -92,7 +92,7 @@ impl Worker {
             let timeout = Duration::from_secs(10);
             match self.mailbox.recv_timeout(timeout).expect("a task starts") {
                 Note::Start(task) => self.may_start.push(task),
-                Note::Stop(task) => self.end(task),
+                Note::Stop(task) => self.finish_task(task),
             }
         }
     }
@@ -108,11 +108,11 @@ impl Worker {
             thread::yield_now();
             excludes.store(false, Ordering::SeqCst);
         }
-        self.end(task);
+        self.finish_task(task);
     }
 
     /// Removes a completed task, if it was not removed already.
-    fn end(&mut self, task: TaskRef) {
+    fn finish_task(&mut self, task: TaskRef) {
         let Some(at) = self.tasks.iter().position(|(own, _)| *own == task) else {
             return;
         };

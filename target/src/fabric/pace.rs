@@ -82,7 +82,7 @@ impl Pace {
 
     /// Starts a wait.
     #[must_use]
-    pub fn begin(&self, now: Instant) -> Wait {
+    pub fn start_wait(&self, now: Instant) -> Wait {
         Wait {
             since: now,
             moved: self.moved,
@@ -133,7 +133,7 @@ mod tests {
     fn ends_after(rate: u32, most: Duration) -> Option<Duration> {
         let start = Instant::now();
         let mut pace = Pace::new(COMMANDS);
-        let wait = pace.begin(start);
+        let wait = pace.start_wait(start);
         let mut now = start;
         while pace.due(wait, LIMIT) > now {
             assert!(pace.waited(wait, now) < LIMIT);
@@ -171,7 +171,7 @@ mod tests {
         let start = Instant::now();
         let mut pace = Pace::new(COMMANDS);
         pace.on_moved(100 << 20);
-        let wait = pace.begin(start);
+        let wait = pace.start_wait(start);
         assert_eq!(pace.due(wait, LIMIT), start + LIMIT);
         assert_eq!(pace.waited(wait, start + SECOND), SECOND);
         pace.on_moved(2 << 20);
@@ -185,7 +185,7 @@ mod tests {
         let cut_after = |rate: u64| {
             let start = Instant::now();
             let mut pace = Pace::new(COMMANDS);
-            let wait = pace.begin(start);
+            let wait = pace.start_wait(start);
             let times = (1..=u32::MAX).map(|n| SECOND * n);
             let due = times.take(200).find(|elapsed| {
                 pace.on_moved(rate as u32);

@@ -178,7 +178,12 @@ impl<I: Copy + PartialEq> Throttle<I> {
 
     /// Adds a command with an optional toll. Returns `None` if the command must be refused with
     /// TASK SET FULL.
-    pub fn enter(&mut self, command: I, toll: Option<Toll>, now: Instant) -> Option<Passage> {
+    pub fn admit_command(
+        &mut self,
+        command: I,
+        toll: Option<Toll>,
+        now: Instant,
+    ) -> Option<Passage> {
         let Some(mut toll) = toll else {
             return Some(Passage {
                 limited: None,
@@ -302,15 +307,15 @@ impl<I: Copy + PartialEq> Throttle<I> {
     /// initiator's limits, these are not refunded, because an initiator could delay a unit at no
     /// cost otherwise.
     pub fn remove(&mut self, command: I) {
-        self.take(command, Toll::refund_at);
+        self.remove_waiting(command, Toll::refund_at);
     }
 
     /// Refuses a command after it was admitted.
     fn withdraw(&mut self, command: I) {
-        self.take(command, |toll, _| toll.refund());
+        self.remove_waiting(command, |toll, _| toll.refund());
     }
 
-    fn take(&mut self, command: I, refund: impl FnOnce(&mut Toll, Gate)) {
+    fn remove_waiting(&mut self, command: I, refund: impl FnOnce(&mut Toll, Gate)) {
         let mut all = self.waiting.iter();
         let Some(at) = all.position(|waiting| waiting.command == command) else {
             return;

@@ -89,7 +89,7 @@ impl<D: Datamover> Channel<D> {
             self.executor.allegiance.detached = true;
             self.lose_connection(cx.now);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Notifies the initiator that another connection of the session was lost (RFC 7143 11.9.1).
@@ -104,7 +104,7 @@ impl<D: Datamover> Channel<D> {
             self.executor
                 .send(FromTarget::AsyncMessage(message), Vec::new(), true);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Handles a LOGOUT which removes a connection for recovery.
@@ -163,7 +163,7 @@ impl<D: Datamover> Channel<D> {
             Phase::FullFeature => self.check_data(cx),
             _ => {}
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Returns true if nothing is being sent to or received from the initiator.
@@ -229,7 +229,7 @@ impl<D: Datamover> Channel<D> {
         } else {
             self.executor.allegiance.claims.push(reassign);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Returns a command for another connection, or `None` if it has completed. Must be called once
@@ -253,6 +253,6 @@ impl<D: Datamover> Channel<D> {
         moved: Option<Box<ReassignedTask>>,
     ) {
         self.executor.on_reassigned(cx, to, moved);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 }

@@ -199,7 +199,7 @@ impl<D: Datamover> Channel<D> {
         warn_limited!(self.executor.complaints, cx.now, %error, "the connection is broken");
         self.executor.ended.get_or_insert(CloseReason::Protocol);
         self.lose_connection(cx.now);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the last PDU of a task, or a piece of its data, was sent. `ok` is false if this
@@ -219,13 +219,13 @@ impl<D: Datamover> Channel<D> {
         if !ok {
             self.lose_connection(cx.now);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Handles a completed block operation.
     pub fn handle_block_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx, result: StepResult) {
         self.executor.on_block_done(cx, task, result);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the datamover has completed or canceled the data transfer for a task.
@@ -234,31 +234,31 @@ impl<D: Datamover> Channel<D> {
     /// Panics if there is no transfer.
     pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, task: TaskIdx, ok: bool) {
         self.executor.on_arrived(cx, task, ok);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a task can start because the tasks it was waiting for have completed.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, task: TaskRef) {
         self.executor.on_task_start(cx, task);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Handles an abort of one of our tasks by task management on this or another channel.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, task: TaskRef, watcher: TaskRef) {
         self.executor.on_abort(cx, task, watcher);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a task that a function is waiting for has completed.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
         self.executor.on_task_gone(watcher);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when memory was released to the pool.
     pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
         self.executor.poll_memory(cx);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a deadline might have expired.
@@ -288,14 +288,14 @@ impl<D: Datamover> Channel<D> {
                 self.executor.send_ping(cx.now);
             }
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the connection is closed and no more data can be sent or received.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.is_connected = false;
         self.lose_connection(cx.now);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the initiator closes the connection. [`Channel::handle_disconnected`] is called
@@ -313,7 +313,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Returns the reason for closing the connection.
     #[must_use]
-    pub fn end(&self) -> CloseReason {
+    pub fn close_reason(&self) -> CloseReason {
         self.executor.ended.unwrap_or(CloseReason::Lost)
     }
 
@@ -331,7 +331,7 @@ impl<D: Datamover> Channel<D> {
         let limiter = luns.and_then(|luns| luns.limiter());
         self.executor.backlog.limits.rebook(limiter, cx.now);
         self.executor.poll_limits(cx);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Returns true if the initiator has logged out before the connection was closed.

@@ -28,7 +28,7 @@ impl<D: Datamover> Executor<D> {
             return self.reject(cx, frame, reason, &why);
         }
         let state = TaskState::New;
-        let wait = self.timers.pace.begin(cx.now);
+        let wait = self.timers.pace.start_wait(cx.now);
         let key = (command.itt, command.immediate);
         let Some(idx) = self.tasks.accept_request(cx.spare, key, state, wait) else {
             if command.immediate {
@@ -38,7 +38,7 @@ impl<D: Datamover> Executor<D> {
             return self.refuse_command(command);
         };
         // The datamover couldn't know until now which context the RDMA buffers of this PDU are for.
-        self.mover.begin(idx);
+        self.mover.on_context_allocated(idx);
         self.stats.counters.commands += 1;
         self.stats.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
@@ -90,7 +90,7 @@ impl<D: Datamover> Executor<D> {
             self.unasked += u64::from(task.incoming.announced);
         }
         self.window()
-            .enter_tag(command.itt, self.tasks.task_ref(idx), command.immediate);
+            .insert_tag(command.itt, self.tasks.task_ref(idx), command.immediate);
         let name = (idx, self.tasks.task_ref(idx));
         self.enter_task_set(cx, name, nexus, Descriptors::default());
     }
@@ -174,11 +174,12 @@ impl<D: Datamover> Executor<D> {
     /// Passes data and status to the datamover. The task completes when they were sent.
     fn send_response(&mut self, now: Instant, idx: TaskIdx, response: Response, len: u32) {
         let itt = self.tasks[idx].itt;
-        self.window().answer_tag(itt, self.tasks.task_ref(idx));
+        self.window()
+            .mark_tag_answered(itt, self.tasks.task_ref(idx));
         self.mark_sent(idx);
         self.timers.watch_data(now);
         let task = &mut self.tasks[idx];
-        task.wait = self.timers.pace.begin(now);
+        task.wait = self.timers.pace.start_wait(now);
         let response = task.response.insert(response);
         let base = match response.data_in {
             // This could be the last piece of a command that was reassigned.
@@ -283,7 +284,7 @@ impl<D: Datamover> CommandFlow for Executor<D> {
         len: u32,
     ) -> Option<StepResult> {
         let task = &mut self.tasks[idx];
-        task.exec.timer.enter(Stage::FabricIn, cx.now);
+        task.exec.timer.enter_stage(Stage::FabricIn, cx.now);
         task.exec.timer.carry(len);
         let staged = &mut task.incoming.staged;
         // The remaining data belongs to the next pieces.
@@ -319,7 +320,7 @@ impl<D: Datamover> CommandFlow for Executor<D> {
     ) -> Option<StepResult> {
         self.timers.watch_data(cx.now);
         let task = &mut self.tasks[idx];
-        task.exec.timer.enter(Stage::FabricOut, cx.now);
+        task.exec.timer.enter_stage(Stage::FabricOut, cx.now);
         // An initiator might send data with a command that doesn't transfer any.
         let staged = std::mem::take(&mut task.incoming.staged);
         if let Some(buffer) = &task.exec.buffer
@@ -328,7 +329,7 @@ impl<D: Datamover> CommandFlow for Executor<D> {
             buffer.write(0, &staged);
         }
         become_state(&mut task.state, TaskState::Send);
-        task.wait = self.timers.pace.begin(cx.now);
+        task.wait = self.timers.pace.start_wait(cx.now);
         task.ordered.get_or_insert(task.wait);
         let end = from + len;
         task.piece = Piece {
@@ -382,7 +383,7 @@ impl<D: Datamover> CommandFlow for Executor<D> {
             let unwanted = std::mem::take(&mut task.incoming.staged);
             task.response = Some(response);
             become_state(&mut task.state, TaskState::AwaitUnsolicited);
-            task.wait = self.timers.pace.begin(cx.now);
+            task.wait = self.timers.pace.start_wait(cx.now);
             self.staging.keep(unwanted, self.first_burst());
             return self.timers.watch_data(cx.now);
         }

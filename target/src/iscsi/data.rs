@@ -60,7 +60,7 @@ impl<D: Datamover> Executor<D> {
         }
         task.is_lacking = true;
         // Otherwise the socket is using the buffer, and we'll be called when it was sent.
-        if !self.mover.forget(idx) {
+        if !self.mover.cancel_transfers(idx) {
             self.on_piece_sent(cx, idx);
         }
     }
@@ -79,7 +79,7 @@ impl<D: Datamover> Executor<D> {
     pub(super) fn check_received(&mut self, now: Instant, idx: TaskIdx) -> Option<StepResult> {
         self.timers.watch_data(now);
         let task = &mut self.tasks[idx];
-        task.wait = self.timers.pace.begin(now);
+        task.wait = self.timers.pace.start_wait(now);
         if !task.exec.is_gathering() {
             task.ordered.get_or_insert(task.wait);
         }
@@ -123,7 +123,7 @@ impl<D: Datamover> Executor<D> {
             return self.on_unsolicited(cx, frame, pdu);
         }
         let len = frame.data.len() as u32;
-        let taken = self.mover.take_solicited(pdu, len, frame.is_intact);
+        let taken = self.mover.on_solicited(pdu, len, frame.is_intact);
         // Data that were not requested do not show that the initiator responds.
         if len > 0 && !matches!(taken, SolicitedData::Stale { was_asked: false }) {
             self.timers.last_data = cx.now;

@@ -6,7 +6,7 @@
 //! | Put_Data | [`Datamover::put_data`] |
 //! | Get_Data | [`Datamover::get_data`] |
 //! | Control_Notify | [`Channel::handle_frame`](super::Channel::handle_frame) |
-//! | Data_Completion_Notify | [`Channel::handle_done`](super::Channel::handle_done), [`Datamover::take_solicited`], [`Channel::handle_arrived`](super::Channel::handle_arrived) |
+//! | Data_Completion_Notify | [`Channel::handle_done`](super::Channel::handle_done), [`Datamover::on_solicited`], [`Channel::handle_arrived`](super::Channel::handle_arrived) |
 //! | Connection_Terminate_Notify | [`Channel::handle_disconnected`](super::Channel::handle_disconnected) |
 
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
@@ -134,7 +134,7 @@ pub trait Datamover {
     fn max_send_segment(&self) -> u32;
 
     /// Called when a context was allocated for the current command.
-    fn begin(&mut self, task: TaskIdx);
+    fn on_context_allocated(&mut self, task: TaskIdx);
 
     /// Queues a PDU for sending.
     fn send_control(&mut self, control: Control);
@@ -152,12 +152,12 @@ pub trait Datamover {
     fn get_data(&mut self, get: GetData) -> u32;
 
     /// Processes the header of a solicited Data-Out PDU (see [`Datamover::get_data`]).
-    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData;
+    fn on_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData;
 
     /// Cancels transfers for a task if they haven't been started. Returns true if a transfer is in
     /// progress. In this case, [`Channel::handle_arrived`](super::Channel::handle_arrived) is
     /// called when it's complete.
-    fn forget(&mut self, task: TaskIdx) -> bool;
+    fn cancel_transfers(&mut self, task: TaskIdx) -> bool;
 
     /// The initiator has acknowledged all status numbers before `exp`, or no longer needs them
     /// because the connection is closing. Returns the tasks that were only kept for retransmission.

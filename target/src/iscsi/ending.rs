@@ -139,7 +139,7 @@ impl<D: Datamover> Executor<D> {
                 self.backlog.limits.remove(idx);
                 false
             }
-            TaskState::Receive | TaskState::Send => self.mover.forget(idx),
+            TaskState::Receive | TaskState::Send => self.mover.cancel_transfers(idx),
             TaskState::Expected => true,
             TaskState::Block => {
                 self.request_action(TaskAction::AbortBlock(idx));

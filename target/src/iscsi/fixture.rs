@@ -300,7 +300,7 @@ impl Rig {
         input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>) -> R,
     ) -> Vec<Received> {
         self.step(input);
-        self.settle()
+        self.run_actions()
     }
 
     /// Same as [`Rig::with`] for received bytes, repeated until the channel stops reading.
@@ -311,7 +311,7 @@ impl Rig {
             let unread = std::mem::take(&mut self.unread);
             let taken = self.step(|ch, cx| ch.handle_bytes(cx, &unread));
             self.unread = unread[taken..].to_vec();
-            received.extend(self.settle());
+            received.extend(self.run_actions());
             let is_stuck = taken == 0 && !self.channel.channel().wants_input();
             if self.unread.is_empty() || is_stuck {
                 return received;
@@ -336,7 +336,7 @@ impl Rig {
         input(&mut self.channel, &mut cx)
     }
 
-    fn settle(&mut self) -> Vec<Received> {
+    fn run_actions(&mut self) -> Vec<Received> {
         let mut received = Vec::new();
         let mut batch = Batch::default();
         loop {
@@ -466,7 +466,7 @@ impl Rig {
         while !self.blocks.is_empty() {
             self.finish_block(0);
         }
-        self.settle()
+        self.run_actions()
     }
 
     pub(super) fn bytes_of(&self, pdu: &FromInitiator, data: &[u8]) -> Vec<u8> {
@@ -549,7 +549,7 @@ impl Rig {
     }
 
     /// Closes the connection and verifies that all resources were released.
-    pub(super) fn end(mut self) {
+    pub(super) fn close(mut self) {
         self.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
         self.finish_all_blocks();
         assert!(self.released);

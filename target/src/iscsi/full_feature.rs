@@ -59,7 +59,7 @@ impl<D: Datamover> Channel<D> {
                 self.executor.reject(cx, frame, reason, error);
             }
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Processes a PDU when it's next in order.

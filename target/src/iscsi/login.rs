@@ -144,6 +144,6 @@ impl<D: Datamover> Channel<D> {
             self.executor.timers.last_input = cx.now;
             self.enter_full_feature(cx.now);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 }

@@ -28,7 +28,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.executor.ended.get_or_insert(CloseReason::Terminated);
         self.drop_connection();
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Requests a logout because the target is shutting down, and closes the connection at `until`.
@@ -49,7 +49,7 @@ impl<D: Datamover> Channel<D> {
         } else {
             self.drop_connection();
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     pub(super) fn on_logout(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
@@ -159,7 +159,7 @@ impl<D: Datamover> Channel<D> {
             return;
         };
         self.waiting.clear();
-        session.window.forget(me);
+        session.window.remove_connection(me);
         let next = session.window.next_up();
         self.executor.actions.extend(next.map(Action::TakeTurn));
     }
@@ -175,7 +175,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Called after each input to process everything that is now possible.
-    pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
+    pub(super) fn finish_input(&mut self, cx: &mut Cx<'_>) {
         match self.executor.phase {
             Phase::FullFeature if std::mem::take(&mut self.executor.is_reset) => {
                 self.end_reset_session(cx);

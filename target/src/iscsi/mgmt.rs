@@ -30,7 +30,7 @@ impl<D: Datamover> Executor<D> {
             );
         }
         let key = (request.itt, request.immediate);
-        let wait = self.timers.pace.begin(cx.now);
+        let wait = self.timers.pace.start_wait(cx.now);
         let accepted = self
             .tasks
             .accept_request(cx.spare, key, TaskState::Mgmt, wait);

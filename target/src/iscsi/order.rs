@@ -151,6 +151,6 @@ impl<D: Datamover> Channel<D> {
         if self.is_receiving() && self.executor.session.is_some() {
             self.take_turns(cx);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 }

@@ -95,7 +95,7 @@ impl<D: Datamover> Executor<D> {
             return Err(FunctionAnswer::Rejected);
         }
         let key = (request.referenced, tag.immediate);
-        let wait = self.timers.pace.begin(cx.now);
+        let wait = self.timers.pace.start_wait(cx.now);
         let state = TaskState::Expected;
         let idx = self.tasks.allocate_context(cx.spare, key, state, wait);
         let idx = idx.ok_or(FunctionAnswer::Rejected)?;
@@ -156,7 +156,7 @@ impl<D: Datamover> Executor<D> {
             }
         } else if task.state == TaskState::Send {
             let Piece { from, len, .. } = task.piece;
-            self.mover.forget(idx);
+            self.mover.cancel_transfers(idx);
             ResumePoint::Send {
                 from,
                 data: bytes_of(exec.buffer.as_ref(), len),
@@ -169,7 +169,7 @@ impl<D: Datamover> Executor<D> {
                 let got = incoming.got;
                 Progress { got, r2ts }
             };
-            self.mover.forget(idx);
+            self.mover.cancel_transfers(idx);
             r2ts = if exp <= progress.r2ts {
                 exp
             } else {
@@ -192,7 +192,7 @@ impl<D: Datamover> Executor<D> {
         // New mail will be sent to the new connection. For mail that is already in flight, we keep
         // the name in `moved`.
         exec.rename(claim.to);
-        exec.timer.leave();
+        exec.timer.stop_counting();
         let lun = task.lun;
         let (counted, lingers) = self.tasks.remove_slot(idx);
         let moved = ReassignedTask {

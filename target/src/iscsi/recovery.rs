@@ -96,7 +96,7 @@ impl Recovery {
     pub(super) fn on_data(&mut self, put: PutData) {
         if self.is_on {
             // The previous piece has been fully acknowledged.
-            self.forget(put.task);
+            self.discard_data(put.task);
             self.data.push(put);
         }
     }
@@ -145,7 +145,7 @@ impl Recovery {
     }
 
     /// Removes a task that has completed.
-    pub(super) fn forget(&mut self, task: TaskIdx) {
+    pub(super) fn discard_data(&mut self, task: TaskIdx) {
         self.data.retain(|put| put.task != task);
     }
 

@@ -584,7 +584,7 @@ impl Datamover for Tcp {
         self.max_send_segment
     }
 
-    fn begin(&mut self, _: TaskIdx) {}
+    fn on_context_allocated(&mut self, _: TaskIdx) {}
 
     fn send_control(&mut self, control: Control) {
         self.queue.push_back(Item::Control(control));
@@ -620,7 +620,7 @@ impl Datamover for Tcp {
         r2t_sn + get.len.div_ceil(self.max_burst)
     }
 
-    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData {
+    fn on_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> SolicitedData {
         let at = self
             .open
             .iter()
@@ -679,7 +679,7 @@ impl Datamover for Tcp {
             if !is_last {
                 return SolicitedData::Stale { was_asked: true };
             }
-            self.forget(task);
+            self.cancel_transfers(task);
             return SolicitedData::Failed(task, error);
         }
         if is_last {
@@ -739,7 +739,7 @@ impl Datamover for Tcp {
         }
         let task = self.unacknowledged.swap_remove(at).task;
         // The buffer can be used for the next piece or by another command.
-        self.recovery.forget(task);
+        self.recovery.discard_data(task);
         self.queue.retain(
             |item| !matches!(item, Item::Retransmission(Retransmission::Data { put, .. }) if put.task == task),
         );
@@ -774,7 +774,7 @@ impl Datamover for Tcp {
         self.recovery.is_on()
     }
 
-    fn forget(&mut self, task: TaskIdx) -> bool {
+    fn cancel_transfers(&mut self, task: TaskIdx) -> bool {
         let open = &mut self.open;
         self.queue.retain(|item| match item {
             Item::Digests(_)
@@ -797,7 +797,7 @@ impl Datamover for Tcp {
         self.wanted.retain(|wanted| wanted.get.task != task);
         self.unacknowledged.retain(|of| of.task != task);
         self.asking.retain(|of| *of != task);
-        self.recovery.forget(task);
+        self.recovery.discard_data(task);
         !self.let_go(task)
     }
 

@@ -89,7 +89,7 @@ fn read_is_sent_in_bursts_with_status() {
     }
     assert_eq!(data, rig.disk[..2048]);
     assert_eq!(received.len(), 4);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn short_read_reports_residual() {
         assert_eq!(pdu.status.unwrap().residual, residual);
         assert_eq!(data.len() as u32, len.min(512));
     }
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn write_combines_all_kinds_of_data() {
     };
     assert_eq!(response.exp_data_sn, 3);
     assert_eq!(rig.disk[..4096], data);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn data_out_of_order_fails_command() {
         let received = rig.data_out(1, Ttt::NONE, sn, offset, &vec![2; len], true);
         assert_eq!(status(&received), (2, Some(0x0b)));
         assert!(rig.disk.iter().all(|b| *b == 0));
-        rig.end();
+        rig.close();
     }
     let mut rig = Rig::logged_in("");
     let received = rig.write(1, 4, &[], true);
@@ -178,7 +178,7 @@ fn data_out_of_order_fails_command() {
         late.is_empty(),
         "data of a command that is over are dropped"
     );
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2026-74394: offset close to the integer limit.
@@ -193,7 +193,7 @@ fn cve_2026_74394_wrapping_offsets_are_refused() {
     assert!(received.is_empty(), "more comes");
     let received = rig.data_out(1, r2t.ttt, 1, 512, &[1; 1536], true);
     assert_eq!(sense(&received), (0x0b, 0x4b, 0));
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2026-90293: only login is allowed before full-feature phase.
@@ -203,7 +203,7 @@ fn cve_2026_90293_early_command_closes_connection() {
     rig.read(1, 0, 1);
     assert!(rig.disconnected && rig.blocks.is_empty());
     assert_eq!(rig.gate.joined, 0);
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2026-90413, CVE-2026-90414: if the length exceeds our limit, the connection must be closed
@@ -217,7 +217,7 @@ fn cve_2026_90413_and_2026_90414_length_over_limit() {
     rig.with(|ch, cx| ch.handle_bytes(cx, &bytes));
     assert!(rig.disconnected);
     assert_eq!(rig.channel.held(), 0);
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2021-28361: PDUs without a data segment where data is expected.
@@ -232,7 +232,7 @@ fn cve_2021_28361_pdus_without_data() {
         [(FromTarget::LoginResponse(r), ..)] if r.status == LoginStatus::MISSING_PARAMETER
     ));
     assert_eq!(rig.gate.joined, 0);
-    rig.end();
+    rig.close();
     // Empty Data-Out for unsolicited and for solicited data: the target must request all data
     // again, or abort the command.
     let mut rig = Rig::logged_in("FirstBurstLength=1024\0");
@@ -248,12 +248,12 @@ fn cve_2021_28361_pdus_without_data() {
         _ => assert_eq!(status(&received), (2, Some(0x0b))),
     }
     assert!(rig.disk.iter().all(|b| *b == 0));
-    rig.end();
+    rig.close();
     let mut rig = Rig::logged_in("");
     // An empty write is valid, and we must respond to an empty ping.
     assert_eq!(status(&rig.write(3, 0, &[], true)), (0, None));
     assert!(matches!(rig.nop(4, &[])[..], [(FromTarget::NopIn(_), ..)]));
-    rig.end();
+    rig.close();
     // Try every opcode, with a header where all other fields are zero.
     for first in 0..=0xff {
         for flags in [0, 0x80] {
@@ -262,7 +262,7 @@ fn cve_2021_28361_pdus_without_data() {
             (bytes[0], bytes[1]) = (first, flags);
             bytes[24..28].copy_from_slice(&rig.cmd_sn.to_be_bytes());
             rig.bytes(&bytes);
-            rig.end();
+            rig.close();
         }
     }
 }
@@ -285,7 +285,7 @@ fn scst_93_empty_inquiry_to_missing_unit() {
     rig.cmd_sn += 1;
     let received = rig.with(|ch, cx| ch.handle_bytes(cx, &bytes));
     assert_eq!(status(&received), (0, None));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -322,7 +322,7 @@ fn digests_protect_both_ways() {
     rig.with(|ch, cx| ch.handle_bytes(cx, &bytes));
     assert!(rig.disconnected);
     assert_eq!(rig.gate.events, [SessionEvent::DigestError; 2]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -347,7 +347,7 @@ fn commands_outside_window_are_ignored() {
     rig.cmd_sn += 5;
     assert!(rig.read(52, 0, 1).is_empty(), "a gap");
     assert!(rig.blocks.is_empty());
-    rig.end();
+    rig.close();
 }
 
 /// In a session that allows several connections, requests can be received out of order.
@@ -379,7 +379,7 @@ fn early_commands_wait_for_their_turn() {
     assert_eq!(numbers.exp_cmd_sn, CmdSn(first + 3));
     assert_eq!(rig.disk[..512], [3; 512]);
     assert_eq!(rig.disk[512..1024], [4; 512]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -394,7 +394,7 @@ fn function_waits_for_affected_commands() {
     rig.cmd_sn = first;
     let received = rig.read(11, 0, 1);
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -442,7 +442,7 @@ fn abort_of_missing_command_uses_its_number() {
     assert!(answered(12) && answered(13) && answered(14), "{received:?}");
     rig.cmd_sn = lost;
     assert!(rig.read(11, 0, 1).is_empty(), "it is over");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -456,14 +456,14 @@ fn replacing_login_waits_for_old_session() {
     assert!(matches!(received[0].0, FromTarget::LoginResponse(_)));
     assert_eq!(status(&rig.read(1, 0, 1)).0, 2, "power on");
     assert_eq!(status(&rig.read(2, 0, 1)).0, 0);
-    rig.end();
+    rig.close();
     // Sending a PDU before the login response is a protocol error.
     let mut rig = Rig::new();
     rig.gate.waits = true;
     rig.login(text);
     rig.nop(1, &[]);
     assert!(rig.disconnected);
-    rig.end();
+    rig.close();
     let mut rig = Rig::new();
     rig.gate.waits = true;
     rig.login(text);
@@ -471,7 +471,7 @@ fn replacing_login_waits_for_old_session() {
     assert!(matches!(received[0].0, FromTarget::LoginResponse(_)));
     assert_eq!(rig.channel.channel().phase(), Phase::FullFeature);
     assert!(!rig.gate.waits, "it waits no longer");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -499,7 +499,7 @@ fn session_logout_waits_for_other_connections() {
     let received = rig.with(TcpChannel::handle_others_gone);
     assert!(matches!(received[0].0, FromTarget::LogoutResponse(_)));
     assert!(rig.channel.channel().has_logged_out());
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -526,7 +526,7 @@ fn logout_waits_for_pending_connection_logout() {
     };
     let tags: Vec<_> = received.iter().filter_map(tag).collect();
     assert_eq!(tags, [Itt(9), Itt(10)]);
-    rig.end();
+    rig.close();
 }
 
 pub(super) fn logout(reason: LogoutReason, cid: u16) -> FromInitiator {
@@ -639,7 +639,7 @@ fn sent_data_can_be_retransmitted() {
     rig.send(&logout(LogoutReason::CloseSession, 0), &[]);
     rig.with(TcpChannel::handle_others_gone);
     assert!(rig.disconnected);
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7143 11.16.3: if MaxRecvDataSegmentLength has changed, data is retransmitted with the new
@@ -700,7 +700,7 @@ fn retransmission_uses_changed_pdu_size() {
             once_more.last().unwrap().0,
             FromTarget::ScsiResponse(r) if r.snack_tag == 78
         ));
-        rig.end();
+        rig.close();
     }
 }
 
@@ -719,7 +719,7 @@ fn acknowledged_response_cancels_retransmission() {
     let is_data = |(pdu, ..): &(FromTarget, _, _)| matches!(pdu, FromTarget::DataIn(_));
     assert!(!sent.iter().any(is_data));
     assert_eq!(rig.channel.channel().executor().in_flight(), 0);
-    rig.end();
+    rig.close();
 }
 
 /// The initiator requests data again before it's sent, and then logs out: in this case the command
@@ -737,7 +737,7 @@ fn logout_cancels_retransmission_after_response() {
     let is_data = |(pdu, ..): &&Received| matches!(pdu, FromTarget::DataIn(_));
     assert_eq!(sent.iter().filter(is_data).count(), 40);
     assert!(rig.disconnected);
-    rig.end();
+    rig.close();
 }
 
 /// Sends data with an invalid digest.
@@ -789,7 +789,7 @@ fn damaged_data_of_queued_command_is_requested() {
     let received = rig.data_out(12, asked.ttt, 0, 512, &[4; 512], true);
     assert_eq!(status(&received).0, 0);
     assert_eq!(rig.disk[512..1024], [4; 512]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -828,7 +828,7 @@ fn damaged_data_is_requested_again() {
     let received = rig.data_out(2, asked.ttt, 0, 512, &[7; 1024], true);
     assert_eq!(status(&received).0, 0);
     assert_eq!(rig.disk[512..1536], [7; 1024]);
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7143 7.8, 11.4.7.2: without recovery, a command with damaged data must fail after receiving
@@ -878,7 +878,7 @@ fn damaged_data_fails_command_when_complete() {
     let received = rig.data_out(5, Ttt::NONE, 0, 512, &[2; 1024], true);
     assert_eq!(sense(&received), (0x0b, 0x0c, 0x0c));
     assert_eq!(status(&rig.read(6, 0, 1)), (0, None));
-    rig.end();
+    rig.close();
 }
 
 /// A command with damaged immediate data is sent again using the same CmdSN. The next commands must
@@ -902,7 +902,7 @@ fn damaged_command_can_be_resent() {
     let received = rig.with(|ch, cx| ch.handle_bytes(cx, &again));
     assert_eq!(received.len(), 2);
     assert_eq!(rig.disk[..512], [first as u8 + 1; 512]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -916,7 +916,7 @@ fn tag_in_use_is_rejected() {
         RejectReason::InvalidPduField
     );
     rig.finish_all_blocks();
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -943,7 +943,7 @@ fn invalid_pdus_are_rejected_within_session() {
     assert_eq!(rejected(&received), RejectReason::CommandNotSupported);
     assert_eq!(received[0].2, odd, "the header comes back");
     assert_eq!(status(&rig.read(2, 0, 1)), (0, None));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1000,7 +1000,7 @@ fn functions_respond_after_aborted_tasks() {
             "{function:?}"
         );
     }
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7144 6.3: the session is closed with its nexus, after the response and without retention
@@ -1019,7 +1019,7 @@ fn nexus_reset_closes_session() {
         assert!(rig.disconnected, "level {level}");
         assert_eq!(rig.elsewhere, [Action::EndOthers]);
         assert_eq!(rig.gate.unit.tasks(), 0);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1040,7 +1040,7 @@ fn aborted_command_has_no_later_response() {
         assert!(late.is_empty(), "{function:?}: {late:?}");
         // We must not wait for data that might never be received.
         assert_eq!(rig.channel.channel().executor().in_flight(), 0);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1059,7 +1059,7 @@ fn ping_flood_is_bounded() {
     rig.stalled = false;
     assert_eq!(rig.nop(5, b"").len(), MAX_QUEUED + 1);
     assert!(rig.channel.channel().wants_input());
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1077,7 +1077,7 @@ fn silent_initiator_is_pinged_then_dropped() {
     rig.wait(Duration::from_secs(10));
     assert!(rig.disconnected);
     assert_eq!(rig.gate.events, [SessionEvent::TimedOut]);
-    rig.end();
+    rig.close();
 }
 
 /// A peer that stops during login, or only sends a byte from time to time, must be disconnected.
@@ -1090,7 +1090,7 @@ fn login_times_out() {
         rig.wait(Duration::from_secs(1));
     }
     assert!(rig.disconnected);
-    rig.end();
+    rig.close();
 }
 
 /// Sending a byte per second must not keep a connection open without login.
@@ -1109,7 +1109,7 @@ fn trickling_login_times_out() {
         seconds += 1;
     }
     assert!((10..20).contains(&seconds), "{seconds} seconds");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1148,7 +1148,7 @@ fn discovery_spans_pdus_and_rejects_commands() {
     let (found, refused) = riser_scsi::iscsi::name::parse_targets(&text).unwrap();
     assert_eq!((found.len(), refused), (300, 0));
     assert_eq!(rejected(&rig.read(1, 0, 1)), RejectReason::ProtocolError);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1189,7 +1189,7 @@ fn logout_waits_for_active_commands() {
     assert!(rig.disconnected);
     let in_part = SessionEvent::LoggedOutInPart;
     assert_eq!(rig.gate.events, [in_part, in_part, SessionEvent::LoggedOut]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1203,7 +1203,7 @@ fn shutdown_requests_logout_first() {
     ));
     rig.wait(Duration::from_secs(5));
     assert!(rig.disconnected);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1221,7 +1221,7 @@ fn commands_wait_for_buffers_and_lose_nothing() {
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     assert_eq!(status(&received), (0, None));
     assert!(rig.disk[..4096].iter().all(|b| *b == 5));
-    rig.end();
+    rig.close();
 }
 
 /// While commands are waiting for pool memory, their immediate data is stored outside the pool.
@@ -1277,7 +1277,7 @@ fn unsolicited_data_of_waiting_commands_is_bounded() {
     }
     assert_eq!(pool.staged(), 0);
     assert!(pool.is_whole());
-    rigs.into_iter().for_each(Rig::end);
+    rigs.into_iter().for_each(Rig::close);
 }
 
 /// Each waiting command could otherwise keep the memory of the longest burst, counted as one block.
@@ -1301,7 +1301,7 @@ fn waiting_commands_keep_only_their_data() {
     assert!(staged <= burst.len() + 4 * 512, "{staged} bytes");
     rig.pool.release(hog);
     rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
-    rig.end();
+    rig.close();
 }
 
 /// Commands that use all of the memory might be waiting for this one.
@@ -1321,7 +1321,7 @@ fn started_command_gets_reserve() {
     rig.pool.release(hog);
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     assert_eq!(status(&received), (0, None));
-    rig.end();
+    rig.close();
 }
 
 /// A blocked unit could use the whole reserve, so this can't be the only way to bypass a waiting
@@ -1351,7 +1351,7 @@ fn started_command_gets_memory_behind_waiting_write() {
     rest.for_each(|buffer| rig.pool.release(buffer));
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     assert!(matches!(received[..], [(FromTarget::R2t(_), ..)]));
-    rig.end();
+    rig.close();
 }
 
 /// Newer commands of the same nexus would wait for this command while using the memory it needs.
@@ -1367,7 +1367,7 @@ fn commands_queue_behind_memory_wait() {
     held.into_iter().for_each(|buffer| rig.pool.release(buffer));
     let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
     assert_eq!(r2t(&received[..1]).offset, 0);
-    rig.end();
+    rig.close();
 }
 
 /// Random action of an initiator.
@@ -1506,7 +1506,7 @@ fn run_acts(acts: Vec<Act>, (kind, window): (usize, u32)) {
         }
         assert!(rig.channel.channel().executor().in_flight() <= 3 * usize::from(WINDOW) + 16);
     }
-    rig.end();
+    rig.close();
 }
 
 proptest! {
@@ -1537,7 +1537,7 @@ fn command_is_counted_when_response_is_sent() {
         let counts = rig.gate.stats.class(Kind::Read);
         assert_eq!((counts.total.count(), counts.bytes), (1, 512), "{keys:?}");
         assert_eq!(rig.gate.stats.queue_depth(), 0);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1557,7 +1557,7 @@ fn command_awaiting_data_does_not_block_unit() {
     }
     let received = rig.write(4, 1, &[7; 512], true);
     assert!(matches!(received[..], [(FromTarget::ScsiResponse(_), ..)]));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1599,7 +1599,7 @@ fn slow_link_gets_time_while_data_arrives() {
         let received = half(&mut rig, r2t, 1);
         assert!(matches!(received[..], [(FromTarget::ScsiResponse(_), ..)]));
     }
-    rig.end();
+    rig.close();
 }
 
 /// A reset affects other nexuses when it aborts their commands. It doesn't matter if the connection
@@ -1753,7 +1753,7 @@ fn functions_for_moved_lun_spare_others() {
     let answers = rig.tmf(8, TargetWarmReset, 0);
     assert_eq!(tmf_status(&answers), TmfStatus::Complete);
     assert_eq!(unit.management().resets, 1);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1780,7 +1780,7 @@ fn lost_response_does_not_identify_unit() {
         rig.with(|ch, cx| ch.handle_sent(cx, was_sent));
         assert_eq!(luns.expected(0).is_stale(), !was_sent);
         rig.stalled = false;
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1800,7 +1800,7 @@ fn large_ping_flood_is_bounded_in_bytes() {
     rig.stalled = false;
     let answers = rig.nop(1001, b"");
     assert_eq!(answers.len(), sent + 1);
-    rig.end();
+    rig.close();
 }
 
 /// A single receive can contain more requests than the send queue has room for. They must be
@@ -1825,7 +1825,7 @@ fn requests_wait_for_response_queue_space() {
         other => panic!("{other:?}"),
     });
     assert!(tags.eq(0..100), "each is answered, in order");
-    rig.end();
+    rig.close();
 }
 
 /// There are many contexts, and they are not needed before login or in discovery sessions.
@@ -1833,16 +1833,16 @@ fn requests_wait_for_response_queue_space() {
 fn contexts_are_created_for_normal_sessions() {
     let rig = Rig::new();
     assert_eq!(rig.channel.channel().memory(), 0);
-    rig.end();
+    rig.close();
     let mut rig = Rig::new();
     rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
     assert_eq!(rig.channel.channel().phase(), Phase::FullFeature);
     assert_eq!(rig.channel.channel().memory(), 0);
-    rig.end();
+    rig.close();
     let rig = Rig::logged_in("");
     let channel = rig.channel.channel();
     assert_eq!(channel.memory(), channel.config().memory());
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1859,7 +1859,7 @@ fn discovery_session_has_idle_and_total_timeouts() {
             }
         }
         assert_eq!(seconds, if talks { 60 } else { 15 });
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1882,10 +1882,10 @@ fn numbered_text_requests_keep_window_open() {
     }
     let received = rig.read(1, 0, 1);
     assert_eq!(status(&received).0, 0);
-    rig.end();
+    rig.close();
 }
 
-fn ask(rig: &mut Rig, tag: u32, text: &[u8]) -> Vec<Received> {
+fn send_text(rig: &mut Rig, tag: u32, text: &[u8]) -> Vec<Received> {
     let request = TextRequest {
         immediate: true,
         is_final: true,
@@ -1906,12 +1906,12 @@ fn targets_are_listed_once_per_request() {
     let mut rig = Rig::new();
     rig.gate.targets = 100;
     rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
-    let once = ask(&mut rig, 1, b"SendTargets=All\0");
+    let once = send_text(&mut rig, 1, b"SendTargets=All\0");
     assert!(matches!(once[..], [(FromTarget::TextResponse(_), ..)]));
     let many = "SendTargets=All\0".repeat(500);
-    let answer = ask(&mut rig, 2, many.as_bytes());
+    let answer = send_text(&mut rig, 2, many.as_bytes());
     assert_eq!(rejected(&answer), RejectReason::ProtocolError);
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7143 Appendix C: in a normal session, `SendTargets=` refers to the target of the session,
@@ -1921,7 +1921,7 @@ fn normal_session_lists_only_its_target() {
     let mut rig = Rig::logged_in("");
     rig.gate.targets = 3;
     for text in ["SendTargets=", "SendTargets=iqn.2026-01.a:t0"] {
-        let answer = ask(&mut rig, 1, text.as_bytes());
+        let answer = send_text(&mut rig, 1, text.as_bytes());
         let [(FromTarget::TextResponse(response), _, data)] = &answer[..] else {
             panic!("{answer:?}");
         };
@@ -1937,17 +1937,17 @@ fn normal_session_lists_only_its_target() {
         "SendTargets=iqn.2026-01.a:t1",
         "SendTargets",
     ] {
-        let answer = ask(&mut rig, 1, text.as_bytes());
+        let answer = send_text(&mut rig, 1, text.as_bytes());
         assert_eq!(rejected(&answer), RejectReason::ProtocolError, "{text}");
     }
     // RFC 7143 6.2: we must respond to an unknown key as well.
-    let answer = ask(&mut rig, 1, b"SendTargetsPlease=All\0");
+    let answer = send_text(&mut rig, 1, b"SendTargetsPlease=All\0");
     let [(FromTarget::TextResponse(_), _, data)] = &answer[..] else {
         panic!("{answer:?}");
     };
     assert_eq!(data, b"SendTargetsPlease=NotUnderstood\0");
     assert_eq!(status(&rig.read(1, 0, 1)).0, 0, "the session goes on");
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7143 11.4.8, 13.12: ExpDataSN is the number of Data-In PDUs sent, so data already in the
@@ -1965,7 +1965,7 @@ fn new_segment_length_applies_to_later_data() {
     };
     rig.cmd_sn += 1;
     rig.send(&FromInitiator::ScsiCommand(command), &[]);
-    ask(&mut rig, 2, b"MaxRecvDataSegmentLength=512\0");
+    send_text(&mut rig, 2, b"MaxRecvDataSegmentLength=512\0");
     rig.stalled = false;
     let received = rig.nop(3, b"");
     let is_data = |(pdu, ..): &&Received| matches!(pdu, FromTarget::DataIn(_));
@@ -1978,5 +1978,5 @@ fn new_segment_length_applies_to_later_data() {
     assert_eq!(pdus, 1);
     let pdus = rig.read(4, 0, 4).iter().filter(is_data).count();
     assert_eq!(pdus, 4, "from here on in pieces of 512 bytes");
-    rig.end();
+    rig.close();
 }

@@ -190,7 +190,7 @@ impl Duo {
         tmf_status(&received)
     }
 
-    pub(super) fn end(mut self) {
+    pub(super) fn close(mut self) {
         self.first
             .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
         self.first.finish_all_blocks();
@@ -230,7 +230,7 @@ fn read_is_resent_on_new_connection() {
         assert!(status_sn.is_some());
         let left = duo.first.channel.channel().executor().in_flight();
         assert_eq!(left, 1, "what was before it");
-        duo.end();
+        duo.close();
     }
     // If all data is acknowledged, only the status is sent.
     let mut duo = Duo::new();
@@ -241,7 +241,7 @@ fn read_is_resent_on_new_connection() {
         panic!("{received:?}");
     };
     assert_eq!((received.len(), response.exp_data_sn), (1, 5));
-    duo.end();
+    duo.close();
 }
 
 /// RFC 7143 7.2.2: if the new connection has a different PDU size, it's used starting with the next
@@ -261,7 +261,7 @@ fn read_continues_with_new_pdu_size() {
     assert_eq!(received[0].2, [4; 512], "up to the end of the burst");
     assert_eq!(received[1].2, [5; 512]);
     assert_eq!(status(&received).0, 0);
-    duo.end();
+    duo.close();
 }
 
 /// RFC 7143 7.2.2: missing data is requested with new R2Ts, starting at the number expected by the
@@ -295,7 +295,7 @@ fn write_requests_missing_data() {
         };
         assert_eq!((response.status, response.exp_data_sn), (0, first_sn + 3));
         assert_eq!(duo.second.disk[..4096], data);
-        duo.end();
+        duo.close();
     }
 }
 
@@ -318,7 +318,7 @@ fn data_dropped_after_error_is_requested_again() {
         assert_eq!(asked[0].offset, 512);
         assert_eq!(status(&received).0, 0);
         assert_eq!(duo.second.disk[..4096], data);
-        duo.end();
+        duo.close();
     }
 }
 
@@ -344,7 +344,7 @@ fn split_read_resends_missing_data() {
         }
         assert_eq!(sns, [8]);
         assert_eq!(status(&received).0, 0);
-        duo.end();
+        duo.close();
     }
     // Last piece and its status.
     let mut duo = Duo::of_window(2048, LEVEL_2);
@@ -355,7 +355,7 @@ fn split_read_resends_missing_data() {
     let received = duo.reassigned(1, 0);
     assert_eq!(data_in(&received).0, [4, 5]);
     assert_eq!(status(&received).0, 0);
-    duo.end();
+    duo.close();
 }
 
 /// Acknowledges the Data-In PDUs before `begin`, as requested by the last one.
@@ -434,7 +434,7 @@ fn write_in_pieces(starved: bool) {
     assert_eq!(offsets, [(4, 2560), (5, 3584), (6, 4096)]);
     assert_eq!(status(&received).0, 0);
     assert_eq!(duo.second.disk[..4608], data);
-    duo.end();
+    duo.close();
 }
 
 /// Other initiators may be waiting for a command that is split into pieces. When it's reassigned,
@@ -474,7 +474,7 @@ fn reassigned_command_keeps_its_time_limit() {
     // The transferred data adds a few milliseconds.
     duo.second.wait(step + Duration::from_secs(1));
     assert!(duo.second.disconnected);
-    duo.end();
+    duo.close();
 }
 
 /// Unsolicited data that wasn't received must be requested.
@@ -489,7 +489,7 @@ fn lost_unsolicited_data_is_requested() {
     assert_eq!(status(&received).0, 0);
     assert_eq!(duo.second.disk[..512], [7; 512]);
     assert_eq!(duo.second.disk[512..1024], [8; 512]);
-    duo.end();
+    duo.close();
 }
 
 /// Sense data must not be lost with the connection, and must not be created again.
@@ -500,7 +500,7 @@ fn status_without_data_is_resent() {
     duo.cut();
     let again = duo.reassigned(1, 0);
     assert_eq!((&before[0].0, &before[0].2), (&again[0].0, &again[0].2));
-    duo.end();
+    duo.close();
 }
 
 /// A command at a device continues, and is handed over when it's complete.
@@ -520,7 +520,7 @@ fn active_command_is_handed_over_on_completion() {
     assert_eq!(sns, [0, 1]);
     assert_eq!(status(&received[2..]).0, 0);
     assert_eq!(duo.first.disk[..512], [9; 512]);
-    duo.end();
+    duo.close();
 }
 
 /// RFC 7143 11.6.1.
@@ -539,11 +539,11 @@ fn refusals_say_why() {
     assert_eq!(duo.refusal(2), TmfStatus::TaskStillAllegiant, "it is ours");
     duo.reassigned(1, 0);
     assert_eq!(duo.refusal(1), TmfStatus::TaskStillAllegiant, "on its way");
-    duo.end();
+    duo.close();
     let mut duo = Duo::with_keys("ErrorRecoveryLevel=1\0MaxConnections=4\0");
     duo.first.write(2, 4, &[], true);
     assert_eq!(duo.refusal(2), TmfStatus::ReassignmentNotSupported);
-    duo.end();
+    duo.close();
 }
 
 /// RFC 7143 7.6: if a command isn't reassigned, it's aborted after Time2Retain.
@@ -565,7 +565,7 @@ fn unclaimed_commands_are_aborted_after_time2retain() {
         assert!(duo.first.released);
         assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
         assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
-        duo.end();
+        duo.close();
     }
     // A command that was claimed in time must be handed over.
     let mut duo = Duo::new();
@@ -578,7 +578,7 @@ fn unclaimed_commands_are_aborted_after_time2retain() {
     assert_eq!(data_in(&duo.route()).0, [0]);
     duo.first.wait(Duration::from_secs(1));
     assert!(duo.first.released);
-    duo.end();
+    duo.close();
 }
 
 /// With DefaultTime2Retain=0, no commands are kept.
@@ -588,7 +588,7 @@ fn zero_time2retain_keeps_no_commands() {
     rig.write(1, 4, &[], true);
     rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
     assert!(rig.released);
-    rig.end();
+    rig.close();
 }
 
 /// Kept commands must not delay commands that are waiting for pool memory.
@@ -607,7 +607,7 @@ fn kept_commands_are_dropped_for_memory_waiters() {
     assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
     // Commands without memory are kept.
     assert_eq!(status(&duo.reassigned(3, 0)).0, 0);
-    duo.end();
+    duo.close();
 }
 
 /// If a connection closes while it has the next function in its queue, the requests after it must
@@ -636,7 +636,7 @@ fn closing_connection_passes_its_turn() {
         end(&mut duo.first);
         let received = duo.route();
         assert_eq!(status(&received).0, 0);
-        duo.end();
+        duo.close();
     }
 }
 
@@ -655,7 +655,7 @@ fn functions_reach_reassigned_commands() {
     assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
     // While it's being handed over, the response must wait.
     duo.first.prompt = false;
-    duo.end();
+    duo.close();
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.first.read(1, 0, 1);
@@ -664,7 +664,7 @@ fn functions_reach_reassigned_commands() {
     assert!(abort(&mut duo, 1).is_empty(), "the device has it still");
     duo.first.finish_all_blocks();
     assert_eq!(tmf_status(&duo.route()), TmfStatus::Complete);
-    duo.end();
+    duo.close();
     // Using its previous name, if this was read before the command moved.
     let mut duo = Duo::new();
     duo.first.write(1, 4, &[], true);
@@ -679,7 +679,7 @@ fn functions_reach_reassigned_commands() {
         duo.first.elsewhere[..],
         [Action::Task(TaskAction::AbortTask { task, .. })] if task.channel == 2
     ));
-    duo.end();
+    duo.close();
     // Using its unit.
     let mut duo = Duo::new();
     duo.first.write(1, 4, &[], true);
@@ -689,7 +689,7 @@ fn functions_reach_reassigned_commands() {
     received.extend(duo.route());
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(duo.second.gate.unit.tasks(), 0);
-    duo.end();
+    duo.close();
 }
 
 /// If a command was aborted by another nexus, and the initiator then aborts it on another
@@ -726,7 +726,7 @@ fn abort_on_other_connection_suppresses_response() {
             duo.first.channel.channel().executor().task_state(Itt(1)),
             None
         );
-        duo.end();
+        duo.close();
     }
 }
 
@@ -740,7 +740,7 @@ fn query_task_set_includes_other_connections() {
     assert_eq!(query(&mut duo), TmfStatus::Complete);
     assert!(duo.first.write(1, 4, &[7; 512], false).is_empty());
     assert_eq!(query(&mut duo), TmfStatus::Succeeded);
-    duo.end();
+    duo.close();
 }
 
 /// Same for a function of this nexus on another connection, while the response is waiting for
@@ -779,7 +779,7 @@ fn function_on_other_connection_suppresses_response() {
                 duo.first.channel.channel().executor().task_state(Itt(1)),
                 None
             );
-            duo.end();
+            duo.close();
         }
     }
 }
@@ -810,7 +810,7 @@ fn kept_command_reports_abort_after_reassignment() {
             panic!("{received:?}");
         };
         assert_eq!((response.itt, response.status), (Itt(tag), 0x40));
-        duo.end();
+        duo.close();
     }
 }
 
@@ -834,7 +834,7 @@ fn claimed_command_survives_time2retain() {
         duo.first.wait(Duration::from_secs(1));
     }
     assert!(duo.first.released);
-    duo.end();
+    duo.close();
 }
 
 /// The second connection can be lost as well.
@@ -871,7 +871,7 @@ fn command_can_be_reassigned_twice() {
     duo.first.send(&reassign, &[]);
     let asked = r2t(&duo.route());
     assert_eq!((asked.r2t_sn, asked.offset), (1, 512));
-    duo.end();
+    duo.close();
     drop(first);
 }
 
@@ -891,13 +891,13 @@ fn recovery_logout_responds_when_commands_are_available() {
     let answer = logout_response(&received);
     assert_eq!(answer.status, LogoutStatus::Closed);
     assert_eq!((answer.time2wait, answer.time2retain), (2, 20));
-    duo.end();
+    duo.close();
     // This isn't supported below level 2.
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     let received = rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
     let refused = logout_response(&received).status;
     assert_eq!(refused, LogoutStatus::RecoveryNotSupported);
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7143 11.14: after a connection has logged itself out for recovery, it must not send
@@ -922,7 +922,7 @@ fn connection_can_log_itself_out_for_recovery() {
     assert!(!duo.first.released);
     duo.first.wait(RETENTION);
     assert!(duo.first.released);
-    duo.end();
+    duo.close();
 }
 
 /// RFC 7143 11.9.1.
@@ -938,7 +938,7 @@ fn initiator_is_notified_of_lost_connection() {
         FromTarget::AsyncMessage(m)
             if m.event == AsyncEvent::ConnectionDropped && m.parameters == [7, 2, 20]
     ));
-    duo.end();
+    duo.close();
 }
 
 /// If an initiator reuses a tag, it must have received the response for the previous command.
@@ -950,7 +950,7 @@ fn reused_tag_refers_to_new_command() {
     duo.cut();
     assert_eq!(status(&duo.second.read(1, 0, 1)).0, 0);
     assert_eq!(duo.refusal(1), TmfStatus::TaskStillAllegiant);
-    duo.end();
+    duo.close();
 }
 
 /// Random action of an initiator with two connections.
@@ -1063,7 +1063,7 @@ fn run(acts: Vec<Act>) {
             assert!(rig.channel.channel().executor().in_flight() <= contexts);
         }
     }
-    duo.end();
+    duo.close();
 }
 
 proptest! {

@@ -51,7 +51,7 @@ fn limited_command_receives_unsolicited_data() {
     let received = rig.wait(Duration::from_nanos(1));
     assert!(is_good(&received, 2), "{received:?}");
     assert_eq!(rig.disk[..1024], data);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn limited_command_solicits_data_when_resumed() {
     };
     let received = rig.data_out(2, r2t.ttt, 0, 0, &[5; 4096], true);
     assert!(is_good(&received, 2), "{received:?}");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -94,7 +94,7 @@ fn functions_abort_limited_commands() {
         assert_eq!(rig.disk[..512], [expected; 512], "{function:?}");
         if function == Function::NexusReset {
             // The session was closed with its nexus.
-            rig.end();
+            rig.close();
             continue;
         }
         rig.command(5, &[0; 6], false, 0, &[], true);
@@ -102,7 +102,7 @@ fn functions_abort_limited_commands() {
             is_good(&rig.write(6, 1, &[6; 512], true), 6),
             "{function:?}"
         );
-        rig.end();
+        rig.close();
     }
 }
 
@@ -110,7 +110,7 @@ fn functions_abort_limited_commands() {
 fn limited_commands_do_not_delay_logout() {
     let mut rig = limited();
     rig.write(2, 1, &[2; 512], true);
-    rig.end();
+    rig.close();
     let mut rig = limited();
     rig.write(2, 1, &[2; 512], true);
     let request = LogoutRequest {
@@ -164,7 +164,7 @@ fn changed_limits_apply_to_waiting_commands() {
     rig.gate.unit.limits.set(&IoLimits::default());
     let received = rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
     assert_eq!(received.len(), 3);
-    rig.end();
+    rig.close();
 }
 
 /// Unsolicited data isn't stored in the pool, so only a few commands can wait while holding such
@@ -196,5 +196,5 @@ fn unsolicited_data_of_waiting_commands_is_bounded() {
     rig.wait(TENTH);
     assert!(rig.write(8, blocks, &[9; 512], false).is_empty());
     assert_eq!(state(&rig, 8), Some(TaskState::AwaitLimit));
-    rig.end();
+    rig.close();
 }

@@ -62,7 +62,7 @@ fn phase(rig: &Rig) -> Phase {
 
 fn terminate(mut rig: Rig) {
     rig.with(|ch, cx| ch.channel_mut().handle_terminate(cx));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -83,13 +83,13 @@ fn logins() {
     let mut rig = Rig::new();
     rig.login("TargetName=iqn.2026-01.a:t0\0");
     assert_eq!(phase(&rig), Phase::Closed);
-    rig.end();
-    Rig::new().end();
+    rig.close();
+    Rig::new().close();
     let mut rig = Rig::new();
     rig.gate.waits = true;
     rig.login("InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0");
     assert_eq!(phase(&rig), Phase::Joining);
-    rig.end();
+    rig.close();
 }
 
 /// Successful logouts, and a logout waiting for a command when the connection is closed.
@@ -98,13 +98,13 @@ fn logouts() {
     let mut rig = Rig::logged_in("");
     rig.send(&close, &[]);
     assert_eq!(phase(&rig), Phase::Closed);
-    rig.end();
+    rig.close();
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     rig.read(TAG, 0, 1);
     rig.send(&close, &[]);
     assert_eq!(phase(&rig), Phase::LoggingOut(Itt(9)));
-    rig.end();
+    rig.close();
 }
 
 /// Connection loss at error recovery level 2, and a connection that logs itself out for recovery.
@@ -120,13 +120,13 @@ fn losses() {
     rig.with(|ch, cx| ch.channel_mut().handle_detach(cx));
     assert_eq!(phase(&rig), Phase::Retaining);
     rig.wait(RETENTION);
-    rig.end();
+    rig.close();
     terminate(Rig::logged_in(LEVEL_2));
     let mut rig = Rig::logged_in(LEVEL_2);
     rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
     assert_eq!(phase(&rig), Phase::Retaining);
     rig.wait(RETENTION);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn second_logout_is_rejected() {
         _ => None,
     });
     assert_eq!(answers.collect::<Vec<_>>(), [Itt(9)]);
-    rig.end();
+    rig.close();
 }
 
 /// Connection and allocated pool buffers.
@@ -279,13 +279,13 @@ impl Bench {
     }
 
     /// Closes the connection while the command is in its current state.
-    fn end(mut self) {
+    fn close(mut self) {
         self.rig
             .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
         if let Some(hog) = self.hog.take() {
             self.rig.pool.release(hog);
         }
-        self.rig.end();
+        self.rig.close();
     }
 
     /// Completes the command.
@@ -295,7 +295,7 @@ impl Bench {
         self.rig.prompt = true;
         self.rig.with(|_, _| ());
         self.expect(TaskState::Idle);
-        self.end();
+        self.close();
     }
 }
 
@@ -380,7 +380,7 @@ fn commands_end_everywhere() {
         TaskState::Block,
         TaskState::Send,
     ] {
-        reach(state, false).end();
+        reach(state, false).close();
         let mut bench = reach(state, false);
         bench.clear();
         bench.finish();
@@ -404,7 +404,7 @@ fn answers_wait_for_data() {
     let mut bench = waiting();
     close(&mut bench);
     bench.finish();
-    waiting().end();
+    waiting().close();
     let mut bench = Bench::new();
     bench.send(open(read(1)), &[]);
     let tasks = bench.clear_set();
@@ -412,7 +412,7 @@ fn answers_wait_for_data() {
     bench.expect(TaskState::AwaitUnsolicited);
     bench.abort(tasks);
     bench.expect(TaskState::AwaitUnsolicited);
-    bench.end();
+    bench.close();
     let mut bench = Bench::new();
     bench.send(open(capacity()), &[]);
     bench.take_memory();
@@ -461,7 +461,7 @@ fn commands_go_on() {
         bench.expect(TaskState::AwaitBuffer);
         bench.offer_memory();
         bench.give_memory();
-        bench.end();
+        bench.close();
     }
     for command in [read(1), write(1)] {
         let mut bench = Bench::new();
@@ -469,13 +469,13 @@ fn commands_go_on() {
         bench.send(command, &[]);
         bench.expect(TaskState::AwaitLimit);
         bench.rig.wait(TENTH);
-        bench.end();
+        bench.close();
     }
     let mut bench = reach(TaskState::AwaitLimit, false);
     bench.take_memory();
     bench.rig.wait(TENTH);
     bench.expect(TaskState::AwaitBuffer);
-    bench.end();
+    bench.close();
     for command in [plain(), read(1)] {
         let mut bench = Bench::new();
         bench.send_behind(command);
@@ -501,7 +501,7 @@ fn commands_go_on() {
     bench.send(ScsiCommand { attribute, ..other }, &[]);
     bench.complete_block();
     bench.expect(TaskState::Receive);
-    bench.end();
+    bench.close();
 }
 
 /// Functions that complete, and a function whose connection is closed first.
@@ -517,7 +517,7 @@ fn functions_end() {
     assert_eq!(state, Some(TaskState::Mgmt));
     duo.second
         .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
-    duo.end();
+    duo.close();
 }
 
 /// Commands that are reassigned: complete, in the middle of a data transfer, without available
@@ -528,13 +528,13 @@ fn commands_move() {
     duo.first.read(TAG, 0, 1);
     duo.cut();
     duo.reassigned(TAG, 0);
-    duo.end();
+    duo.close();
     let mut duo = Duo::new();
     duo.first.write(TAG, 8, &[], true);
     duo.cut();
     duo.reassigned(TAG, 0);
     assert_eq!(state(&duo), Some(TaskState::Receive));
-    duo.end();
+    duo.close();
     for has_memory in [true, false] {
         let mut duo = Duo::of_window(WINDOW, LEVEL_2);
         duo.first.read(TAG, 0, 4);
@@ -553,7 +553,7 @@ fn commands_move() {
             duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
             assert_eq!(state(&duo), Some(TaskState::Send));
         }
-        duo.end();
+        duo.close();
     }
     let mut duo = Duo::new();
     duo.first.prompt = false;
@@ -561,7 +561,7 @@ fn commands_move() {
     duo.cut();
     duo.reassigned(TAG, 0);
     assert_eq!(state(&duo), Some(TaskState::Expected));
-    duo.end();
+    duo.close();
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn r2ts(received: &[Received]) -> Vec<R2t> {
     found.collect()
 }
 
-fn answer(received: &[Received]) -> ScsiResponse {
+fn response_of(received: &[Received]) -> ScsiResponse {
     match received {
         [(FromTarget::ScsiResponse(response), ..)] => *response,
         other => panic!("{other:?}"),
@@ -63,7 +63,7 @@ fn answer(received: &[Received]) -> ScsiResponse {
 }
 
 /// Responds to an R2T using `data`, which contains all data of the command.
-fn give(rig: &mut Rig, r2t: R2t, data: &[u8]) -> Vec<Received> {
+fn send_solicited(rig: &mut Rig, r2t: R2t, data: &[u8]) -> Vec<Received> {
     let at = r2t.offset as usize;
     let data = &data[at..at + r2t.len as usize];
     rig.data_out(r2t.itt.0, r2t.ttt, 0, r2t.offset, data, true)
@@ -77,7 +77,7 @@ fn give_all(rig: &mut Rig, first: &[Received], data: &[u8]) -> (Vec<R2t>, Vec<Re
     while !asked.is_empty() {
         let next = asked.remove(0);
         all.push(next);
-        last = give(rig, next, data);
+        last = send_solicited(rig, next, data);
         asked.extend(r2ts(&last));
     }
     (all, last)
@@ -171,13 +171,13 @@ fn long_write_requests_pieces_sequentially() {
             (4, 4096, 512),
         ]
     );
-    let response = answer(&last);
+    let response = response_of(&last);
     assert_eq!((response.status, response.exp_data_sn), (0, 5));
     assert_eq!(response.residual, Residual::None);
     assert_eq!(rig.disk[..LEN], data);
     assert_eq!(rig.disk[LEN], BLOCKS + 1, "nothing behind them");
     check_memory(&rig);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -192,9 +192,9 @@ fn unsolicited_data_can_exceed_window() {
     let (asked, last) = give_all(&mut rig, &received, &data);
     let asked: Vec<_> = asked.iter().map(|a| (a.offset, a.len)).collect();
     assert_eq!(asked, [(3072, 1024), (4096, 512)]);
-    assert_eq!(answer(&last).status, 0);
+    assert_eq!(response_of(&last).status, 0);
     assert_eq!(rig.disk[..LEN], data);
-    rig.end();
+    rig.close();
 }
 
 /// All bytes must be in order, using the maximum sequence length within each piece.
@@ -213,7 +213,7 @@ fn long_read_has_contiguous_data() {
         assert!(!pdu.acknowledge, "not without recovery");
     }
     check_memory(&rig);
-    rig.end();
+    rig.close();
 }
 
 /// If data is sent with a read command, it must not be returned as read data.
@@ -229,11 +229,11 @@ fn long_read_ignores_received_data() {
     };
     rig.cmd_sn += 1;
     let mut received = rig.send(&FromInitiator::ScsiCommand(command), &[0xee; 512]);
-    let response = answer(&received.split_off(9));
+    let response = response_of(&received.split_off(9));
     assert_eq!((response.status, response.exp_data_sn), (0, 9));
     assert_eq!(response.residual, Residual::Underflow(512));
     assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
-    rig.end();
+    rig.close();
 }
 
 /// The next piece can only be read when the previous one was sent.
@@ -256,7 +256,7 @@ fn read_waits_for_initiator_to_receive() {
         rig.blocks[..],
         [(_, BlockOp::Read { offset: 2048, .. })]
     ));
-    rig.end();
+    rig.close();
 }
 
 /// RFC 7143 7.8: the command must fail, because the initiator is waiting for data that we can't
@@ -280,7 +280,7 @@ fn unavailable_retransmission_fails_command() {
         assert_eq!(rejected(&received[..1]), RejectReason::SnackReject);
         assert_eq!(sense(&received[1..]), (0x0b, 0x11, 0x13));
         assert_eq!(rig.gate.unit.tasks(), 0);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -295,15 +295,15 @@ fn error_between_pieces_reports_residual() {
     rig.prompt = false;
     for _ in 0..3 {
         let next = asked.remove(0);
-        asked.extend(r2ts(&give(&mut rig, next, &data)));
+        asked.extend(r2ts(&send_solicited(&mut rig, next, &data)));
         if !rig.blocks.is_empty() {
             asked.extend(r2ts(&rig.finish_all_blocks()));
         }
     }
     let next = asked.remove(0);
-    assert!(give(&mut rig, next, &data).is_empty());
+    assert!(send_solicited(&mut rig, next, &data).is_empty());
     let received = rig.fail_block(0, medium);
-    let response = answer(&received);
+    let response = response_of(&received);
     assert_eq!((response.status, response.exp_data_sn), (2, 4));
     assert_eq!(response.residual, Residual::Underflow(512));
     let sense = &received[0].2[2..];
@@ -316,10 +316,10 @@ fn error_between_pieces_reports_residual() {
     let sent = rig.finish_all_blocks();
     assert_eq!(sent.len(), 4);
     let received = rig.fail_block(0, medium);
-    let response = answer(&received);
+    let response = response_of(&received);
     assert_eq!((response.status, response.exp_data_sn), (2, 4));
     assert_eq!(response.residual, Residual::Underflow(LEN as u32 - WINDOW));
-    rig.end();
+    rig.close();
 }
 
 /// When a command is aborted between pieces, its blocks and buffer must be released, but not before
@@ -330,25 +330,28 @@ fn abort_between_pieces_works_in_any_state() {
     // While receiving the second piece.
     let mut rig = rig(KEYS);
     let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
     assert_eq!(asked[0].offset, 2048);
     assert_eq!(
         tmf_status(&rig.tmf(9, TmfFunction::AbortTask, 1)),
         TmfStatus::Complete
     );
     assert_eq!(rig.pool.free(), rig.pool.size());
-    assert!(give(&mut rig, asked[0], &data).is_empty(), "too late");
-    rig.end();
+    assert!(
+        send_solicited(&mut rig, asked[0], &data).is_empty(),
+        "too late"
+    );
+    rig.close();
 
     // While the second piece is being written.
     let mut rig = self::rig(KEYS);
     let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
     rig.prompt = false;
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
-    assert!(give(&mut rig, asked[0], &data).is_empty());
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    assert!(send_solicited(&mut rig, asked[0], &data).is_empty());
     assert!(matches!(
         rig.blocks[..],
         [(_, BlockOp::Write { offset: 2048, .. })]
@@ -358,7 +361,7 @@ fn abort_between_pieces_works_in_any_state() {
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
     assert_eq!(rig.gate.unit.tasks(), 0);
-    rig.end();
+    rig.close();
 
     // While a piece is being sent, its buffer is used by the socket.
     let mut rig = self::rig(KEYS);
@@ -372,7 +375,7 @@ fn abort_between_pieces_works_in_any_state() {
     let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
-    rig.end();
+    rig.close();
 
     // While a piece is still queued, so it must not be sent.
     let mut rig = self::rig(KEYS);
@@ -382,7 +385,7 @@ fn abort_between_pieces_works_in_any_state() {
     let received = rig.tmf(9, TmfFunction::AbortTask, 1);
     assert_eq!(received.len(), 1);
     assert_eq!(rig.pool.free(), rig.pool.size());
-    rig.end();
+    rig.close();
 }
 
 /// Other commands wait for an aborted command to complete, so an abort must not disable the timeout
@@ -405,7 +408,7 @@ fn aborted_command_cannot_linger() {
     assert!(rig.gate.events.contains(&SessionEvent::TimedOut));
     rig.with(|ch, cx| ch.handle_sent(cx, false));
     assert_eq!(rig.gate.unit.tasks(), 0);
-    rig.end();
+    rig.close();
 
     // If the piece of an aborted command was sent in time, there is nothing left to wait for.
     let mut rig = self::rig(KEYS);
@@ -422,7 +425,7 @@ fn aborted_command_cannot_linger() {
         rig.wait(Duration::from_secs(10));
     }
     assert!(!rig.disconnected);
-    rig.end();
+    rig.close();
 
     // A timeout isn't possible after the connection was closed.
     let mut rig = self::rig(KEYS);
@@ -433,7 +436,7 @@ fn aborted_command_cannot_linger() {
     rig.wait(Duration::from_secs(20));
     assert!(!rig.gate.events.contains(&SessionEvent::TimedOut));
     rig.with(|ch, cx| ch.handle_sent(cx, false));
-    rig.end();
+    rig.close();
 }
 
 /// If a command is aborted by another nexus in any state, the response must be TASK ABORTED (SPC-4
@@ -459,7 +462,7 @@ fn command_ended_by_other_nexus_gets_response() {
             if by == own {
                 return assert!(received.is_empty(), "{received:?}");
             }
-            let response = answer(received);
+            let response = response_of(received);
             assert_eq!((response.itt, response.status), (Itt(tag), 0x40));
         };
         let assert_usable = |mut rig: Rig| {
@@ -467,9 +470,9 @@ fn command_ended_by_other_nexus_gets_response() {
             assert_eq!(rig.pool.free(), rig.pool.size());
             assert!(!rig.disconnected);
             // Unit attention after a reset.
-            assert_eq!(answer(&rig.read(50, 0, 1)).status, 2);
+            assert_eq!(response_of(&rig.read(50, 0, 1)).status, 2);
             assert_eq!(data_in(&rig.read(51, 0, 1)).0, [0]);
-            rig.end();
+            rig.close();
         };
 
         // While at the disk.
@@ -484,7 +487,10 @@ fn command_ended_by_other_nexus_gets_response() {
         let mut rig = self::rig(KEYS);
         let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
         check(&end(&mut rig, by), 1);
-        assert!(give(&mut rig, asked[0], &data).is_empty(), "too late");
+        assert!(
+            send_solicited(&mut rig, asked[0], &data).is_empty(),
+            "too late"
+        );
         assert_usable(rig);
 
         // While receiving unsolicited data.
@@ -529,9 +535,9 @@ fn command_ended_by_two_nexuses_gets_response() {
         assert!(received.is_empty(), "{received:?}");
     }
     let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
-    let response = answer(&received);
+    let response = response_of(&received);
     assert_eq!((response.itt, response.status), (Itt(1), 0x40));
-    rig.end();
+    rig.close();
 }
 
 /// A command aborted by its own nexus must not have a response after this, even if it was also
@@ -555,7 +561,7 @@ fn own_abort_suppresses_task_aborted_status() {
     let late = rig.data_out(1, Ttt::NONE, 0, 512, &[0; 512], true);
     assert!(late.is_empty(), "{late:?}");
     assert_eq!(rig.channel.channel().executor().in_flight(), 0);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -563,9 +569,9 @@ fn connection_loss_between_pieces_leaks_nothing() {
     let data = pattern();
     let mut rig = rig(KEYS);
     let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
-    give(&mut rig, asked[0], &data);
-    rig.end();
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    send_solicited(&mut rig, asked[0], &data);
+    rig.close();
     let mut rig = self::rig(KEYS);
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
@@ -573,13 +579,13 @@ fn connection_loss_between_pieces_leaks_nothing() {
     rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
     assert!(!rig.released, "the socket has the buffer");
     rig.with(|ch, cx| ch.handle_sent(cx, false));
-    rig.end();
+    rig.close();
     // After a logout request, we must not request more data.
     let mut rig = self::rig(KEYS);
     let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
     rig.prompt = false;
-    give(&mut rig, asked[0], &data);
+    send_solicited(&mut rig, asked[0], &data);
     assert_eq!(rig.blocks.len(), 1);
     assert!(
         rig.send(&logout(LogoutReason::CloseSession, 0), &[])
@@ -587,7 +593,7 @@ fn connection_loss_between_pieces_leaks_nothing() {
     );
     let received = rig.finish_all_blocks();
     assert!(is_logged_out(&received));
-    rig.end();
+    rig.close();
 }
 
 /// A command that reads and writes must lock its blocks, and only those, from the first to the last
@@ -599,18 +605,18 @@ fn atomic_command_locks_blocks_between_pieces() {
     let data = vec![0x11; LEN];
     let first = orwrite(&mut rig, 1);
     // Blocks aren't locked before the first piece is received.
-    assert_eq!(answer(&write_at(&mut rig, 2, 0)).status, 0);
-    let asked = r2ts(&give(&mut rig, r2t(&first), &data));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    assert_eq!(response_of(&write_at(&mut rig, 2, 0)).status, 0);
+    let asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
     assert_eq!(asked[0].offset, 2048, "the first piece is written");
     assert_eq!(rig.disk[..512], [0x77; 512]);
     assert!(write_at(&mut rig, 3, 0).is_empty(), "it waits");
     assert!(write_at(&mut rig, 4, BLOCKS - 1).is_empty(), "so does this");
-    assert_eq!(answer(&write_at(&mut rig, 5, BLOCKS)).status, 0);
+    assert_eq!(response_of(&write_at(&mut rig, 5, BLOCKS)).status, 0);
     rig.disk[8 * 512..LEN].fill(0x22);
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
-    let received = give(&mut rig, asked[0], &data);
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    let received = send_solicited(&mut rig, asked[0], &data);
     let tags: Vec<_> = received
         .iter()
         .map(|(pdu, ..)| match pdu {
@@ -623,7 +629,7 @@ fn atomic_command_locks_blocks_between_pieces() {
     assert_eq!(rig.disk[512..2048], [0x11; 1536]);
     assert_eq!(rig.disk[7 * 512], 0x11);
     assert_eq!(rig.disk[8 * 512], 0x77, "the later one");
-    rig.end();
+    rig.close();
 }
 
 /// An ORDERED command holds its place in the order from its first piece: older commands are
@@ -646,7 +652,7 @@ fn ordered_command_keeps_order_between_pieces() {
         panic!("{last:?}");
     };
     assert_eq!((pdu.itt, &bytes[..]), (Itt(2), &data[..512]));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -654,8 +660,8 @@ fn silent_initiator_between_pieces_times_out() {
     let data = vec![1; LEN];
     let mut rig = rig(KEYS);
     let first = orwrite(&mut rig, 1);
-    let asked = r2ts(&give(&mut rig, r2t(&first), &data));
-    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data));
+    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
     assert_eq!(asked[0].offset, 2048);
     assert!(
         write_at(&mut rig, 3, 0).is_empty(),
@@ -699,7 +705,7 @@ fn end_with(mut rig: Rig, more: Vec<Buffer>) {
     more.into_iter().for_each(|buffer| rig.pool.release(buffer));
     rig.stalled = false;
     rig.with(|ch, cx| ch.handle_sent(cx, true));
-    rig.end();
+    rig.close();
 }
 
 /// Returns the time until the connection is closed, in seconds. The time is advanced by `step`
@@ -741,7 +747,7 @@ fn silent_initiator_with_awaited_memory_fails_sooner() {
         assert_eq!(rig.disconnected, others_wait);
         rig.pool.leave_line(Owner(owner.0 + 1));
         more.into_iter().for_each(|buffer| rig.pool.release(buffer));
-        rig.end();
+        rig.close();
     }
 }
 
@@ -761,7 +767,7 @@ fn slow_initiator_survives_new_memory_waiters() {
             .on_moved(3 << 20);
         rig.wait(Duration::from_secs(3));
         let next = asked.pop().unwrap();
-        asked = r2ts(&give(&mut rig, next, &data));
+        asked = r2ts(&send_solicited(&mut rig, next, &data));
     }
     assert!(!rig.disconnected);
     let more = let_another_wait(&mut rig);
@@ -837,7 +843,7 @@ fn unanswered_r2t_times_out_despite_other_activity() {
         }
     });
     assert_eq!(seconds, 20);
-    rig.end();
+    rig.close();
     // Data that is read but never acknowledged.
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     assert_eq!(r2ts(&rig.write(1, 1, &[], true)).len(), 1);
@@ -848,7 +854,7 @@ fn unanswered_r2t_times_out_despite_other_activity() {
         rig.read(tag, 0, 1);
     });
     assert_eq!(seconds, 15);
-    rig.end();
+    rig.close();
 }
 
 /// Data for an aborted command is sent first because it was requested first.
@@ -956,7 +962,7 @@ fn later_pieces_share_time_limit() {
         rig.wait(Duration::from_secs(10));
         seconds += 10;
         if let Some(next) = asked.pop() {
-            asked = r2ts(&give(&mut rig, next, &data));
+            asked = r2ts(&send_solicited(&mut rig, next, &data));
         }
         assert!(seconds < 400, "64 pieces of ten seconds are not waited for");
     }
@@ -985,7 +991,7 @@ fn busy_connection_extends_time_limit() {
             rig.wait(Duration::from_secs(10));
             seconds += 10;
             if let Some(next) = asked.pop() {
-                asked = r2ts(&give(&mut rig, next, &data));
+                asked = r2ts(&send_solicited(&mut rig, next, &data));
             }
             assert!(seconds < 400, "64 pieces of ten seconds are not waited for");
         }
@@ -1026,7 +1032,7 @@ fn data_is_counted_when_transferred() {
             });
         }
         assert_eq!(moved(&rig) - before, LEN as u64, "{keys:?}");
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1065,7 +1071,7 @@ fn unread_response_is_not_kept_forever() {
             assert!(rest > 0, "the socket has a buffer");
             rig.with(|ch, cx| ch.handle_sent(cx, false));
         }
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1093,7 +1099,7 @@ fn slow_reader_has_no_time_limit() {
     }
     assert!(!rig.disconnected);
     assert_eq!(rig.pool.free(), rig.pool.size());
-    rig.end();
+    rig.close();
 }
 
 /// The time used by the disk between two pieces must not be counted for the initiator.
@@ -1103,7 +1109,7 @@ fn disk_time_is_not_counted() {
     let mut rig = rig("");
     let first = rig.write(1, BLOCKS, &[], true);
     rig.prompt = false;
-    assert!(give(&mut rig, r2t(&first), &data).is_empty());
+    assert!(send_solicited(&mut rig, r2t(&first), &data).is_empty());
     for n in 0..100 {
         rig.wait(Duration::from_secs(10));
         rig.nop(1000 + n, b"");
@@ -1113,8 +1119,8 @@ fn disk_time_is_not_counted() {
     rig.prompt = true;
     rig.wait(Duration::from_secs(10));
     let (_, last) = give_all(&mut rig, &received, &data);
-    assert_eq!(answer(&last).status, 0);
-    rig.end();
+    assert_eq!(response_of(&last).status, 0);
+    rig.close();
 }
 
 /// RFC 7143 11.7.2: at level 1, a piece is kept until it's acknowledged by the initiator, and can
@@ -1151,14 +1157,14 @@ fn piece_is_kept_until_acknowledged() {
         rig.nop(1000 + n, b"");
     }
     assert!(rig.disconnected);
-    rig.end();
+    rig.close();
     // Abort while waiting for the acknowledgment.
     let mut rig = self::rig(LEVEL_1);
     rig.read(1, 0, BLOCKS);
     let received = rig.tmf(9, TmfFunction::AbortTask, 1);
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(status(&rig.read(2, 0, 1)).0, 0);
-    rig.end();
+    rig.close();
 }
 
 /// After a piece was acknowledged, its buffer is used for the next piece or by another command, so
@@ -1185,7 +1191,7 @@ fn acknowledged_piece_is_not_resent() {
     assert!(rig.read(2, 0, 1).is_empty());
     assert!(is_protocol_error(&rig.send(&snack(1, 0, 0), &[])));
     assert_eq!(data_in(&rig.finish_all_blocks()).0, [0]);
-    rig.end();
+    rig.close();
 }
 
 /// After a logout request, there will be no acknowledgments, so we don't keep pieces and don't send
@@ -1197,7 +1203,7 @@ fn logout_does_not_wait_for_acknowledgments() {
     let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
     assert!(is_logged_out(&log_out(&mut rig)));
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty());
-    rig.end();
+    rig.close();
 
     // Nothing was sent.
     let mut rig = self::rig(LEVEL_1);
@@ -1205,7 +1211,7 @@ fn logout_does_not_wait_for_acknowledgments() {
     rig.read(1, 0, BLOCKS);
     rig.stalled = false;
     assert!(is_logged_out(&log_out(&mut rig)));
-    rig.end();
+    rig.close();
 
     // A part of it is being sent.
     let mut rig = Rig::with_window(32 << 10, LEVEL_1);
@@ -1218,7 +1224,7 @@ fn logout_does_not_wait_for_acknowledgments() {
     rig.stalled = false;
     let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
     assert!(is_logged_out(&received));
-    rig.end();
+    rig.close();
 
     // If a piece is read later, it's sent without waiting for an acknowledgment.
     let mut rig = self::rig(LEVEL_1);
@@ -1229,7 +1235,7 @@ fn logout_does_not_wait_for_acknowledgments() {
     let mut received = rig.finish_all_blocks();
     assert!(is_logged_out(&received.split_off(received.len() - 1)));
     assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1345,9 +1351,11 @@ fn hold_order(waiter: Waiter) -> Option<u64> {
     let data = vec![1; LEN];
     let first = orwrite(&mut rig, 1);
     // The first piece is received before the command has a place in the order.
-    let mut asked = r2ts(&give(&mut rig, r2t(&first), &data)).pop().unwrap();
+    let mut asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data))
+        .pop()
+        .unwrap();
     while asked.offset < 2048 {
-        asked = r2ts(&give(&mut rig, asked, &data)).pop().unwrap();
+        asked = r2ts(&send_solicited(&mut rig, asked, &data)).pop().unwrap();
     }
     if waiter == Waiter::Same {
         assert!(write_at(&mut rig, 3, 0).is_empty(), "it waits for blocks");
@@ -1364,7 +1372,7 @@ fn hold_order(waiter: Waiter) -> Option<u64> {
     if let Some(key) = foreign {
         let _ = rig.gate.unit.remove(key);
     }
-    rig.end();
+    rig.close();
     seconds
 }
 
@@ -1385,9 +1393,9 @@ fn slow_pieces_hold_order_for_seconds() {
     (cdb[0], cdb[13]) = (0x8b, BLOCKS);
     let first = rig.command(1, &cdb, true, data.len() as u32, &[], true);
     // The first piece is received before the command has a place in the order.
-    let mut asked = r2ts(&give(&mut rig, r2t(&first), &data)).pop();
+    let mut asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data)).pop();
     while let Some(r2t) = asked.filter(|r2t| r2t.offset < 2048) {
-        asked = r2ts(&give(&mut rig, r2t, &data)).pop();
+        asked = r2ts(&send_solicited(&mut rig, r2t, &data)).pop();
     }
     let foreign = enter_foreign_write(&rig);
     let mut seconds = 0;
@@ -1395,12 +1403,12 @@ fn slow_pieces_hold_order_for_seconds() {
         rig.wait(Duration::from_secs(1));
         seconds += 1;
         if !rig.disconnected {
-            asked = r2ts(&give(&mut rig, r2t, &data)).pop();
+            asked = r2ts(&send_solicited(&mut rig, r2t, &data)).pop();
         }
     }
     assert!(rig.disconnected && seconds <= 12, "{seconds} s");
     let _ = rig.gate.unit.remove(foreign);
-    rig.end();
+    rig.close();
 }
 
 /// An initiator waiting for its own command doesn't delay any other, even if its link is slow.

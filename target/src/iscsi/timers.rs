@@ -140,7 +140,7 @@ impl Timers {
         task.asked = now;
         // The timeout for each piece starts with its first request.
         if task.first_asked.since <= task.wait.since {
-            task.first_asked = self.pace.begin(now);
+            task.first_asked = self.pace.start_wait(now);
         }
     }
 
@@ -173,7 +173,7 @@ impl Timers {
         mover: &D,
     ) -> bool {
         self.data = None;
-        let begun = self.pace.begin(now);
+        let begun = self.pace.start_wait(now);
         self.owed = is_owed.then(|| self.owed.unwrap_or(begun));
         let (held, is_in_order) = tasks.held_commands();
         self.held = held.then(|| self.held.unwrap_or(begun));

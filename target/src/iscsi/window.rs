@@ -226,7 +226,7 @@ impl Window {
         if !self.unordered || known.is_some() {
             return Admission::Never;
         }
-        numbering.enter(Ahead::of_command(sn, Some(who)))
+        numbering.queue_ahead(Ahead::of_command(sn, Some(who)))
     }
 
     /// Called when the last admitted command has a response or is in the task set of its unit, so
@@ -254,7 +254,7 @@ impl Window {
             numbering.is_taken = true;
             return Admission::Now;
         }
-        numbering.enter(function)
+        numbering.queue_ahead(function)
     }
 
     /// Checks an immediate ABORT TASK for the command with CmdSN `of`. It only refers to this
@@ -325,12 +325,12 @@ impl Window {
         if !self.unordered || !inside {
             return false;
         }
-        numbering.enter(Ahead::of_command(sn, None)) == Admission::Later
+        numbering.queue_ahead(Ahead::of_command(sn, None)) == Admission::Later
     }
 
     /// Removes a connection and its queued requests. If one of them is referenced by an abort, its
     /// CmdSN is abandoned, because it won't be sent again and the abort is waiting for it.
-    pub(super) fn forget(&self, who: ConnRef) {
+    pub(super) fn remove_connection(&self, who: ConnRef) {
         if !self.unordered {
             return;
         }
@@ -369,7 +369,7 @@ impl Window {
 
     /// Adds the tag of a command. This removes a completed command with the same tag, because an
     /// initiator that reuses the tag must have received the response.
-    pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef, immediate: bool) {
+    pub(super) fn insert_tag(&self, itt: Itt, task: TaskRef, immediate: bool) {
         if self.unordered {
             let tag = Tag {
                 task,
@@ -415,7 +415,7 @@ impl Window {
     }
 
     /// Called when the response for a command is queued.
-    pub(super) fn answer_tag(&self, itt: Itt, task: TaskRef) {
+    pub(super) fn mark_tag_answered(&self, itt: Itt, task: TaskRef) {
         if !self.reassigns {
             return self.remove_tag(itt, task);
         }
@@ -471,7 +471,7 @@ impl Numbering {
         self.ahead.iter().any(is_due)
     }
 
-    fn enter(&mut self, ahead: Ahead) -> Admission {
+    fn queue_ahead(&mut self, ahead: Ahead) -> Admission {
         let others = self
             .ahead
             .iter()
@@ -577,7 +577,7 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
         assert_eq!(window.next_up(), Some(B));
         // The connection is closed before it was notified.
-        window.forget(B);
+        window.remove_connection(B);
         assert_eq!(window.next_up(), Some(A));
         assert!(is_due(&window, CmdSn(3), A));
         assert_eq!(window.bounds().0, CmdSn(3));
@@ -586,7 +586,7 @@ mod tests {
         assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
         assert_eq!(window.admit_function(CmdSn(3), A), Admission::Later);
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Now);
-        window.forget(B);
+        window.remove_connection(B);
         assert_eq!(window.next_up(), None);
     }
 
@@ -713,7 +713,7 @@ mod tests {
         assert!(!window.forgo(CmdSn(3), CmdSn(3)), "not before the function");
         assert!(window.forgo(CmdSn(1), CmdSn(3)));
         assert_eq!(window.next_up(), Some(B));
-        window.forget(B);
+        window.remove_connection(B);
         assert_eq!(window.next_up(), None);
         assert_eq!(window.bounds().0, CmdSn(2));
     }
@@ -810,7 +810,7 @@ mod tests {
             while !self.coming.is_empty() || !self.kept.is_empty() || self.running > 0 {
                 let has_received = self.receive();
                 self.take_turns();
-                if !has_received && !self.answer() {
+                if !has_received && !self.respond() {
                     let wake = woken.recv_timeout(Duration::from_secs(10));
                     wake.expect("a turn or an answer is lost");
                 }
@@ -859,7 +859,7 @@ mod tests {
         }
 
         /// Completes a command. Returns false if no command is active.
-        fn answer(&mut self) -> bool {
+        fn respond(&mut self) -> bool {
             if self.running == 0 {
                 return false;
             }

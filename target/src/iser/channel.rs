@@ -260,7 +260,7 @@ impl IserChannel {
                 self.recycle(rx);
             }
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a message (`bytes`) was received in this descriptor.
@@ -281,14 +281,14 @@ impl IserChannel {
             }
             ConnState::Terminating | ConnState::Down => {}
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a receive was flushed, because the queue pair is in the error state.
     pub fn handle_recv_flushed(&mut self, cx: &mut Cx<'_>, _rx: RxIdx) {
         self.posted_receives -= 1;
         self.terminate(cx);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a chain has completed or failed.
@@ -300,13 +300,13 @@ impl IserChannel {
         if !ok {
             self.terminate(cx);
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the connection was closed by the peer or by an error.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.terminate(cx);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Same as [`Channel::handle_terminate`], but also moves the queue pair to the error state.
@@ -314,14 +314,14 @@ impl IserChannel {
         self.channel.handle_terminate(cx);
         // Don't wait for the initiator to disconnect, because a login is waiting for this.
         self.terminate(cx);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the drain marker has completed, so all work requests posted before it have
     /// completed.
     pub fn handle_drained(&mut self, cx: &mut Cx<'_>) {
         self.drained = true;
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the queues were destroyed, alone or together with their device. Posted work
@@ -335,20 +335,20 @@ impl IserChannel {
         // Destroyed queues don't flush their work requests.
         self.posted_receives = 0;
         self.drained = true;
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Passes an input to the channel that is not a completion.
     pub fn input(&mut self, cx: &mut Cx<'_>, f: impl FnOnce(&mut Channel<Iser>, &mut Cx<'_>)) {
         f(&mut self.channel, cx);
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Same as [`Channel::handle_others_gone`]. This can complete a login.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.channel.handle_others_gone(cx);
         self.note_login();
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Same as [`Channel::handle_timeout`]. This can complete a login.
@@ -357,7 +357,7 @@ impl IserChannel {
         if self.state == ConnState::Bound {
             self.note_login();
         }
-        self.settle(cx);
+        self.finish_input(cx);
     }
 
     /// Same as [`Channel::handle_luns`], which does not cause any actions.
@@ -460,7 +460,7 @@ impl IserChannel {
 
     /// Called after every input to handle faults, actions of the channel, and receives that were
     /// held back.
-    fn settle(&mut self, cx: &mut Cx<'_>) {
+    fn finish_input(&mut self, cx: &mut Cx<'_>) {
         if let Some(fault) = self.channel.mover_mut().take_fault() {
             self.channel
                 .handle_broken(cx, SessionEvent::FormatError, fault);

@@ -131,7 +131,7 @@ impl Rig {
             notified: false,
             cmd_sn: 1,
         };
-        assert!(rig.settle().is_empty());
+        assert!(rig.run_actions().is_empty());
         rig
     }
 
@@ -196,7 +196,7 @@ impl Rig {
     /// received by the initiator.
     pub(super) fn with(&mut self, input: impl FnOnce(&mut IserChannel, &mut Cx<'_>)) -> Vec<Got> {
         self.step(input);
-        self.settle()
+        self.run_actions()
     }
 
     fn step(&mut self, input: impl FnOnce(&mut IserChannel, &mut Cx<'_>)) {
@@ -209,7 +209,7 @@ impl Rig {
         input(&mut self.conn, &mut cx);
     }
 
-    pub(super) fn settle(&mut self) -> Vec<Got> {
+    pub(super) fn run_actions(&mut self) -> Vec<Got> {
         let mut got = Vec::new();
         let mut post = Post::default();
         loop {
@@ -546,7 +546,7 @@ impl Rig {
         while !self.blocks.is_empty() {
             self.finish_block(0);
         }
-        self.settle();
+        self.run_actions();
         assert!(self.released);
         assert_eq!(self.conn.state(), ConnState::Down);
         assert_eq!(self.pool.free(), self.pool.size());
@@ -569,7 +569,7 @@ impl Rig {
     }
 
     /// Disconnects the peer and checks that all resources are released.
-    pub(super) fn end(mut self) {
+    pub(super) fn close(mut self) {
         self.with(IserChannel::handle_disconnected);
         self.check_gone();
     }

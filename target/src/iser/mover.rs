@@ -455,7 +455,7 @@ impl Datamover for Iser {
         self.max_send_segment
     }
 
-    fn begin(&mut self, task: TaskIdx) {
+    fn on_context_allocated(&mut self, task: TaskIdx) {
         let at = usize::from(task.0);
         if at >= self.known.len() {
             self.known.resize(at + 1, TaskRecord::default());
@@ -522,12 +522,12 @@ impl Datamover for Iser {
     }
 
     /// R2Ts are not used, so solicited Data-Out is a protocol error.
-    fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
+    fn on_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
         self.fault = Some("data that answer an R2T");
         SolicitedData::Stale { was_asked: false }
     }
 
-    fn forget(&mut self, task: TaskIdx) -> bool {
+    fn cancel_transfers(&mut self, task: TaskIdx) -> bool {
         self.queue.retain(|item| {
             let is_its = item.transfer.as_ref().is_some_and(|(t, ..)| *t == task);
             !(is_its && matches!(item.then, ItemEnd::Arrive))

@@ -42,7 +42,7 @@ fn login_negotiates_segment_lengths() {
     assert_eq!(rig.conn.state(), ConnState::FullFeature);
     let info = rig.conn.channel().session_info().unwrap();
     assert!(info.params.rdma_extensions);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -54,7 +54,7 @@ fn messages_before_established_are_deferred() {
     let got = rig.with(IserChannel::handle_established);
     assert!(matches!(only(&got).0, FromTarget::LoginResponse(_)));
     assert_eq!(rig.receives(), params().receives() as usize);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn read_writes_data_then_response_invalidates_key() {
     assert!(is_good(&got, 7));
     assert_eq!(only(&got).2, Some(7));
     assert_eq!(rig.memory[&7], rig.disk[3 * 512..19 * 512]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn keys_stay_valid_without_remote_invalidate() {
     let got = rig.read(7, 0, 1);
     assert!(is_good(&got, 7));
     assert_eq!(only(&got).2, None);
-    rig.end();
+    rig.close();
 }
 
 /// Immediate, unsolicited and solicited data with any alignment and in any combination.
@@ -121,7 +121,7 @@ fn write_combines_all_kinds_of_data() {
             rig.conn.channel().executor().stats().counters.bytes_out,
             data.len() as u64
         );
-        rig.end();
+        rig.close();
     }
 }
 
@@ -133,7 +133,7 @@ fn short_write_needs_no_buffer() {
     let got = rig.write(9, &data, 1024, 1024);
     assert!(is_good(&got, 9));
     assert_eq!(rig.disk[..1024], data);
-    rig.end();
+    rig.close();
 }
 
 /// libiscsi announces immediate data but leaves it in its buffer. We read it like all other data.
@@ -155,7 +155,7 @@ fn missing_immediate_data_is_read() {
     let got = rig.send_bytes(&bytes);
     assert!(is_good(&got, 9), "{got:?}");
     assert_eq!(rig.disk[..data.len()], data);
-    rig.end();
+    rig.close();
 }
 
 /// If negotiated, an initiator advertises a buffer with all data of a write, and READs skip the
@@ -174,7 +174,7 @@ fn tagged_buffer_can_hold_whole_write() {
         let got = rig.command(9, &cdb, Some(true), 32 * 512, &data[..700], true);
         assert!(is_good(&got, 9));
         assert_eq!(rig.disk[..data.len()], data);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -204,7 +204,7 @@ fn long_transfers_are_split_into_portions() {
     assert_eq!(rig.memory[&10], data);
     assert!((2..=4).contains(&rig.most_posted), "{}", rig.most_posted);
     held.into_iter().for_each(|buffer| rig.pool.release(buffer));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -220,7 +220,7 @@ fn responses_are_sent_in_statsn_order() {
         rig.finish_block(at);
     }
     rig.stalled = false;
-    let got = rig.settle();
+    let got = rig.run_actions();
     let numbers: Vec<_> = got
         .iter()
         .map(|got| match got {
@@ -238,7 +238,7 @@ fn responses_are_sent_in_statsn_order() {
     for (i, (_, stat_sn)) in numbers.iter().enumerate() {
         assert_eq!(*stat_sn, StatSn(first.0 + i as u32));
     }
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -253,7 +253,7 @@ fn sense_data_is_sent_with_response() {
     assert_eq!((response.status, invalidated), (2, Some(5)));
     assert_eq!((data[2] & 0x7f, data[4] & 0xf), (0x70, 5));
     assert!(data.len() <= 128, "it fits what an initiator has for it");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn receives_cover_all_legal_messages() {
         assert_eq!(rig.receives(), all, "a receive is posted again at once");
     }
     assert_eq!(rig.blocks.len(), usize::from(WINDOW));
-    rig.end();
+    rig.close();
 }
 
 /// If a peer sends too many requests, we stop receiving until the responses are sent. This limits
@@ -306,10 +306,10 @@ fn ping_flood_holds_back_receives() {
         assert!((sent as usize) < MAX_QUEUED + 2 * all);
     }
     rig.stalled = false;
-    let got = rig.settle();
+    let got = rig.run_actions();
     assert_eq!(got.len(), sent as usize);
     assert_eq!(rig.receives(), all);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -322,14 +322,14 @@ fn abort_waits_for_transfers_in_flight() {
     assert!(rig.tmf(20, TmfFunction::AbortTask, 9).is_empty());
     assert_eq!(rig.pool.free(), free, "the device writes to the buffer");
     rig.stalled = false;
-    let got = rig.settle();
+    let got = rig.run_actions();
     let (FromTarget::TmfResponse(response), ..) = only(&got) else {
         panic!("{got:?}");
     };
     assert_eq!(response.status, TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
     assert_eq!(rig.conn.channel().executor().stats().counters.aborted, 1);
-    rig.end();
+    rig.close();
 }
 
 /// A task management function can use the context of a previous command, but the key of this
@@ -359,10 +359,10 @@ fn tmf_response_invalidates_no_key() {
         rig.read(8, 0, 1);
         rig.read(9, 0, 1);
         rig.finish_block(1);
-        assert!(is_good(&rig.settle(), 9));
+        assert!(is_good(&rig.run_actions(), 9));
         let got = rig.tmf(21, function, 8);
         assert_eq!(invalidated_by(&got), None, "{function:?}");
-        rig.end();
+        rig.close();
     }
 }
 
@@ -385,13 +385,13 @@ fn abort_cancels_unposted_transfer() {
     rig.tmf(20, TmfFunction::AbortTask, 3);
     assert!(rig.pool.free() > free);
     rig.stalled = false;
-    let got = rig.settle();
+    let got = rig.run_actions();
     assert_eq!(
         got.len(),
         3,
         "two answers, and that of the function: {got:?}"
     );
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -481,7 +481,7 @@ fn initiator_may_disconnect_after_logout() {
     assert!(!rig.in_error);
     // Any further messages are ignored.
     assert!(rig.nop(9, &[]).is_empty());
-    rig.end();
+    rig.close();
     // Another login that replaces this connection doesn't wait for the disconnect.
     let mut rig = Rig::logged_in("");
     rig.logout(8);
@@ -601,7 +601,7 @@ fn commands_in_any_state_end_with_connection() {
                 _ => {
                     rig.read(9, 0, 64);
                     rig.finish_block(0);
-                    rig.settle();
+                    rig.run_actions();
                 }
             }
             assert_eq!(
@@ -652,7 +652,7 @@ fn commands_end_with_their_connection() {
     let info = rig.conn.channel().session_info().unwrap();
     assert_eq!(info.params.error_recovery_level, 2);
     rig.with(|conn, cx| conn.input(cx, Channel::handle_detach));
-    rig.end();
+    rig.close();
 }
 
 /// The drain marker and the receives are posted separately, so they can complete in any order.
@@ -711,7 +711,7 @@ fn cve_2026_90413_and_2026_90414_oversized_data_segment() {
 fn data_segment_over_limit_closes_connection() {
     let mut rig = Rig::up();
     rig.login("");
-    rig.end();
+    rig.close();
     let mut rig = Rig::up();
     rig.gate.offer = offer().with(
         riser_scsi::iscsi::keys::Key::TargetRecvDataSegmentLength,
@@ -741,7 +741,7 @@ fn scst_93_empty_inquiry_to_missing_unit() {
     command.lun = [0, 9, 0, 0, 0, 0, 0, 0];
     let got = rig.send(&FromInitiator::ScsiCommand(command), &[]);
     assert!(is_good(&got, 4));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -835,7 +835,7 @@ fn long_data_uses_bounded_buffer() {
             assert_eq!(only(&got).2, Some(4));
             assert_eq!(rig.memory[&4], data);
             assert!(rig.pool.size() - rig.pool.lowest_free() <= 4096);
-            rig.end();
+            rig.close();
         }
     }
 }
@@ -863,14 +863,14 @@ fn abort_between_pieces_waits_for_device() {
         assert!(rig.pool.free() < rig.pool.size(), "a device has the buffer");
         assert_eq!(rig.gate.unit.tasks(), 1);
         rig.stalled = false;
-        let got = rig.settle();
+        let got = rig.run_actions();
         assert!(matches!(
             only(&got).0,
             FromTarget::TmfResponse(r) if r.status == TmfStatus::Complete
         ));
         assert_eq!(rig.pool.free(), rig.pool.size());
         assert_eq!(rig.gate.unit.tasks(), 0);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -929,14 +929,14 @@ fn unread_response_is_not_kept_forever() {
             // Several pieces, then the last piece with the response, which is delayed.
             if n < 4 {
                 rig.finish_chain();
-                rig.settle();
+                rig.run_actions();
             }
         }
         assert!(!rig.in_error);
         rig.stalled = false;
-        assert!(is_good(&rig.settle(), tag));
+        assert!(is_good(&rig.run_actions(), tag));
     }
-    rig.end();
+    rig.close();
 }
 
 /// All data transferred by the connection is counted immediately.
@@ -951,7 +951,7 @@ fn data_is_counted_when_transferred() {
     let before = moved(&rig);
     rig.read(4, 0, 20);
     assert_eq!(moved(&rig) - before, data.len() as u64);
-    rig.end();
+    rig.close();
 }
 
 /// A command aborted by another nexus completes with TASK ABORTED when the device no longer uses
@@ -977,7 +977,7 @@ fn command_ended_by_other_nexus_gets_response() {
         assert!(got.is_empty());
         assert_eq!(rig.gate.unit.tasks(), 1, "a device has its buffer");
         rig.stalled = false;
-        let got = rig.settle();
+        let got = rig.run_actions();
         let (pdu, _, invalidated) = only(&got);
         assert!(
             matches!(pdu, FromTarget::ScsiResponse(r) if r.itt == Itt(3) && r.status == 0x40),
@@ -986,7 +986,7 @@ fn command_ended_by_other_nexus_gets_response() {
         assert_eq!(invalidated, Some(3));
         assert_eq!(rig.gate.unit.tasks(), 0);
         assert!(is_good(&rig.read(4, 0, 1), 4));
-        rig.end();
+        rig.close();
     }
 }
 
@@ -1050,7 +1050,7 @@ fn data_timeout_starts_with_fetch() {
             "cut while it takes what lies before: {waited}"
         );
         rig.finish_chain();
-        rig.settle();
+        rig.run_actions();
     }
     for tenth in 1..40 {
         rig.wait(Duration::from_millis(100));
@@ -1062,6 +1062,6 @@ fn data_timeout_starts_with_fetch() {
     rig.pool.leave_line(Owner(2));
     more.into_iter().for_each(|buffer| rig.pool.release(buffer));
     rig.stalled = false;
-    rig.settle();
-    rig.end();
+    rig.run_actions();
+    rig.close();
 }

@@ -60,7 +60,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn take(rig: &mut Rig, step: Step) {
+fn run_step(rig: &mut Rig, step: Step) {
     if rig.receives() == 0 && !matches!(step, Step::Block(_) | Step::Chain | Step::Stall(_)) {
         return;
     }
@@ -101,15 +101,15 @@ fn take(rig: &mut Rig, step: Step) {
         }
         Step::Block(at) if !rig.blocks.is_empty() => {
             rig.finish_block(usize::from(at) % rig.blocks.len());
-            rig.settle();
+            rig.run_actions();
         }
         Step::Chain => {
             rig.finish_chain();
-            rig.settle();
+            rig.run_actions();
         }
         Step::Stall(stalled) => {
             rig.stalled = stalled;
-            rig.settle();
+            rig.run_actions();
         }
         Step::Bytes(stag, bytes) => {
             // Use existing keys only, because a device would reject other keys.
@@ -155,7 +155,7 @@ fn run(steps: Vec<Step>, prompt: bool, window: u32) {
         if rig.in_error {
             break;
         }
-        take(&mut rig, step);
+        run_step(&mut rig, step);
         let queued = rig.conn.channel().mover().queued();
         assert!(queued <= MAX_QUEUED + 64, "{queued}");
     }

@@ -178,7 +178,7 @@ impl Shares {
     }
 
     /// Called when an owner has a session of this initiator.
-    pub(super) fn enter(&mut self, owner: Owner, name: &impl Hash) {
+    pub(super) fn add_member(&mut self, owner: Owner, name: &impl Hash) {
         let known = self.owners.get(&owner).map(|holding| holding.is_member);
         // A connection can only log in once.
         if known == Some(true) {
@@ -215,7 +215,7 @@ impl Shares {
     }
 
     /// Called when the session of an owner is closed.
-    pub(super) fn leave(&mut self, owner: Owner) {
+    pub(super) fn remove_member(&mut self, owner: Owner) {
         if let Some(holding) = self.owners.get_mut(&owner) {
             holding.is_member = false;
             self.forget_idle(owner);

@@ -9,7 +9,7 @@
 //!
 //! # Delayed commands
 //! ```text
-//!   received → Throttle::enter ──────────────────────→ memory, data, task set's order, …
+//!   received → Throttle::admit_command ──────────────→ memory, data, task set's order, …
 //!                    └→ waits ── Throttle::poll ──────────┘
 //! ```
 //! A delayed command is in the task set of its unit, like a command that is waiting for data. Task

@@ -121,7 +121,7 @@ impl Acquired {
     ) -> Result<Option<usize>, ServerError> {
         // A worker may not have closed the device of an earlier configuration yet, and we cannot
         // open the address twice.
-        let taken = self.slots.take(addr, kind, patience);
+        let taken = self.slots.take_slot(addr, kind, patience);
         let slot = taken.ok_or(ServerError::Closing(addr))?;
         // Add this before opening the device, so that it will be released on any error.
         self.taken.push(slot);
@@ -605,7 +605,7 @@ mod tests {
     fn closing_shared_memory_keeps_portal_available() {
         let addr = IpAddr::from([127, 97, 9, 3]);
         let slots = Arc::new(DeviceSlots::default());
-        slots.take(addr, DeviceKind::Shared, Duration::ZERO);
+        slots.take_slot(addr, DeviceKind::Shared, Duration::ZERO);
         slots.fill(0, 1);
         slots.want(|_, _| false);
         assert!(slots.is_over(0, 0));

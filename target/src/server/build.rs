@@ -801,11 +801,11 @@ impl Builder {
         // Remove the contents from the map: if they were shared by two backends, the two disks
         // would have the same data.
         let ram = self.rams.remove(name).unwrap_or_default();
-        let result = match opened.take(name, &backend.spec) {
+        let result = match opened.take_result(name, &backend.spec) {
             Some(result) => result,
             None => match self.wish(backend) {
                 Some(wish) => open_all(vec![wish])
-                    .take(name, &backend.spec)
+                    .take_result(name, &backend.spec)
                     .expect("just opened"),
                 None => Store::open_with(&backend.spec, ram),
             },
@@ -827,7 +827,7 @@ impl Builder {
                 "file was shorter than `size` and was extended with zeroes"
             );
         }
-        Ok(self.put(name, store))
+        Ok(self.insert_store(name, store))
     }
 
     /// Adds a backend that could not be opened.
@@ -867,7 +867,7 @@ impl Builder {
             awaited: locked,
         };
         self.absent.insert(name.clone(), absent);
-        Ok(self.put(name, Store::absent(&backend.spec)))
+        Ok(self.insert_store(name, Store::absent(&backend.spec)))
     }
 
     /// Treats a backend as missing because its reservations could not be read, so we do not know
@@ -894,7 +894,7 @@ impl Builder {
         Ok(())
     }
 
-    fn put(&mut self, name: &str, store: Arc<Store>) -> usize {
+    fn insert_store(&mut self, name: &str, store: Arc<Store>) -> usize {
         let place = self.opened.len();
         self.opened.push(Some(store));
         self.stores.insert(name.to_owned(), place);

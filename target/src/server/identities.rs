@@ -207,7 +207,7 @@ impl Identities {
         found: Found,
         identity: &mut Identity,
     ) {
-        let before = self.take(config, backend, found);
+        let before = self.adopt_names(config, backend, found);
         let is_other = before.as_ref().is_some_and(|b| b.is_other(backend, found));
         // If the configuration assigns a name to another backend, don't use it here. Initiators
         // would treat the two disks as two paths to the same disk.
@@ -318,7 +318,7 @@ impl Identities {
 
     /// Returns the entry for a backend, or the entry for its file if the name of that backend no
     /// longer exists.
-    fn take(&mut self, config: &Config, backend: &Backend, found: Found) -> Option<Names> {
+    fn adopt_names(&mut self, config: &Config, backend: &Backend, found: Found) -> Option<Names> {
         if let Some(names) = self.backends.get(&backend.name) {
             return Some(names.clone());
         }

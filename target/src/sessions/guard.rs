@@ -2,8 +2,8 @@
 //! exactly once.
 //!
 //! The session tables return a guard for each connection that they have added. The connection keeps
-//! it, and passes it to [`SessionGuard::leave`] when its commands have completed. The last guard of
-//! a session also releases its entries at the units and its permit.
+//! it, and passes it to [`SessionGuard::leave_session`] when its commands have completed. The last
+//! guard of a session also releases its entries at the units and its permit.
 //!
 //! If a guard is dropped instead, the connection does not leave. This happens if a worker fails,
 //! and the kernel may still be executing its writes. A new login of the same initiator will then
@@ -38,10 +38,10 @@ pub struct Left {
 /// A session in the table of its protocol.
 pub(super) trait Session: Send {
     /// Called when a connection is closed and all of its resources are released.
-    fn leave(&self, channel: ConnRef, departure: Departure) -> Left;
+    fn remove_channel(&self, channel: ConnRef, departure: Departure) -> Left;
 }
 
-/// Membership of a connection in its session, until it [leaves](Self::leave).
+/// Membership of a connection in its session, until it [leaves](Self::leave_session).
 #[must_use = "the connection keeps its place in the session until it leaves"]
 pub struct SessionGuard {
     session: Box<dyn Session>,
@@ -60,8 +60,8 @@ impl SessionGuard {
     /// Leaves the session. The caller must notify and terminate the returned channels, which may
     /// belong to other workers.
     #[must_use = "others wait for the end of this connection"]
-    pub fn leave(self, departure: Departure) -> Left {
-        self.session.leave(self.channel, departure)
+    pub fn leave_session(self, departure: Departure) -> Left {
+        self.session.remove_channel(self.channel, departure)
     }
 }
 

@@ -92,7 +92,7 @@ impl Shared {
             self.served.fetch_add(1, Ordering::SeqCst);
             self.serves.store(false, Ordering::SeqCst);
         }
-        let left = guard.leave(Departure::default());
+        let left = guard.leave_session(Departure::default());
         self.notify(left.notify, || Note::Start);
         self.notify(left.terminate, || Note::Terminate);
     }

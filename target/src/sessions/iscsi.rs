@@ -81,7 +81,7 @@ pub struct Membership {
     pub tsih: Tsih,
     /// Nexus number, or 0 for a discovery session.
     pub nexus: NexusId,
-    /// Membership of the connection, which is passed to `leave` when it is closed.
+    /// Membership of the connection, which is passed to `remove_channel` when it is closed.
     pub guard: SessionGuard,
 }
 
@@ -256,8 +256,8 @@ struct Handle {
 }
 
 impl guard::Session for Handle {
-    fn leave(&self, channel: ConnRef, departure: Departure) -> Left {
-        self.sessions.leave(self.tsih, channel, departure)
+    fn remove_channel(&self, channel: ConnRef, departure: Departure) -> Left {
+        self.sessions.remove_channel(self.tsih, channel, departure)
     }
 }
 
@@ -308,7 +308,7 @@ impl IscsiSessions {
     /// # Errors
     /// Returns the status for rejecting the login. In this case, the table is not changed, and the
     /// permit is released.
-    pub fn enter(
+    pub fn add_session(
         &self,
         new: NewSession,
         first: &Candidate,
@@ -353,7 +353,7 @@ impl IscsiSessions {
         table.waits.wait_for(&others, first.channel);
         let waits = !others.is_empty();
         let ports = session.ports.as_ref();
-        let mut units = UnitEntries::enter(nexus, ports, luns, waits);
+        let mut units = UnitEntries::add_nexus(nexus, ports, luns, waits);
         units.succeed(predecessors);
         table.logins += 1;
         let entry = Entry {
@@ -480,7 +480,7 @@ impl IscsiSessions {
 
     /// Called when a connection is closed and all of its resources are released. The last
     /// connection also closes the session.
-    fn leave(&self, tsih: Tsih, channel: ConnRef, departure: Departure) -> Left {
+    fn remove_channel(&self, tsih: Tsih, channel: ConnRef, departure: Departure) -> Left {
         let Departure { logged_out, again } = departure;
         let mut table = self.lock();
         // Check this before the wait is removed below. If a connection was replaced or logged out
@@ -488,7 +488,7 @@ impl IscsiSessions {
         // itself.
         let was_expected = table.waits.is_awaited(channel);
         let mut left = Left {
-            notify: table.waits.end(channel),
+            notify: table.waits.on_closed(channel),
             ..Left::default()
         };
         let Some(entry) = table.entries.get_mut(&tsih) else {
@@ -521,7 +521,7 @@ impl IscsiSessions {
                         let known = entry.units.luns().known_units();
                         table.recent.keep(owner, known, now);
                     }
-                    None => table.recent.forget(&owner),
+                    None => table.recent.remove(&owner),
                 }
             }
         }
@@ -727,11 +727,11 @@ mod tests {
 
     /// Leaves without a logout.
     fn lose(guard: SessionGuard) -> Left {
-        guard.leave(Departure::default())
+        guard.leave_session(Departure::default())
     }
 
     fn log_out(guard: SessionGuard) -> Left {
-        guard.leave(Departure {
+        guard.leave_session(Departure {
             logged_out: true,
             again: None,
         })
@@ -751,7 +751,7 @@ mod tests {
                 sessions.lose(tsih, channel(1));
                 let again = Some(Instant::now());
                 let logged_out = false;
-                let left = guard.leave(Departure { logged_out, again });
+                let left = guard.leave_session(Departure { logged_out, again });
                 assert!(left.notify.is_empty() && left.terminate.is_empty());
             }),
             ("its commands go to others", |sessions, tsih, guard| {
@@ -763,7 +763,7 @@ mod tests {
             }),
             ("another login takes its place", |sessions, _, guard| {
                 let budget = Budget::default();
-                let newer = sessions.enter(recoverable(&budget), &new(0, 2), 9, fits);
+                let newer = sessions.add_session(recoverable(&budget), &new(0, 2), 9, fits);
                 let (_, newer, replaced) = entered(newer);
                 assert_eq!(replaced, [channel(1)]);
                 assert_eq!(lose(guard).notify, [channel(2)]);
@@ -774,7 +774,7 @@ mod tests {
         for (way, end) in ways {
             let (sessions, budget) = (IscsiSessions::default(), Budget::default());
             let (tsih, guard, _) =
-                entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+                entered(sessions.add_session(recoverable(&budget), &new(0, 1), 7, fits));
             assert_eq!(budget.sessions(), 1, "{way}");
             end(&sessions, tsih, guard);
             assert_eq!(budget.sessions(), 0, "{way}");
@@ -840,13 +840,13 @@ mod tests {
     #[test]
     fn new_session_waits_for_replaced_session() {
         let sessions = IscsiSessions::default();
-        let (first, one, old) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
+        let (first, one, old) = entered(sessions.add_session(session(1), &new(0, 1), 7, fits));
         assert!(old.is_empty());
-        let (_, two, old) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
+        let (_, two, old) = entered(sessions.add_session(session(1), &new(0, 2), 7, fits));
         assert_eq!(old, [channel(1)]);
         // A third session logs in while the second is still waiting. Then the second client
         // disconnects.
-        let (third, _three, old) = entered(sessions.enter(session(1), &new(0, 3), 7, fits));
+        let (third, _three, old) = entered(sessions.add_session(session(1), &new(0, 3), 7, fits));
         assert_eq!(old, [channel(2)]);
         let left = lose(two);
         assert!(left.notify.is_empty(), "the first is still there");
@@ -862,36 +862,47 @@ mod tests {
     #[test]
     fn session_inherits_waits_of_failed_login() {
         let sessions = IscsiSessions::default();
-        let (_, first, _) = entered(sessions.enter(session(1), &new(0, 1), 7, fits));
-        let (_, second, _) = entered(sessions.enter(session(1), &new(0, 2), 7, fits));
+        let (_, first, _) = entered(sessions.add_session(session(1), &new(0, 1), 7, fits));
+        let (_, second, _) = entered(sessions.add_session(session(1), &new(0, 2), 7, fits));
         // The second session has timed out, but the first still has commands at a device.
         let _ = lose(second);
-        let (other, _other) = sessions.enter(session(2), &new(0, 3), 7, fits).unwrap();
+        let (other, _other) = sessions
+            .add_session(session(2), &new(0, 3), 7, fits)
+            .unwrap();
         assert!(!other.waits, "of another initiator port");
-        let (third, _third) = sessions.enter(session(1), &new(0, 4), 7, fits).unwrap();
+        let (third, _third) = sessions
+            .add_session(session(1), &new(0, 4), 7, fits)
+            .unwrap();
         assert!(third.waits);
         assert!(third.replaced.is_empty(), "they are ending already");
         assert_eq!(lose(first).notify, [channel(4)]);
         // The third session is still waiting, but it is the current session of the port.
-        let (fourth, _fourth) = sessions.enter(session(1), &new(0, 5), 7, fits).unwrap();
+        let (fourth, _fourth) = sessions
+            .add_session(session(1), &new(0, 5), 7, fits)
+            .unwrap();
         assert_eq!(fourth.replaced, [channel(4)]);
     }
 
     #[test]
     fn rejected_login_does_not_replace_session() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
-        let (first, _guard, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (first, _guard, _) =
+            entered(sessions.add_session(counted(&budget, 1), &new(0, 1), 7, fits));
         let refuse = |there: Option<&Session>| match there {
             Some(_) => Err(LoginStatus::AUTHORIZATION_FAILURE),
             None => Ok(()),
         };
-        let refused = sessions.enter(counted(&budget, 1), &new(0, 2), 7, refuse);
+        let refused = sessions.add_session(counted(&budget, 1), &new(0, 2), 7, refuse);
         assert_eq!(refused.unwrap_err(), LoginStatus::AUTHORIZATION_FAILURE);
         assert_eq!(budget.sessions(), 1, "its permit is given back");
         let key = bare(1).key;
         assert_eq!(sessions.check_join(&key, first, Cid(1), 4), Ok(()));
         // Another port can log in.
-        drop(sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap());
+        drop(
+            sessions
+                .add_session(session(2), &new(0, 3), 7, refuse)
+                .unwrap(),
+        );
     }
 
     /// Hosts without a login must not prevent other hosts from discovery: the oldest session from
@@ -912,7 +923,7 @@ mod tests {
                 session,
             };
             let (_, guard, replaced) =
-                entered(sessions.enter(new_session, &new(0, serial), 7, fits));
+                entered(sessions.add_session(new_session, &new(0, serial), 7, fits));
             (guard, replaced)
         };
         let mut held = Vec::new();
@@ -944,7 +955,8 @@ mod tests {
     fn connections_are_limited_and_replaceable() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (tsih, one, _) =
+            entered(sessions.add_session(counted(&budget, 1), &new(0, 1), 7, fits));
         let (two, old) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
         assert!(old.is_empty());
         let third = sessions.join(&key, tsih, &new(2, 3), joins);
@@ -978,7 +990,7 @@ mod tests {
         let mut guards = Vec::new();
         let mut enter = |isid, random| {
             let serial = guards.len() as u64;
-            let entered = sessions.enter(session(isid), &new(0, serial), random, fits);
+            let entered = sessions.add_session(session(isid), &new(0, serial), random, fits);
             let (grant, guard) = entered.unwrap();
             guards.push(guard);
             grant.tsih
@@ -993,7 +1005,8 @@ mod tests {
     fn session_logout_closes_other_connections() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, one, _) = entered(sessions.enter(counted(&budget, 1), &new(0, 1), 7, fits));
+        let (tsih, one, _) =
+            entered(sessions.add_session(counted(&budget, 1), &new(0, 1), 7, fits));
         let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
         let none = sessions.end_other(tsih, channel(1), Cid(7), Ending::Terminate);
         assert!(none.is_empty());
@@ -1012,7 +1025,8 @@ mod tests {
     fn session_logout_waits_for_detached_connection() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        let (tsih, one, _) =
+            entered(sessions.add_session(recoverable(&budget), &new(0, 1), 7, fits));
         let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
         sessions.lose(tsih, channel(1));
         let removed = sessions.end_other(tsih, channel(2), Cid(0), Ending::Detach);
@@ -1030,9 +1044,10 @@ mod tests {
     #[test]
     fn newer_session_waits_for_detached_connection() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
-        let (tsih, old, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        let (tsih, old, _) =
+            entered(sessions.add_session(recoverable(&budget), &new(0, 1), 7, fits));
         let (newer, _newer) = sessions
-            .enter(recoverable(&budget), &new(0, 2), 9, fits)
+            .add_session(recoverable(&budget), &new(0, 2), 9, fits)
             .unwrap();
         assert!(newer.waits);
         assert_eq!(newer.replaced, [channel(1)]);
@@ -1053,7 +1068,8 @@ mod tests {
     fn level_2_session_survives_lost_connection() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, one, _) = entered(sessions.enter(recoverable(&budget), &new(0, 1), 7, fits));
+        let (tsih, one, _) =
+            entered(sessions.add_session(recoverable(&budget), &new(0, 1), 7, fits));
         // A second connection is always allowed, to log out the first one (RFC 7143 6.3.4), but not
         // a third.
         let (two, _) = joined(sessions.join(&key, tsih, &new(1, 2), joins));
@@ -1079,7 +1095,8 @@ mod tests {
     fn kept_connections_are_limited() {
         let (sessions, budget) = (IscsiSessions::default(), Budget::default());
         let key = bare(1).key;
-        let (tsih, first, _) = entered(sessions.enter(recoverable(&budget), &new(0, 0), 7, fits));
+        let (tsih, first, _) =
+            entered(sessions.add_session(recoverable(&budget), &new(0, 0), 7, fits));
         let most = MAX_KEPT as u64;
         let mut guards = vec![first];
         for serial in 1..=most {
@@ -1094,7 +1111,8 @@ mod tests {
         }
         let lost = sessions.lose(tsih, channel(most));
         assert_eq!((lost.reporter, lost.terminate), (None, vec![channel(0)]));
-        let (_, _guard, old) = entered(sessions.enter(recoverable(&budget), &new(0, 50), 7, fits));
+        let (_, _guard, old) =
+            entered(sessions.add_session(recoverable(&budget), &new(0, 50), 7, fits));
         assert_eq!(old.len(), MAX_KEPT + 1);
     }
 }

@@ -244,11 +244,11 @@ impl Table {
     }
 
     /// Adds a session with these units.
-    fn enter(&mut self, asked: &Request, luns: Arc<LunMap>) -> NexusId {
+    fn add_session(&mut self, asked: &Request, luns: Arc<LunMap>) -> NexusId {
         let id = self.next_id();
         let is_loss = self.entries(&asked.key).iter().any(Entry::has_been_current);
         let ports = ports(asked.key, self.catalog.target_of(&asked.key.target));
-        let units = UnitEntries::enter(id, Some(&ports), luns, is_loss);
+        let units = UnitEntries::add_nexus(id, Some(&ports), luns, is_loss);
         self.nexuses.entry(asked.key).or_default().push(Entry {
             stage: Stage::Requested,
             leader: asked.channel,
@@ -280,8 +280,9 @@ struct NexusSession {
 }
 
 impl Session for NexusSession {
-    fn leave(&self, channel: ConnRef, departure: Departure) -> Left {
-        self.registry.leave(self.key, channel, departure.again)
+    fn remove_channel(&self, channel: ConnRef, departure: Departure) -> Left {
+        self.registry
+            .remove_channel(self.key, channel, departure.again)
     }
 }
 
@@ -475,7 +476,7 @@ impl Registry {
                 outcome.luns = Arc::clone(entry.units.luns());
                 entry.units.nexus()
             }
-            None => table.enter(&asked, Arc::clone(&outcome.luns)),
+            None => table.add_session(&asked, Arc::clone(&outcome.luns)),
         };
         let session = NexusSession {
             registry: self.clone(),
@@ -582,7 +583,7 @@ impl Registry {
     /// Called when a channel is closed. The last channel also closes the session. `again` is set if
     /// the initiator may log in again and continue to use its disks, because it did not log out
     /// itself.
-    fn leave(&self, key: NexusKey, channel: ConnRef, again: Option<Instant>) -> Left {
+    fn remove_channel(&self, key: NexusKey, channel: ConnRef, again: Option<Instant>) -> Left {
         let mut table = self.lock();
         table.forget_unconfirmed(&[channel]);
         let Table {
@@ -594,7 +595,7 @@ impl Registry {
         } = &mut *table;
         let mut left = Left::default();
         let Some(entries) = nexuses.get_mut(&key) else {
-            left.notify = waits.end(channel);
+            left.notify = waits.on_closed(channel);
             return left;
         };
         if let Some(at) = entries.iter().position(|e| e.has(channel)) {
@@ -613,7 +614,7 @@ impl Registry {
                     let owner = (key, entry.address);
                     match again {
                         Some(now) => recent.keep(owner, entry.units.luns().known_units(), now),
-                        None => recent.forget(&owner),
+                        None => recent.remove(&owner),
                     }
                 }
             } else if entry.leader == channel {
@@ -634,7 +635,7 @@ impl Registry {
         }
         // Do this last, so that the channels which start now will not find the old nexus at the
         // units.
-        left.notify = waits.end(channel);
+        left.notify = waits.on_closed(channel);
         left
     }
 
@@ -794,9 +795,9 @@ mod tests {
             entered.nexus
         }
 
-        fn leave(&self, serial: u64) -> Left {
+        fn close(&self, serial: u64) -> Left {
             let guard = self.guards.borrow_mut().remove(&serial).unwrap();
-            guard.leave(Departure::default())
+            guard.leave_session(Departure::default())
         }
     }
 
@@ -848,7 +849,7 @@ mod tests {
                 host.log_in(1);
                 let again = Some(host.now);
                 let guard = host.guards.borrow_mut().remove(&1).unwrap();
-                let left = guard.leave(Departure {
+                let left = guard.leave_session(Departure {
                     logged_out: false,
                     again,
                 });
@@ -856,14 +857,14 @@ mod tests {
             }),
             ("the initiator logs out", |host| {
                 host.log_in(1);
-                let left = host.leave(1);
+                let left = host.close(1);
                 assert!(left.notify.is_empty() && left.terminate.is_empty());
             }),
             ("another login takes its place", |host| {
                 host.log_in(1);
                 host.log_in(2);
                 assert_eq!(host.registry.sessions(), 2);
-                assert_eq!(host.leave(1).notify, [channel(2)]);
+                assert_eq!(host.close(1).notify, [channel(2)]);
             }),
             ("its target goes", |host| {
                 host.log_in(1);
@@ -879,7 +880,7 @@ mod tests {
             let host = Host::new(&registry, 1);
             end(&host);
             for guard in host.guards.take().into_values() {
-                let _ = guard.leave(Departure::default());
+                let _ = guard.leave_session(Departure::default());
             }
             assert_eq!(
                 (registry.sessions(), registry.unconfirmed()),
@@ -913,8 +914,8 @@ mod tests {
         // Another channel of the new session also has to wait.
         host.request(A, multi, 4).unwrap();
         assert!(!host.establish(4).may_start);
-        assert!(host.leave(1).notify.is_empty());
-        assert_eq!(host.leave(2).notify, [channel(3), channel(4)]);
+        assert!(host.close(1).notify.is_empty());
+        assert_eq!(host.close(2).notify, [channel(3), channel(4)]);
     }
 
     #[test]
@@ -936,7 +937,7 @@ mod tests {
         let host = Host::new(&registry, 2);
         host.single(4).unwrap();
         host.request(A, MultiChannelAction::Multi, 5).unwrap();
-        assert_eq!(host.leave(4).terminate, [channel(5)]);
+        assert_eq!(host.close(4).terminate, [channel(5)]);
     }
 
     #[test]
@@ -953,9 +954,9 @@ mod tests {
             assert_eq!(joined.unwrap().nexus, current);
             assert!(!host.establish(serial).may_start, "it may be another's");
         }
-        let left = host.leave(2);
+        let left = host.close(2);
         assert!(left.terminate.is_empty() && left.notify.is_empty());
-        let left = host.leave(3);
+        let left = host.close(3);
         assert!(left.terminate.is_empty());
         assert_eq!(left.notify, [channel(4), channel(5)]);
     }
@@ -968,14 +969,14 @@ mod tests {
         host.request(A, MultiChannelAction::Multi, 2).unwrap();
         host.establish(2);
         host.request(B, MultiChannelAction::Multi, 3).unwrap();
-        assert!(host.leave(1).terminate.is_empty(), "there is another");
+        assert!(host.close(1).terminate.is_empty(), "there is another");
         assert_eq!(registry.sessions(), 1);
-        assert_eq!(host.leave(2).terminate, [channel(3)]);
+        assert_eq!(host.close(2).terminate, [channel(3)]);
         assert_eq!((registry.sessions(), registry.unconfirmed()), (0, 1));
         let late = host.establish(3);
         assert!(!late.may_start);
         assert_eq!(late.terminate, [channel(3)]);
-        assert!(host.leave(3).terminate.is_empty());
+        assert!(host.close(3).terminate.is_empty());
     }
 
     /// Its worker may be notified that the wait is over before the channel is terminated.
@@ -986,9 +987,9 @@ mod tests {
         host.log_in(1);
         host.request(B, MultiChannelAction::Single, 2).unwrap();
         host.request(A, MultiChannelAction::Multi, 3).unwrap();
-        assert_eq!(host.leave(1).terminate, [channel(3)]);
+        assert_eq!(host.close(1).terminate, [channel(3)]);
         assert_eq!(host.establish(3).terminate, [channel(3)]);
-        assert!(host.leave(2).notify.is_empty());
+        assert!(host.close(2).notify.is_empty());
     }
 
     #[test]
@@ -1000,8 +1001,8 @@ mod tests {
         host.request(B, MultiChannelAction::Single, 3).unwrap();
         host.request(A, MultiChannelAction::Multi, 4).unwrap();
         assert_eq!(host.establish(2).terminate, [channel(1), channel(4)]);
-        assert!(host.leave(1).notify.is_empty());
-        assert_eq!(host.leave(4).notify, [channel(2)]);
+        assert!(host.close(1).notify.is_empty());
+        assert_eq!(host.close(4).notify, [channel(2)]);
     }
 
     /// The old session may still have writes at a device, which must not be overtaken by a channel
@@ -1020,8 +1021,8 @@ mod tests {
         let joined = host.request(A, MultiChannelAction::Multi, 4).unwrap();
         assert_eq!(joined.nexus, new);
         assert!(!host.establish(4).may_start);
-        assert!(host.leave(3).notify.is_empty());
-        assert_eq!(host.leave(1).notify, [channel(2), channel(4)]);
+        assert!(host.close(3).notify.is_empty());
+        assert_eq!(host.close(1).notify, [channel(2), channel(4)]);
     }
 
     #[test]
@@ -1047,7 +1048,7 @@ mod tests {
             "the first one may have commands"
         );
         assert!(registry.start_early(host.key, channel(2)));
-        let left = host.leave(1);
+        let left = host.close(1);
         assert!(left.notify.is_empty(), "it does not wait any more");
         // A channel that is waiting for a requested session may belong to it.
         host.single(3).unwrap();
@@ -1065,13 +1066,13 @@ mod tests {
         }
         let full = Some(LoginRejReason::InsufficientResources);
         assert_eq!(host.single(4).err(), full, "they count as sessions");
-        host.leave(2);
-        host.leave(3);
+        host.close(2);
+        host.close(3);
         // A device keeps the commands of the first session for a long time.
         host.now += Duration::from_secs(1000);
         host.log_in(4);
-        host.leave(4);
-        host.leave(1);
+        host.close(4);
+        host.close(1);
         host.log_in(6);
         assert_eq!(registry.sessions(), 1);
     }
@@ -1087,7 +1088,7 @@ mod tests {
         for action in [MultiChannelAction::Multi, MultiChannelAction::Single] {
             assert_eq!(host.request(B, action, 2).err(), denied);
         }
-        host.leave(1);
+        host.close(1);
         let luns = &host.request(B, MultiChannelAction::Single, 3).unwrap();
         assert_eq!(luns.outcome.luns.luns().len(), 1);
     }
@@ -1123,11 +1124,11 @@ mod tests {
         assert_eq!(registry.sessions(), 1);
         // All state should be removed on close.
         for n in 1..=forged {
-            forger(n).leave(1000 + n);
+            forger(n).close(1000 + n);
         }
         assert!(registry.lock().unconfirmed.is_empty());
         assert_eq!(registry.sessions(), 1);
-        host.leave(1);
+        host.close(1);
         assert_eq!(registry.sessions(), 0);
         assert!(registry.lock().nexuses.is_empty());
     }
@@ -1163,8 +1164,8 @@ mod tests {
         assert_eq!(late.terminate, [channel(3)]);
         let full = Some(LoginRejReason::InsufficientResources);
         assert_eq!(hosts[2].single(4).err(), full);
-        hosts[2].leave(3);
-        hosts[0].leave(1);
+        hosts[2].close(3);
+        hosts[0].close(1);
         hosts[2].log_in(5);
         assert_eq!(registry.sessions(), 2);
     }
@@ -1202,7 +1203,7 @@ mod tests {
         assert!(registry.open_nexus(B, None).is_none());
         // An initiator can replace its own session.
         one.log_in(3);
-        one.leave(1);
+        one.close(1);
         assert!(registry.open_nexus(B, Some(B)).is_some());
         drop(other);
         assert_eq!(registry.sessions(), 1);

@@ -45,7 +45,7 @@ impl<K: PartialEq> Recent<K> {
 
     /// Removes a session because the initiator has logged out, so it will start without previous
     /// state.
-    pub(super) fn forget(&mut self, key: &K) {
+    pub(super) fn remove(&mut self, key: &K) {
         self.0.retain(|(known, _, _)| known != key);
     }
 
@@ -79,7 +79,7 @@ mod tests {
         assert!(recent.find(&2, later).is_some());
         recent.keep(2, KnownUnits::default(), later);
         assert_eq!(recent.0.len(), MAX_SESSIONS, "each is there once");
-        recent.forget(&2);
+        recent.remove(&2);
         assert!(recent.find(&2, later).is_none() && recent.find(&3, later).is_some());
     }
 }

@@ -23,7 +23,7 @@ impl UnitEntries {
     ///
     /// `is_loss` is set if there was a session with the same ports before. The units then establish
     /// I_T NEXUS LOSS OCCURRED (SAM-5 6.4).
-    pub(super) fn enter(
+    pub(super) fn add_nexus(
         nexus: NexusId,
         ports: Option<&Nexus>,
         luns: Arc<LunMap>,
@@ -84,7 +84,8 @@ impl UnitEntries {
         }
         // Units in both maps keep their entries and their state for this nexus. For now, removed
         // units keep their entries too: if a nexus is not registered, its commands in flight would
-        // conflict with any reservation. They are removed by `settle`.
+        // conflict with any reservation. They are removed by
+        // `remove_former_units`.
         let old = std::mem::replace(&mut self.luns, luns);
         self.former
             .extend(old.iter().map(|(_, unit)| Arc::downgrade(unit)));

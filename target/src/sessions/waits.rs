@@ -24,15 +24,15 @@ impl Waits {
     /// Waits until these channels are closed. Each is only added once, even if this is called
     /// again.
     pub(super) fn wait_for(&mut self, others: &[ConnRef], who: ConnRef) {
-        self.enter(others, who, false);
+        self.add_waits(others, who, false);
     }
 
     /// Waits until the commands of these channels can be reassigned.
     pub(super) fn wait_until_free(&mut self, others: &[ConnRef], who: ConnRef) {
-        self.enter(others, who, true);
+        self.add_waits(others, who, true);
     }
 
-    fn enter(&mut self, others: &[ConnRef], who: ConnRef, until_free: bool) {
+    fn add_waits(&mut self, others: &[ConnRef], who: ConnRef, until_free: bool) {
         // If two channels wait for each other, for example after crossed logouts, the remaining
         // channel would otherwise wait for itself.
         for on in others.iter().copied().filter(|on| *on != who) {
@@ -74,13 +74,13 @@ impl Waits {
     /// Called when a channel is closed. Returns the channels that no longer have to wait.
     ///
     /// A channel that was waiting for it inherits its waits, because these are for older channels.
-    pub(super) fn end(&mut self, gone: ConnRef) -> Vec<ConnRef> {
+    pub(super) fn on_closed(&mut self, gone: ConnRef) -> Vec<ConnRef> {
         let still: Vec<_> = self.0.extract_if(.., |wait| wait.who == gone).collect();
         let heirs: Vec<_> = self.0.extract_if(.., |wait| wait.on == gone).collect();
         for heir in &heirs {
             for wait in &still {
                 let until_free = heir.until_free && wait.until_free;
-                self.enter(&[wait.on], heir.who, until_free);
+                self.add_waits(&[wait.on], heir.who, until_free);
             }
         }
         let heirs = heirs.into_iter().map(|heir| heir.who);
@@ -117,9 +117,9 @@ mod tests {
             waits.wait_for(&[second], third);
         }
         assert_eq!(waits.0.len(), 2);
-        assert_eq!(waits.end(second), []);
+        assert_eq!(waits.on_closed(second), []);
         assert_eq!(waits.0.len(), 1);
-        assert_eq!(waits.end(first), [third]);
+        assert_eq!(waits.on_closed(first), [third]);
         assert_eq!(waits.0.len(), 0);
     }
 
@@ -131,9 +131,9 @@ mod tests {
         waits.wait_until_free(&[lost, second], third);
         // A new session has to wait until it is closed.
         waits.wait_for(&[lost, second], login);
-        assert_eq!(waits.end(second), []);
+        assert_eq!(waits.on_closed(second), []);
         assert_eq!(waits.free(lost), [third]);
-        assert_eq!(waits.end(lost), [login]);
+        assert_eq!(waits.on_closed(lost), [login]);
     }
 
     /// Two connections of a session close each other, and both are replaced by a login.
@@ -144,8 +144,8 @@ mod tests {
         waits.wait_for(&[first], second);
         waits.wait_for(&[second], first);
         waits.wait_for(&[first, second], login);
-        assert_eq!(waits.end(first), [second]);
-        assert_eq!(waits.end(second), [login]);
+        assert_eq!(waits.on_closed(first), [second]);
+        assert_eq!(waits.on_closed(second), [login]);
         assert_eq!(waits.0.len(), 0);
     }
 }

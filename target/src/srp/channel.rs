@@ -178,7 +178,7 @@ impl Channel {
 
     /// Returns the reason why the channel was closed.
     #[must_use]
-    pub fn end(&self) -> CloseReason {
+    pub fn close_reason(&self) -> CloseReason {
         self.ended.unwrap_or(CloseReason::Lost)
     }
 
@@ -252,14 +252,14 @@ impl Channel {
             }
             ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a receive was flushed because the queue pair is in the error state.
     pub fn handle_recv_flushed(&mut self, cx: &mut Cx<'_>, _recv: RecvIdx) {
         self.receives.on_completed();
         self.on_queue_pair_error(cx);
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the chain of a context has completed or failed.
@@ -274,13 +274,13 @@ impl Channel {
         } else {
             let io = &mut self.requests[idx];
             assert!(io.wrs > 0, "a chain was posted for {idx:?}");
-            self.sender.queue.give_back(std::mem::take(&mut io.wrs));
+            self.sender.queue.release(std::mem::take(&mut io.wrs));
             if !ok {
                 self.on_queue_pair_error(cx);
             }
             self.on_chain_done(cx, idx, ok);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a block operation has completed.
@@ -294,13 +294,13 @@ impl Channel {
         if !self.ends_early(cx, idx) {
             self.resume_task(cx, idx, result);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when memory was returned to the pool.
     pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
         self.poll_memory(cx);
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the connection is established. Unless `may_start` is set, the channel waits for
@@ -314,7 +314,7 @@ impl Channel {
                 self.timers.phase = None;
             }
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the replaced channels have released all resources.
@@ -323,7 +323,7 @@ impl Channel {
             become_state(&mut self.state, ChState::Live);
             self.timers.phase = None;
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Handles expired deadlines.
@@ -352,7 +352,7 @@ impl Channel {
         if self.state == ChState::Live && self.timers.keepalive.poll_probe(cx.now) {
             self.actions.push_back(Action::Probe);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a probe has completed or failed.
@@ -361,7 +361,7 @@ impl Channel {
         if !ok {
             self.on_queue_pair_error(cx);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the queues were destroyed, with or without their device: posted requests will
@@ -372,7 +372,7 @@ impl Channel {
             let io = self.requests.get_mut(idx);
             let wrs = io.map(|io| std::mem::take(&mut io.wrs));
             if let Some(wrs) = wrs.filter(|wrs| *wrs > 0) {
-                self.sender.queue.give_back(wrs);
+                self.sender.queue.release(wrs);
                 self.on_chain_done(cx, idx, false);
             }
         }
@@ -381,12 +381,12 @@ impl Channel {
         self.receives.forget_posted();
         self.timers.keepalive.forget_probe();
         self.drained = true;
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called after every input. Handles deferred requests, chains waiting for credit and messages
     /// initiated by the target, and checks whether the channel is drained.
-    pub(super) fn settle_round(&mut self, cx: &mut Cx<'_>) {
+    pub(super) fn finish_input(&mut self, cx: &mut Cx<'_>) {
         // This is called for every input of every command, usually with nothing to do.
         if self.receives.has_deferred() {
             self.retry_deferred(cx);
@@ -408,7 +408,7 @@ impl Channel {
         if self.state == ChState::Live {
             self.check_awaited(cx);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Closes the channel if other initiators have been waiting for too long for its memory or its

@@ -252,7 +252,7 @@ impl CommandFlow for Channel {
             self.answer_status(cx, task, Status::Busy);
             return true;
         };
-        io.exec.timer.enter(Stage::FabricIn, cx.now);
+        io.exec.timer.enter_stage(Stage::FabricIn, cx.now);
         io.tables.begin_fetch(remote, buffer);
         io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
         self.try_post(task, ChainKind::FetchTable);
@@ -273,7 +273,7 @@ impl CommandFlow for Channel {
         }
         self.stats.counters.bytes_out += u64::from(len);
         let io = &mut self.requests[task];
-        io.exec.timer.enter(Stage::FabricIn, cx.now);
+        io.exec.timer.enter_stage(Stage::FabricIn, cx.now);
         io.exec.timer.carry(len);
         if io.immediate.is_some() {
             // When all data was copied, the receive context is released.
@@ -303,7 +303,7 @@ impl CommandFlow for Channel {
     ) -> Option<StepResult> {
         self.stats.counters.bytes_in += u64::from(len);
         let io = &mut self.requests[task];
-        io.exec.timer.enter(Stage::FabricOut, cx.now);
+        io.exec.timer.enter_stage(Stage::FabricOut, cx.now);
         io.exec.timer.carry(len);
         self.timers.start_piece(cx.now, io);
         self.timers.watch_order(cx.now);

@@ -176,12 +176,12 @@ impl SendQueue {
     }
 
     /// Removes a context from the waiting list.
-    pub fn forget(&mut self, idx: TaskIdx) {
+    pub fn remove_waiting(&mut self, idx: TaskIdx) {
         self.waiting.retain(|&w| w != idx);
     }
 
     /// Called when a chain has completed.
-    pub fn give_back(&mut self, wrs: u32) {
+    pub fn release(&mut self, wrs: u32) {
         self.free += wrs;
         assert!(self.free <= self.size, "credit comes back once");
     }
@@ -226,11 +226,11 @@ mod tests {
         assert!(!queue.reserve(2));
         queue.wait(TaskIdx(7));
         assert!(!queue.reserve(1), "behind the one that waits");
-        queue.give_back(3);
+        queue.release(3);
         assert_eq!(queue.front(), Some(TaskIdx(7)));
         assert!(queue.take_front(2));
         assert!(queue.reserve(2));
-        queue.give_back(4);
+        queue.release(4);
         assert!(queue.is_idle());
     }
 }

@@ -137,7 +137,7 @@ impl Rig {
         rig.establish(0);
         for lun in 0..2 {
             rig.send(0, &cmd(&[0; 6]).lun(lun).bytes());
-            rig.settle();
+            rig.run_actions();
         }
         rig.sent.clear();
         rig
@@ -383,7 +383,7 @@ impl Rig {
     }
 
     /// Completes all outstanding work.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn run_actions(&mut self) {
         while !self.pending.is_empty() {
             self.complete();
         }
@@ -482,11 +482,11 @@ impl Rig {
     }
 
     /// Closes a channel and checks that no resources are left.
-    pub(super) fn end(&mut self) {
+    pub(super) fn close(&mut self) {
         for chan in 0..self.channels.len() {
             self.with(chan, Channel::handle_disconnected);
         }
-        self.settle();
+        self.run_actions();
         for (chan, channel) in self.channels.iter().enumerate() {
             assert_eq!(channel.state(), ChState::Disconnected);
             assert!(self.released[chan]);

@@ -136,7 +136,7 @@ impl Channel {
         if io.is_some_and(|io| io.state == IoctxState::AwaitTask) {
             self.start(cx, task.index);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a task of this channel is aborted by task management, from this or another
@@ -148,7 +148,7 @@ impl Channel {
         } else {
             self.request_action(TaskAction::TaskGone(watcher));
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when a task was removed that a function of this channel is waiting for.
@@ -161,7 +161,7 @@ impl Channel {
             pending.on_task_gone();
             self.check_mgmt(cx, watcher.index);
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Aborts a command, immediately or as soon as its buffers are no longer used by a device.
@@ -204,7 +204,7 @@ impl Channel {
     /// Removes a context from any queue that it is waiting in.
     pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: TaskIdx) {
         match self.requests.state(idx) {
-            IoctxState::AwaitCredit(_) => self.sender.queue.forget(idx),
+            IoctxState::AwaitCredit(_) => self.sender.queue.remove_waiting(idx),
             IoctxState::AwaitLimit => self.backlog.limits.remove(idx),
             IoctxState::AwaitBuffer => self.backlog.leave_memory(pool, idx),
             _ => {}

@@ -39,7 +39,7 @@ impl Channel {
             ChState::Joining => self.logout(cx, TLogoutReason::NoReason),
             ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the channel is replaced by a new login of the same nexus. Its commands are
@@ -54,19 +54,19 @@ impl Channel {
             *phase = until.min(*phase);
         }
         self.tear_down(cx);
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the connection was closed, by the peer or due to an error.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the drain marker has completed. All earlier requests have completed too.
     pub fn handle_drained(&mut self, cx: &mut Cx<'_>) {
         self.drained = true;
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Reports an event of a unit with AER_REQ, if this was requested by the initiator.
@@ -78,7 +78,7 @@ impl Channel {
                 self.own.queue_event(lun.encode(), sense);
             }
         }
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Called when the logical units for this initiator have changed. Commands in flight continue
@@ -90,12 +90,12 @@ impl Channel {
         self.config.luns = luns;
         if is_same {
             // Only the limits of the initiator have changed: see `Channel::handle_limits`.
-            return self.settle_round(cx);
+            return self.finish_input(cx);
         }
         let first = self.config.luns.iter().next().map(|(_, unit)| unit.index);
         match first {
             Some(unit) => self.handle_event(cx, unit, Attention::LunsChanged),
-            None => self.settle_round(cx),
+            None => self.finish_input(cx),
         }
     }
 
@@ -104,7 +104,7 @@ impl Channel {
         let limiter = self.config.luns.limiter();
         self.backlog.limits.rebook(limiter, cx.now);
         self.poll_limits(cx);
-        self.settle_round(cx);
+        self.finish_input(cx);
     }
 
     /// Aborts everything immediately, when a worker exits without a shutdown. After this, the

@@ -63,7 +63,7 @@ fn read_is_sent_in_one_post() {
     assert_eq!(rig.rsp(), good(1));
     assert_eq!(rig.remote[&KEY][100..1124], pattern(1024));
     assert_eq!(state(&rig.channels[0]), []);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -77,10 +77,10 @@ fn write_fetches_data_first() {
     assert_eq!(state(&rig.channels[0]), [IoctxState::NeedData]);
     rig.complete();
     assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.rsp(), good(9));
     assert_eq!(rig.disks[0][2048..4096], pattern(2048));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -91,10 +91,10 @@ fn immediate_data_keeps_its_receive() {
     rig.send(0, &iu.bytes());
     assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
     assert_eq!(rig.receives[0].len(), before, "taken over, receive is back");
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.rsp(), good(1));
     assert_eq!(rig.disks[0][..4096], pattern(4096));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -117,13 +117,13 @@ fn indirect_tables_of_any_kind_work() {
             IoctxState::DataIn
         };
         assert_eq!(state(&rig.channels[0]), [first]);
-        rig.settle();
+        rig.run_actions();
         assert_eq!(rig.rsp(), good(1));
         for (i, block) in pattern(len as usize).chunks(512).enumerate() {
             let at = (entries as usize - 1 - i) * 1000;
             assert_eq!(rig.remote[&KEY][at..at + 512], *block);
         }
-        rig.end();
+        rig.close();
     }
 }
 
@@ -133,20 +133,20 @@ fn response_has_residuals_and_sense() {
     rig.remote.insert(KEY, vec![0; 4096]);
     let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 4096)));
     rig.send(0, &iu.bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.rsp().data_in, Residual::Under(3584));
     let iu = read10(u32::MAX, 1).into(Data::Direct(MemDesc::new(0, KEY, 512)));
     rig.send(0, &iu.bytes());
-    rig.settle();
+    rig.run_actions();
     let rsp = rig.rsp();
     assert_eq!((rsp.status, rsp.key), (2, Some(5)));
     let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 512)));
     rig.send(0, &iu.bytes());
     rig.complete_nth(0, false);
-    rig.settle();
+    rig.run_actions();
     let rsp = rig.rsp();
     assert_eq!((rsp.status, rsp.key), (2, Some(3)), "medium error");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -158,11 +158,11 @@ fn inquiry_to_missing_unit_succeeds() {
             .lun(77)
             .into(Data::Direct(MemDesc::new(0, KEY, u32::from(len))));
         rig.send(0, &iu.bytes());
-        rig.settle();
+        rig.run_actions();
         assert_eq!(rig.rsp(), good(1));
     }
     assert_eq!(rig.remote[&KEY][0], 0x7f);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -174,10 +174,10 @@ fn early_commands_wait_for_establishment() {
     assert_eq!((rig.notified, rig.pending.len()), (1, 0));
     rig.establish(0);
     assert_eq!(rig.channels[0].state(), ChState::Live);
-    rig.settle();
+    rig.run_actions();
     let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn unestablished_connection_times_out() {
     assert_eq!(rig.channels[0].state(), ChState::Connecting);
     rig.advance(Duration::from_secs(2));
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -204,12 +204,12 @@ fn requests_without_context_wait_in_order() {
         0,
         "not looked at yet"
     );
-    rig.settle();
+    rig.run_actions();
     let answers = rig.answers();
     let tags: Vec<_> = answers.iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2, 3, 4, 5, 6, 7]);
     assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -227,10 +227,10 @@ fn ordered_tasks_wait_for_older_tasks() {
             IoctxState::AwaitTask
         ]
     );
-    rig.settle();
+    rig.run_actions();
     let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2, 3]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -257,10 +257,10 @@ fn command_waits_for_pool_memory() {
     );
     rig.pool.release(all);
     rig.pump();
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.answers(), [good(2), good(1)], "no READ for the second");
     assert_eq!(rig.disks[0][512..1024], [2; 512]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -273,16 +273,16 @@ fn task_and_memory_waits_are_stages() {
     let ordered = cmd(&[0x35]).attr(TaskAttr::Ordered).tag(2);
     rig.send(0, &ordered.bytes());
     rig.advance(wait);
-    rig.settle();
+    rig.run_actions();
     let all = rig.pool.allocate(4 << 20).unwrap();
     let write = write10(1, 1).tag(3).out(Data::Immediate(vec![2; 512]));
     rig.send(0, &write.bytes());
     rig.advance(wait);
     rig.pool.release(all);
     rig.pump();
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.answers().len(), 3);
-    let mut records = tracer.take();
+    let mut records = tracer.take_records();
     records.sort_by_key(|record| record.subject.tag);
     let waited = |record: &Record, stage| {
         let at = record.steps.iter().position(|(of, _)| *of == stage)?;
@@ -294,7 +294,7 @@ fn task_and_memory_waits_are_stages() {
     assert_eq!(waited(&records[1], Stage::Memory), None);
     assert_eq!(waited(&records[2], Stage::Memory), Some(wait));
     assert_eq!(waited(&records[2], Stage::Order), None);
-    rig.end();
+    rig.close();
 }
 
 /// An ordered command has no memory yet, and commands that use the memory are waiting for it.
@@ -315,13 +315,13 @@ fn ordered_command_gets_memory_of_others() {
     assert_eq!(rig.pool.free(), 0);
     let waits = IoctxState::AwaitTask;
     assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn, waits, waits]);
-    rig.settle();
+    rig.run_actions();
     let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2, 3]);
     assert_eq!(rig.remote[&(KEY + 1)], [0; 4096], "what was there before");
     assert!(rig.disks[0].iter().all(|byte| *byte == 7));
     rig.pool.release(others);
-    rig.end();
+    rig.close();
 }
 
 /// Newer commands of the nexus have to wait for an ORDERED command, so they must not use the memory
@@ -341,10 +341,10 @@ fn command_waiting_for_memory_is_not_overtaken() {
     );
     rig.pool.release(most);
     rig.pump();
-    rig.settle();
+    rig.run_actions();
     let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2]);
-    rig.end();
+    rig.close();
 }
 
 /// The same while its table is being fetched.
@@ -363,11 +363,11 @@ fn table_fetch_keeps_its_memory() {
         let data = Data::Direct(MemDesc::new(0, KEY, MIB));
         rig.send(0, &write10(0, 2048).tag(tag).out(data).bytes());
     }
-    rig.settle();
+    rig.run_actions();
     let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     assert_eq!(tags, [1, 2, 3]);
     rig.pool.release(most);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -376,7 +376,7 @@ fn commands_take_turns_with_reserve() {
     rig.add_channel(params(), 2);
     rig.establish(1);
     rig.send(1, &cmd(&[0; 6]).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.sent.clear();
     rig.remote.insert(KEY, vec![0; 512]);
     let all = rig.pool.allocate(4 << 20).unwrap();
@@ -391,16 +391,16 @@ fn commands_take_turns_with_reserve() {
         states.filter(|s| *s == IoctxState::DataIn).count()
     };
     assert_eq!(running(&rig), 1);
-    rig.settle();
+    rig.run_actions();
     let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     tags.sort_unstable();
     assert_eq!(tags, [2, 3, 4, 5]);
     assert_eq!(state(&rig.channels[0]), [IoctxState::AwaitBuffer]);
     rig.pool.release(all);
     rig.pump();
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.rsp(), good(1));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -422,11 +422,11 @@ fn long_transfers_yield_between_portions() {
         _ => 0,
     });
     assert!(portions.max().unwrap() <= 8);
-    rig.settle();
+    rig.run_actions();
     let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
     assert_eq!(tags, [2, 1]);
     assert_eq!(rig.remote[&KEY], pattern(entries * 512));
-    rig.end();
+    rig.close();
 }
 
 /// While its response is sent, a command is no longer in the task set of the unit, but its data
@@ -450,12 +450,12 @@ fn aborted_command_sends_no_more_data() {
             IoctxState::WriteData
         );
         rig.send(0, &tmf(6, 0, function, 0));
-        rig.settle();
+        rig.run_actions();
         let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
         tags.retain(|tag| *tag != 2);
         assert_eq!(tags, [6], "{function:?}");
         assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -479,11 +479,11 @@ fn cleared_command_completes_started_response() {
         ..task
     };
     rig.with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
-    rig.settle();
+    rig.run_actions();
     let ended: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(ended, [(1, 0x40)]);
     assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
-    rig.end();
+    rig.close();
 }
 
 /// A response to an older command with the same tag could be mistaken for the newer command, and a
@@ -512,12 +512,12 @@ fn own_abort_suppresses_response_after_clear() {
             if is_first {
                 rig.send(0, &iu);
             }
-            rig.settle();
+            rig.run_actions();
             let answers = rig.answers();
             let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status == 0x40)).collect();
             assert_eq!(ended, [(tag, false)]);
             assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
-            rig.end();
+            rig.close();
         }
     }
 }
@@ -553,7 +553,7 @@ fn abort_from_other_channel_stops_data() {
         }
         rig.send(0, &tmf(6, 0, function, 0));
         assert_eq!(state(&rig.channels[0]), [IoctxState::Mgmt], "{function:?}");
-        rig.settle();
+        rig.run_actions();
         let sent = std::mem::take(&mut rig.sent);
         let is_rsp = |bytes: &[u8]| matches!(FromTarget::parse(bytes), Ok(FromTarget::Rsp(_)));
         let answers: Vec<_> = sent.iter().filter(|(_, bytes)| is_rsp(bytes)).collect();
@@ -562,7 +562,7 @@ fn abort_from_other_channel_stops_data() {
             true => assert!(matches!(answers[..], [(1, _), (0, _)]), "{function:?}"),
             false => assert!(matches!(answers[..], [(0, _)]), "{function:?}"),
         }
-        rig.end();
+        rig.close();
     }
 }
 
@@ -584,9 +584,9 @@ fn full_send_queue_delays_chains() {
         state(&rig.channels[0])[2..],
         [IoctxState::AwaitCredit(ChainKind::Respond); 2]
     );
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.answers().len(), 4);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -607,7 +607,7 @@ fn abort_task_waits_for_device() {
         rig.pending[..],
         [Pending::Block { aborted: true, .. }]
     ));
-    rig.settle();
+    rig.run_actions();
     let rsp = rig.rsp();
     assert_eq!(
         (rsp.tag, rsp.code, rsp.delta),
@@ -615,14 +615,14 @@ fn abort_task_waits_for_device() {
         "two credits come back"
     );
     assert_eq!(rig.channels[0].stats().counters.aborted, 1);
-    rig.end();
+    rig.close();
 }
 
 #[test]
 fn abort_of_unknown_task_completes() {
     let mut rig = Rig::live();
     rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 99));
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.rsp().code, Some(0));
     for (function, lun, code) in [
         (TskMgmtFunction::ClearAca, 0, 4),
@@ -630,10 +630,10 @@ fn abort_of_unknown_task_completes() {
         (TskMgmtFunction::LogicalUnitReset, 9, 2),
     ] {
         rig.send(0, &tmf(6, lun, function, 0));
-        rig.settle();
+        rig.run_actions();
         assert_eq!(rig.rsp().code, Some(code), "{function:?}");
     }
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2016-6327: repeated ABORT TASK for a command in any state must not crash or lose a command.
@@ -654,12 +654,12 @@ fn cve_2016_6327_aborts_lose_no_command() {
         rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
         rig.send(0, &tmf(7, 0, TskMgmtFunction::AbortTask, 5));
         rig.send(0, &tmf(8, 0, TskMgmtFunction::LogicalUnitReset, 0));
-        rig.settle();
+        rig.run_actions();
         let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
         tags.retain(|&t| t != 5);
         assert_eq!(tags, [6, 7, 8], "after {steps} steps");
         assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -669,12 +669,12 @@ fn reset_aborts_tasks_of_other_channels() {
     rig.add_channel(params(), 2);
     rig.establish(1);
     rig.send(1, &cmd(&[0; 6]).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.sent.clear();
     rig.send(1, &cmd(&[0x35]).tag(5).bytes());
     rig.send(0, &tmf(6, 0, TskMgmtFunction::ClearTaskSet, 0));
     assert_eq!(state(&rig.channels[0]), [IoctxState::Mgmt]);
-    rig.settle();
+    rig.run_actions();
     let (mgmt, other): (Vec<_>, Vec<_>) = rig.sent.drain(..).partition(|(c, _)| *c == 0);
     assert_eq!(mgmt.len(), 1);
     assert_eq!(other.len(), 1, "TAS is one");
@@ -684,11 +684,11 @@ fn reset_aborts_tasks_of_other_channels() {
     let ended = (rsp.tag, rsp.status, rsp.req_lim_delta, rsp.sense);
     assert_eq!(ended, (Tag(5), 0x40, 1, None));
     rig.send(1, &cmd(&[0; 6]).tag(8).bytes());
-    rig.settle();
+    rig.run_actions();
     let rsp = rig.rsp();
     assert_eq!((rsp.tag, rsp.key), (8, None), "which says all");
     assert_eq!(rig.channels[1].sender().req_lim.at_initiator(), 4);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -700,10 +700,10 @@ fn initiator_logout_closes_channel() {
     rig.send(0, &iu);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
     assert_eq!(rig.disconnects, 1);
-    rig.settle();
+    rig.run_actions();
     assert!(rig.released[0]);
     assert_eq!(rig.channels[0].stats().counters.torn_down, 1);
-    rig.end();
+    rig.close();
 }
 
 fn t_logout(rig: &mut Rig) -> TLogoutReason {
@@ -724,7 +724,7 @@ fn shutdown_completes_commands_before_logout() {
     rig.complete();
     rig.complete();
     assert_eq!(rig.channels[0].state(), ChState::Disconnecting);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(t_logout(&mut rig), TLogoutReason::NoReason);
     assert_eq!(rig.rsp(), good(1));
     assert!(rig.released[0]);
@@ -745,7 +745,7 @@ fn shutdown_completes_commands_before_logout() {
         ChState::Draining,
         "nor does the logout hang"
     );
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -754,9 +754,9 @@ fn terminated_channel_gets_logout_reason() {
     rig.with(0, |ch, cx| {
         ch.handle_terminate(cx);
     });
-    rig.settle();
+    rig.run_actions();
     assert_eq!(t_logout(&mut rig), TLogoutReason::MultiChannelAction);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -778,11 +778,11 @@ fn terminated_channel_waits_for_device() {
     }
     assert!(!rig.released[0], "the disk still has the first write");
     rig.complete();
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.disks[0][..512], [0; 512]);
     assert_eq!(rig.channels[0].stats().counters.torn_down, 2);
     assert!(rig.released[0]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -798,16 +798,16 @@ fn replacing_channel_waits_for_replaced() {
     };
     let mut rig = waiting();
     rig.with(0, Channel::handle_others_gone);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.rsp().tag, 1);
-    rig.end();
+    rig.close();
 
     let mut rig = waiting();
     rig.advance(JOIN_TIMEOUT);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(t_logout(&mut rig), TLogoutReason::NoReason);
     assert!(rig.released[0]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -824,7 +824,7 @@ fn duplicate_tag_aborts_nexus_commands() {
         0,
         "those that it ends are at the disks"
     );
-    rig.settle();
+    rig.run_actions();
     let answers = rig.answers();
     let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status, a.key)).collect();
     assert_eq!(ended, [(2, 0, None), (1, 2, Some(0xb))]);
@@ -833,14 +833,14 @@ fn duplicate_tag_aborts_nexus_commands() {
     // A tag can be reused once the response was sent, even before the send has completed.
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
-    rig.settle();
+    rig.run_actions();
     let again = rig.answers();
     assert!(
         again.iter().all(|a| (a.tag, a.status) == (1, 0)),
         "{again:?}"
     );
     assert_eq!(again.len(), 2);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -872,10 +872,10 @@ fn malformed_messages_close_one_channel() {
         rig.add_channel(params(), 2);
         rig.establish(1);
         rig.send(0, &iu);
-        rig.settle();
+        rig.run_actions();
         assert_eq!(t_logout(&mut rig), reason);
         assert_eq!(rig.channels[1].state(), ChState::Live);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -888,11 +888,11 @@ fn malformed_command_gets_response() {
         .bytes();
     iu[5] = 0x0f;
     rig.send(0, &iu);
-    rig.settle();
+    rig.run_actions();
     let rsp = rig.rsp();
     assert_eq!((rsp.tag, rsp.code, rsp.delta), (5, Some(2), 1));
     assert_eq!(rig.channels[0].state(), ChState::Live);
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2026-74394: immediate data is rejected if its offset and length overflow.
@@ -907,10 +907,10 @@ fn cve_2026_74394_immediate_data_length_wraps() {
         let at = 48;
         iu[at..at + 4].copy_from_slice(&len.to_be_bytes());
         rig.send(0, &iu);
-        rig.settle();
+        rig.run_actions();
         assert_eq!(rig.rsp().code, Some(2), "{len:#x}");
         assert!(rig.disks[0].iter().all(|&b| b == 0));
-        rig.end();
+        rig.close();
     }
 }
 
@@ -949,7 +949,7 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
                 !rig.pending.iter().any(is_at_a_disk),
                 "{opcode:#x}/{action:#x}"
             );
-            rig.settle();
+            rig.run_actions();
             let rsp = rig.rsp();
             assert_eq!(
                 (rsp.status, rsp.key),
@@ -970,7 +970,7 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
                     assert_eq!(*unit, UnitIdx(0), "{opcode:#x}/{action:#x}");
                 }
             }
-            rig.settle();
+            rig.run_actions();
             rig.sent.clear();
         }
     }
@@ -980,10 +980,10 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
     for lun in [2, 9, 255] {
         rig.sent.clear();
         rig.send(0, &read10(0, 1).tag(7).lun(lun).bytes());
-        rig.settle();
+        rig.run_actions();
         assert_eq!(rig.rsp().key, Some(5), "{lun}");
     }
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2026-100075: if an indirect table fails halfway, send-queue credit must not change.
@@ -1000,12 +1000,12 @@ fn cve_2026_100075_failed_table_keeps_credit() {
         rig.remote.insert(KEY, vec![0; 20 * 512]);
         let iu = write10(0, 20).tag(round).out(data);
         rig.send(0, &iu.bytes());
-        rig.settle();
+        rig.run_actions();
         assert_eq!(rig.rsp().code, Some(2));
         assert_eq!(rig.channels[0].sender().queue.free(), free);
         assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
     }
-    rig.end();
+    rig.close();
 }
 
 /// CVE-2022-50129 and CVE-2024-26872: if the connection is closed at any point, no resource may be
@@ -1038,13 +1038,13 @@ fn cve_2022_50129_and_2024_26872_teardown_leaks_nothing() {
                     rig.complete_nth(i % rig.pending.len(), true);
                 }
             }
-            rig.settle();
+            rig.run_actions();
             assert!(rig.released[0]);
             assert!(
                 rig.sent.iter().any(|(c, b)| *c == 1 && b[0] == 0xc1),
                 "the reset of the other channel is answered"
             );
-            rig.end();
+            rig.close();
         }
     }
 }
@@ -1065,7 +1065,7 @@ fn events_are_sent_one_by_one() {
             rig.with(chan, |ch, cx| ch.handle_event(cx, UnitIdx(1), attention));
         }
     }
-    rig.settle();
+    rig.run_actions();
     let mut seen = Vec::new();
     while let Some((chan, bytes)) = rig.sent.pop() {
         let FromTarget::AerReq(req) = FromTarget::parse(&bytes).unwrap() else {
@@ -1076,10 +1076,10 @@ fn events_are_sent_one_by_one() {
         let mut rsp = [0; 16];
         AerRsp { tag: req.tag }.emit(&mut rsp);
         rig.send(0, &rsp);
-        rig.settle();
+        rig.run_actions();
     }
     assert_eq!(seen, [0x2a, 0x3f]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1087,17 +1087,17 @@ fn silent_initiator_is_probed() {
     let mut rig = Rig::live();
     rig.advance(KEEPALIVE - Duration::from_secs(1));
     rig.send(0, &cmd(&[0; 6]).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.advance(Duration::from_secs(2));
     assert!(rig.pending.is_empty(), "it was heard a moment ago");
     rig.advance(KEEPALIVE);
     assert!(matches!(rig.pending[..], [Pending::Probe { chan: 0 }]));
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.channels[0].state(), ChState::Live);
     rig.advance(KEEPALIVE);
     rig.complete_nth(0, false);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 /// Returns a COMPARE AND WRITE with data in the initiator's memory.
@@ -1125,12 +1125,12 @@ fn command_without_data_blocks_no_others() {
     );
     let states = [IoctxState::NeedData, IoctxState::DataIn];
     assert_eq!(state(&rig.channels[0]), states);
-    rig.settle();
+    rig.run_actions();
     let answers = rig.answers();
     assert_eq!(answers.len(), 2);
     assert_eq!(answers[0], good(2), "its data were here first");
     assert_eq!(rig.disks[0][..512], [2; 512], "the comparison failed");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1142,9 +1142,9 @@ fn table_for_missing_unit_is_fetched() {
     let inquiry = cmd(&[0x12, 0, 0, 0, 96, 0]);
     let iu = inquiry.lun(7).into(indirect(&descs, 0));
     rig.send(0, &iu.bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.remote[&KEY][0], 0x7f, "no unit has this number");
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -1156,9 +1156,9 @@ fn missing_data_closes_channel() {
     assert_eq!(rig.channels[0].state(), ChState::Live);
     rig.advance(Duration::from_secs(2));
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.units[0].tasks(), 0);
-    rig.end();
+    rig.close();
 }
 
 const STATES: [ChState; 6] = [
@@ -1193,6 +1193,6 @@ fn channel_transition_coverage_is_complete() {
         let mut rig = Rig::new();
         let chan = rig.add_channel(params(), 1);
         rig.with(chan, |ch, cx| ch.handle_established(cx, false));
-        rig.end();
+        rig.close();
     });
 }

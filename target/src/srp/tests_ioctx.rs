@@ -77,7 +77,7 @@ impl Bench {
             rig.establish(chan);
             for lun in 0..2 {
                 rig.send(chan, &cmd(&[0; 6]).lun(lun).bytes());
-                rig.settle();
+                rig.run_actions();
             }
         }
         rig.sent.clear();
@@ -176,7 +176,7 @@ impl Bench {
             ..IoLimits::default()
         });
         self.rig.send(1, &read(1).bytes());
-        self.rig.settle();
+        self.rig.run_actions();
     }
 
     /// Sends a command that has to wait for another command of its nexus.
@@ -205,21 +205,21 @@ impl Bench {
     }
 
     /// Closes the channel while the command is in its current state.
-    fn end(mut self) {
+    fn close(mut self) {
         self.rig.with(0, Channel::handle_disconnected);
         self.give_memory();
         for table in self.tables.drain(..) {
             self.rig.pool.release(table);
         }
-        self.rig.end();
+        self.rig.close();
     }
 
     /// Completes the command.
     fn finish(mut self) {
         self.give_memory();
-        self.rig.settle();
+        self.rig.run_actions();
         self.expect(IoctxState::Done);
-        self.end();
+        self.close();
     }
 }
 
@@ -332,7 +332,7 @@ fn commands_end_everywhere() {
         if !may_end {
             continue;
         }
-        reach(state).end();
+        reach(state).close();
         let mut bench = reach(state);
         bench.clear();
         bench.finish();
@@ -540,7 +540,7 @@ fn functions_are_answered() {
     let mut bench = reach(IoctxState::DataIn);
     let abort = tmf(5, 0, TskMgmtFunction::AbortTask, TAG);
     bench.rig.send(0, &abort);
-    bench.end();
+    bench.close();
     let mut bench = reach(IoctxState::DataIn);
     bench.send(&plain());
     bench.finish();

@@ -74,7 +74,7 @@ fn throttled_command_is_counted_by_its_kind() {
     // All contexts were used for a write.
     for tag in 1..9 {
         rig.send(0, &write(tag).lun(1).bytes());
-        rig.settle();
+        rig.run_actions();
     }
     tags(&mut rig);
     let long = |tag| {
@@ -84,11 +84,11 @@ fn throttled_command_is_counted_by_its_kind() {
     for tag in 11..14 {
         rig.send(0, &long(tag));
     }
-    rig.settle();
+    rig.run_actions();
     assert_eq!(throttled(&rig), [(Kind::Read, Throttle::Limit, 1)]);
     rig.advance(Duration::from_secs(8));
-    rig.settle();
-    rig.end();
+    rig.run_actions();
+    rig.close();
 }
 
 #[test]
@@ -97,22 +97,22 @@ fn limited_commands_wait_without_memory() {
     for tag in 1..4 {
         rig.send(0, &write(tag).bytes());
     }
-    rig.settle();
+    rig.run_actions();
     assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1], 2));
     assert_eq!(rig.units[0].limit_waits(), 2);
     assert_eq!(rig.pool.free(), rig.pool.size());
     // Commands without block access do not have to wait, and neither do commands for another unit.
     rig.send(0, &cmd(&[0; 6]).tag(4).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.send(0, &write(5).lun(1).bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [4, 5]);
     for tag in 2..4 {
         assert_eq!(rig.channels[0].deadline(), Some(rig.now + TENTH));
         rig.advance(TENTH - Duration::from_nanos(1));
         assert!(rig.pending.is_empty());
         rig.advance(Duration::from_nanos(1));
-        rig.settle();
+        rig.run_actions();
         assert_eq!(tags(&mut rig), [tag]);
     }
     for tag in 1..4 {
@@ -120,7 +120,7 @@ fn limited_commands_wait_without_memory() {
     }
     let waits = rig.units[0].limits.waits();
     assert_eq!((waits.commands, waits.time), (2, 3 * TENTH));
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -133,14 +133,14 @@ fn limit_delays_fetch_of_external_table() {
     }
     let external = read10(0, 2).tag(3).into(indirect(&blocks(2), 0));
     rig.send(0, &external.bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [1]);
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2, 3]);
-    rig.end();
+    rig.close();
 }
 
 /// Tables of waiting commands leave half of the table memory for other commands.
@@ -155,17 +155,17 @@ fn tables_of_waiting_commands_leave_room() {
     rig.send(0, &long(3).bytes());
     let short = read(4).bytes();
     rig.send(0, &short);
-    rig.settle();
+    rig.run_actions();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(3, 8), (1, 0)], "BUSY");
     rig.pool.release(most);
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2]);
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [4]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -181,26 +181,26 @@ fn aborted_waiting_commands_never_execute() {
         for tag in 1..4 {
             rig.send(0, &write(tag).bytes());
         }
-        rig.settle();
+        rig.run_actions();
         assert_eq!(tags(&mut rig), [1]);
         rig.send(0, &tmf(9, 0, function, 2));
-        rig.settle();
+        rig.run_actions();
         assert_eq!(tags(&mut rig), [9], "{function:?} does not wait");
         let left = usize::from(function == Function::AbortTask);
         assert_eq!(waiting(&rig), left);
         rig.advance(TENTH);
-        rig.settle();
+        rig.run_actions();
         let expected: &[u64] = if left == 1 { &[3] } else { &[] };
         assert_eq!(tags(&mut rig), expected, "{function:?}");
         rig.advance(Duration::from_secs(10));
         assert_eq!(rig.disks[0][2 * 512..][..512], [0; 512], "{function:?}");
         // After the unit attention of a reset, new commands are executed.
         rig.send(0, &cmd(&[0; 6]).tag(6).bytes());
-        rig.settle();
+        rig.run_actions();
         rig.send(0, &write(7).bytes());
-        rig.settle();
+        rig.run_actions();
         assert_eq!(tags(&mut rig), [6, 7]);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -212,15 +212,15 @@ fn foreign_reset_completes_waiting_commands() {
     for tag in 1..3 {
         rig.send(0, &write(tag).bytes());
     }
-    rig.settle();
+    rig.run_actions();
     tags(&mut rig);
     rig.send(1, &tmf(9, 0, TskMgmtFunction::LogicalUnitReset, 0));
-    rig.settle();
+    rig.run_actions();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(2, 0x40), (9, 0)]);
     rig.advance(Duration::from_secs(1));
     assert!(rig.pending.is_empty());
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -230,7 +230,7 @@ fn waiting_commands_end_with_connection() {
         for tag in 1..4 {
             rig.send(0, &write(tag).bytes());
         }
-        rig.settle();
+        rig.run_actions();
         assert_eq!(waiting(&rig), 2);
         let until = rig.now + Duration::from_secs(5);
         match ends {
@@ -241,16 +241,16 @@ fn waiting_commands_end_with_connection() {
                 rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
                 assert_eq!(rig.channels[0].state(), ChState::Live);
                 rig.advance(TENTH);
-                rig.settle();
+                rig.run_actions();
                 rig.advance(TENTH);
-                rig.settle();
+                rig.run_actions();
                 assert_eq!(tags(&mut rig), [1, 2, 3]);
                 assert_ne!(rig.channels[0].state(), ChState::Live);
             }
         }
-        rig.settle();
+        rig.run_actions();
         assert_eq!(waiting(&rig), 0);
-        rig.end();
+        rig.close();
         assert_eq!(rig.disks[0][3 * 512], if ends == 2 { 7 } else { 0 });
     }
 }
@@ -259,17 +259,17 @@ fn waiting_commands_end_with_connection() {
 fn waiting_commands_keep_nexus_order() {
     let mut rig = limited();
     rig.send(0, &write(1).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.send(0, &read(2).bytes());
     // This has to wait for the read, which is waiting for its limit.
     rig.send(0, &cmd(&[0x35]).tag(3).attr(TaskAttr::Ordered).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(4).bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [1]);
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2, 3, 4]);
-    rig.end();
+    rig.close();
 }
 
 /// A command that waits for older tasks keeps its data in memory, so it must not wait behind a
@@ -278,7 +278,7 @@ fn waiting_commands_keep_nexus_order() {
 fn limited_commands_block_no_data_buffers() {
     let mut rig = limited();
     rig.send(0, &write(1).bytes());
-    rig.settle();
+    rig.run_actions();
     tags(&mut rig);
     rig.send(0, &read(2).attr(TaskAttr::Ordered).bytes());
     rig.send(0, &write(3).bytes());
@@ -286,16 +286,16 @@ fn limited_commands_block_no_data_buffers() {
     let select = cmd(&[0x15, 0x10, 0, 0, 4, 0]).tag(4);
     let data = Data::Direct(MemDesc::new(0, KEY, 4));
     rig.send(0, &select.out(data).bytes());
-    rig.settle();
+    rig.run_actions();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(3, 0x28), (4, 0x28)], "TASK SET FULL");
     let limit = |kind| (kind, Throttle::Limit, 1);
     assert_eq!(throttled(&rig), [limit(Kind::Write), limit(Kind::Other)]);
     assert_eq!(rig.pool.free(), rig.pool.size());
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2]);
-    rig.end();
+    rig.close();
 }
 
 #[test]
@@ -304,18 +304,18 @@ fn new_limits_apply_to_waiting_commands() {
     for tag in 1..5 {
         rig.send(0, &read(tag).bytes());
     }
-    rig.settle();
+    rig.run_actions();
     assert_eq!(waiting(&rig), 3);
     rig.units[0].limits.set(&iops(1000));
     rig.with(0, Channel::handle_limits);
     rig.advance(Duration::from_millis(1));
-    rig.settle();
+    rig.run_actions();
     assert_eq!(waiting(&rig), 1);
     rig.units[0].limits.set(&IoLimits::default());
     rig.with(0, Channel::handle_limits);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [1, 2, 3, 4]);
-    rig.end();
+    rig.close();
 }
 
 /// All channels of an initiator share its limits, but not with another initiator.
@@ -327,7 +327,7 @@ fn initiator_channels_share_limits() {
         let chan = rig.add_channel(params(), nexus);
         rig.establish(chan);
         rig.send(chan, &cmd(&[0; 6]).bytes());
-        rig.settle();
+        rig.run_actions();
     }
     let own = Arc::new(Limiter::new(&iops(10)));
     let map = |rig: &Rig| {
@@ -352,15 +352,15 @@ fn initiator_channels_share_limits() {
     rig.send(0, &write(2).lun(1).bytes());
     rig.send(1, &write(3).bytes());
     rig.send(2, &write(4).bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [1, 4]);
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2]);
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [3]);
-    rig.end();
+    rig.close();
 }
 
 /// The cost of a command depends on the data transferred, not on the expected length.
@@ -376,18 +376,18 @@ fn command_cost_is_transferred_data() {
     // Each of these transfers one block, even if the initiator's buffer is larger or missing.
     let data = || Data::Direct(MemDesc::new(0, KEY, 1 << 19));
     rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.send(0, &read10(0, 1).tag(2).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.send(0, &read10(0, 1).tag(3).into(data()).bytes());
     // This exceeds the maximum transfer size, so it is rejected without any cost.
     let long = [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0];
     rig.send(0, &cmd(&long).tag(4).bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1, 4], 2));
     for tag in [2, 3] {
         rig.advance(Duration::from_secs(1));
-        rig.settle();
+        rig.run_actions();
         assert_eq!(tags(&mut rig), [tag]);
     }
     // WRITE SAME (10) writes the block multiple times.
@@ -397,15 +397,15 @@ fn command_cost_is_transferred_data() {
         0,
         &same.out(Data::Direct(MemDesc::new(0, KEY, 512))).bytes(),
     );
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [5]);
     rig.send(0, &read(6).bytes());
     for second in 1..=8 {
         rig.advance(Duration::from_secs(1));
-        rig.settle();
+        rig.run_actions();
         assert_eq!(tags(&mut rig), &[6][usize::from(second < 8)..]);
     }
-    rig.end();
+    rig.close();
 }
 
 /// An initiator without access to a unit must not use up the limit of other initiators.
@@ -415,10 +415,10 @@ fn rejected_command_costs_nothing() {
     let chan = rig.add_channel(params(), 2);
     rig.establish(chan);
     rig.send(chan, &cmd(&[0; 6]).bytes());
-    rig.settle();
+    rig.run_actions();
     rig.answers();
     let statuses = |rig: &mut Rig| -> Vec<u8> {
-        rig.settle();
+        rig.run_actions();
         rig.answers().iter().map(|answer| answer.status).collect()
     };
     // Beyond the end of the medium.
@@ -472,7 +472,7 @@ fn rejected_command_costs_nothing() {
     rig.send(0, &read(12).bytes());
     assert_eq!(statuses(&mut rig), [0]);
     assert!(rig.units[0].limits.owes(rig.now));
-    rig.end();
+    rig.close();
 }
 
 /// Commands waiting for the limits of a unit must not use up the contexts for other units.
@@ -493,17 +493,17 @@ fn long_wait_returns_task_set_full() {
     for tag in 1..4 {
         rig.send(0, &long(tag));
     }
-    rig.settle();
+    rig.run_actions();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(3, 0x28), (1, 0)]);
     assert_eq!(throttled(&rig), [(Kind::Read, Throttle::Limit, 1)]);
     rig.send(0, &write(4).lun(1).bytes());
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [4]);
     rig.advance(Duration::from_secs(8));
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2]);
-    rig.end();
+    rig.close();
 }
 
 /// A command that waits for older tasks also keeps its table.
@@ -512,7 +512,7 @@ fn limited_commands_block_no_tables() {
     let mut rig = limited();
     rig.remote.insert(TABLE, table_bytes(&blocks(20)));
     rig.send(0, &write(1).bytes());
-    rig.settle();
+    rig.run_actions();
     tags(&mut rig);
     rig.send(0, &write(2).attr(TaskAttr::Ordered).bytes());
     for (tag, inline) in [(3, 20), (4, 0)] {
@@ -520,11 +520,11 @@ fn limited_commands_block_no_tables() {
         let data = indirect(&blocks(20), inline);
         rig.send(0, &cmd(&[0x12, 0, 0, 0, 96, 0]).tag(tag).into(data).bytes());
     }
-    rig.settle();
+    rig.run_actions();
     let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
     assert_eq!(answers, [(3, 0x28), (4, 0x28)], "TASK SET FULL");
     rig.advance(TENTH);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(tags(&mut rig), [2]);
-    rig.end();
+    rig.close();
 }

@@ -229,7 +229,7 @@ fn run(steps: &[Step], window: u32) {
     while !rig.pending.is_empty() {
         rig.complete();
     }
-    rig.end();
+    rig.close();
 }
 
 proptest! {

@@ -101,7 +101,7 @@ fn long_write_fetches_pieces_in_sequence() {
         assert!(is_good(&rig.rsp()));
         assert_eq!(rig.disks[0][3 * 512..][..LEN], pattern());
         check_memory(&rig);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -127,7 +127,7 @@ fn long_read_responds_with_last_piece() {
         assert!(is_good(&rig.rsp()));
         assert_eq!(described(&rig), pattern());
         check_memory(&rig);
-        rig.end();
+        rig.close();
     }
 }
 
@@ -141,11 +141,11 @@ fn immediate_data_can_exceed_window() {
         before - 1,
         "some of it is left there"
     );
-    rig.settle();
+    rig.run_actions();
     assert!(is_good(&rig.rsp()));
     assert_eq!(rig.receives[0].len(), before);
     assert_eq!(rig.disks[0][..LEN], pattern());
-    rig.end();
+    rig.close();
 }
 
 /// If a command is aborted between pieces, its buffer should be returned when it is no longer used
@@ -172,10 +172,10 @@ fn abort_between_pieces_works_in_all_states() {
         rig.complete();
         assert_eq!(rig.pool.free(), rig.pool.size());
         assert_eq!(rig.units[0].tasks(), 0);
-        rig.settle();
+        rig.run_actions();
         let answer = rig.rsp();
         assert_eq!((answer.tag, answer.code), (6, Some(0)));
-        rig.end();
+        rig.close();
     };
     aborts(true, 2, IoctxState::NeedData);
     aborts(true, 3, IoctxState::DataIn);
@@ -199,7 +199,7 @@ fn error_between_pieces_has_residual() {
             rig.complete();
         }
         rig.complete_nth(0, false);
-        rig.settle();
+        rig.run_actions();
         let answer = rig.rsp();
         assert_eq!((answer.status, answer.key), (2, Some(3)));
         let (residual, left) = if write {
@@ -208,7 +208,7 @@ fn error_between_pieces_has_residual() {
             (answer.data_in, LEN as u32 - 2048)
         };
         assert_eq!(residual, Residual::Under(left));
-        rig.end();
+        rig.close();
     }
 }
 
@@ -237,9 +237,9 @@ fn blocks_are_kept_between_pieces() {
     assert_eq!(waits.len(), 1, "what writes other blocks goes on");
     rig.advance(DATA_OUT_TIMEOUT);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.settle();
+    rig.run_actions();
     assert_eq!(rig.disks[0][512..1024], pattern()[512..1024]);
-    rig.end();
+    rig.close();
 }
 
 /// Each piece is received in time, but other commands wait for the command to complete.
@@ -266,7 +266,7 @@ fn later_pieces_share_time_limit() {
     assert_eq!(state(&rig), IoctxState::NeedData);
     rig.advance(late);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 /// The same if the connection transfers other data in the meantime, but only for the time required
@@ -300,7 +300,7 @@ fn busy_connection_has_more_time() {
                 rig.complete();
             }
         }
-        rig.end();
+        rig.close();
         pieces
     };
     let alone = pieces_with(0);
@@ -335,7 +335,7 @@ fn credit_wait_times_out() {
     assert_eq!(states[1..], [IoctxState::WriteData; 2]);
     rig.advance(DATA_OUT_TIMEOUT);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 /// These keep their data in memory.
@@ -351,7 +351,7 @@ fn unreceived_response_times_out() {
     assert_eq!(rig.channels[0].state(), ChState::Live);
     rig.advance(Duration::from_secs(1));
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 /// Neither are responses waiting behind other responses, which are received one by one.
@@ -380,7 +380,7 @@ fn slowly_received_responses_time_out() {
     // The transferred data only extends the deadline by a millisecond.
     rig.advance(Duration::from_secs(2));
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 /// The channel is also closed if the initiator stops receiving data in the middle of a READ.
@@ -394,7 +394,7 @@ fn unreceived_data_times_out() {
     assert_eq!(state(&rig), IoctxState::SendData);
     rig.advance(DATA_OUT_TIMEOUT);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.end();
+    rig.close();
 }
 
 /// Returns the number of seconds until the channel is closed. The data of a short WRITE is
@@ -435,7 +435,7 @@ fn hold_memory(others_wait: bool, early: bool, trickles: bool) -> Option<u32> {
     });
     rig.pool.leave_line(other);
     more.into_iter().for_each(|buffer| rig.pool.release(buffer));
-    rig.end();
+    rig.close();
     ended.map(|steps| steps * 4)
 }
 

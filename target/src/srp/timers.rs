@@ -180,7 +180,7 @@ impl Timers {
     /// limit, and the response gets the remaining time. Any data transferred in the meantime
     /// extends it: see [`Pace`](crate::fabric::Pace).
     pub(super) fn start_piece(&mut self, now: Instant, io: &mut SendIoctx) {
-        io.began = Some(self.pace.begin(now));
+        io.began = Some(self.pace.start_wait(now));
         self.awaited.get_or_insert(now + OWED);
         if io.exec.is_gathering() {
             return;
@@ -242,7 +242,7 @@ impl Timers {
         is_owed: bool,
         requests: &RequestTable,
     ) -> bool {
-        let begun = self.pace.begin(now);
+        let begun = self.pace.start_wait(now);
         self.owed = is_owed.then(|| self.owed.unwrap_or(begun));
         let is_in_order = |io: &SendIoctx| io.began.is_some() && !io.exec.is_gathering();
         let is_held = |io: &SendIoctx| is_in_order(io) && io.exec.holds_others();

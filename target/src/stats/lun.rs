@@ -328,14 +328,14 @@ impl SessionStats {
     }
 
     /// Counts a new command. Returns true if it is in the sample of timed commands.
-    pub(super) fn begin(&self) -> bool {
+    pub(super) fn count_started(&self) -> bool {
         let n = self.stats.begun.get();
         self.stats.begun.add(1);
         is_sampled(n)
     }
 
     /// Removes an active command. `done` is the outcome if it was completed with a response.
-    pub(super) fn end(&self, done: Option<&Done>) {
+    pub(super) fn count_finished(&self, done: Option<&Done>) {
         self.stats.ended.add(1);
         let Some(done) = done else {
             return;

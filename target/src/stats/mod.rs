@@ -158,18 +158,18 @@ mod tests {
         let (account, mut timer) = (account(), CommandTimer::default());
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        timer.begin(Arc::clone(&account), subject, at(0));
+        timer.start(Arc::clone(&account), subject, at(0));
         timer.classify(Kind::Write);
-        timer.enter(Stage::Scsi, at(0));
-        timer.enter(Stage::FabricIn, at(0));
+        timer.enter_stage(Stage::Scsi, at(0));
+        timer.enter_stage(Stage::FabricIn, at(0));
         timer.carry(4096);
-        timer.enter(Stage::Scsi, at(30));
-        timer.enter(Stage::Backend, at(30));
+        timer.enter_stage(Stage::Scsi, at(30));
+        timer.enter_stage(Stage::Backend, at(30));
         assert_eq!(account.lun().queue_depth(), 1);
-        timer.enter(Stage::Scsi, at(130));
+        timer.enter_stage(Stage::Scsi, at(130));
         let answer = response(Status::Good, &[]);
-        timer.answer(&answer, 0, at(130));
-        timer.answer(&answer, 0, at(131));
+        timer.record_response(&answer, 0, at(130));
+        timer.record_response(&answer, 0, at(131));
         timer.arrive(at(140));
         timer.abandon();
         let stats = account.lun();
@@ -200,13 +200,13 @@ mod tests {
         let round = START.with(|start| *start);
         let mut timer = CommandTimer::default();
         let mut run = || {
-            timer.begin(Arc::clone(&account), subject, round);
+            timer.start(Arc::clone(&account), subject, round);
             timer.classify(Kind::Read);
-            timer.enter(Stage::Scsi, round);
-            timer.enter(Stage::Scsi, round);
-            timer.enter(Stage::Backend, round);
-            timer.enter(Stage::Scsi, round);
-            timer.answer(&response(Status::Good, &[]), 512, round);
+            timer.enter_stage(Stage::Scsi, round);
+            timer.enter_stage(Stage::Scsi, round);
+            timer.enter_stage(Stage::Backend, round);
+            timer.enter_stage(Stage::Scsi, round);
+            timer.record_response(&response(Status::Good, &[]), 512, round);
             timer.arrive(round);
         };
         run();
@@ -237,10 +237,10 @@ mod tests {
     fn initiator_totals_outlive_session() {
         let (account, mut timer) = (account(), CommandTimer::default());
         for (kind, bytes) in [(Kind::Read, 512), (Kind::Write, 4096), (Kind::Other, 36)] {
-            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.start(Arc::clone(&account), subject, Instant::now());
             timer.classify(kind);
             timer.carry(bytes);
-            timer.answer(&response(Status::Good, &[]), 0, Instant::now());
+            timer.record_response(&response(Status::Good, &[]), 0, Instant::now());
             timer.arrive(Instant::now());
         }
         let share = InitiatorStats {
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn command_without_response_is_not_counted() {
         let (account, mut timer) = (account(), CommandTimer::default());
-        timer.begin(Arc::clone(&account), subject, Instant::now());
+        timer.start(Arc::clone(&account), subject, Instant::now());
         timer.abandon();
         assert_eq!(account.lun().class(Kind::Read), ClassCounts::default());
         assert_eq!(account.lun().queue_depth(), 0);
@@ -304,9 +304,9 @@ mod tests {
             (Status::CheckCondition, sense[1]),
             (Status::Busy, &[]),
         ] {
-            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.start(Arc::clone(&account), subject, Instant::now());
             timer.classify(Kind::Read);
-            timer.answer(&response(status, sense), 0, Instant::now());
+            timer.record_response(&response(status, sense), 0, Instant::now());
             timer.arrive(Instant::now());
         }
         let fault = |status, sense_key, throttle| Fault {
@@ -327,11 +327,11 @@ mod tests {
     fn flow_control_is_counted_by_reason() {
         let (account, mut timer) = (account(), CommandTimer::default());
         for is_limited in [true, false, false] {
-            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.start(Arc::clone(&account), subject, Instant::now());
             if is_limited {
                 timer.limit();
             }
-            timer.answer(&response(Status::TaskSetFull, &[]), 0, Instant::now());
+            timer.record_response(&response(Status::TaskSetFull, &[]), 0, Instant::now());
             timer.arrive(Instant::now());
         }
         let faults = account.faults();
@@ -345,10 +345,10 @@ mod tests {
     fn bytes_of_failed_commands_are_not_counted() {
         let (account, mut timer) = (account(), CommandTimer::default());
         for status in [Status::Good, Status::CheckCondition] {
-            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.start(Arc::clone(&account), subject, Instant::now());
             timer.classify(Kind::Write);
             timer.carry(4096);
-            timer.answer(&response(status, &[0x70, 0, 0x07]), 0, Instant::now());
+            timer.record_response(&response(status, &[0x70, 0, 0x07]), 0, Instant::now());
             timer.arrive(Instant::now());
         }
         let counts = account.lun().class(Kind::Write);
@@ -360,19 +360,19 @@ mod tests {
     fn reassigned_command_counts_on_new_connection() {
         let (one, other, mut timer) = (account(), account(), CommandTimer::default());
         let now = Instant::now();
-        timer.begin(Arc::clone(&one), subject, now);
-        timer.answer(&response(Status::Good, &[]), 512, now);
-        timer.leave();
+        timer.start(Arc::clone(&one), subject, now);
+        timer.record_response(&response(Status::Good, &[]), 512, now);
+        timer.stop_counting();
         timer.join(Some(Arc::clone(&other)));
         assert_eq!(other.lun().queue_depth(), 1);
-        timer.answer(&response(Status::Good, &[]), 512, now);
+        timer.record_response(&response(Status::Good, &[]), 512, now);
         timer.arrive(now);
         assert_eq!(one.class(Kind::Read).commands, 0);
         assert_eq!(other.class(Kind::Read).commands, 1);
         assert_eq!(other.class(Kind::Read).bytes, 512);
         assert_eq!((one.lun().queue_depth(), other.lun().queue_depth()), (0, 0));
         // The response was lost, and another connection sends it again.
-        timer.leave();
+        timer.stop_counting();
         timer.join(Some(Arc::clone(&one)));
         timer.arrive(now);
         assert_eq!(one.class(Kind::Read).commands, 0);
@@ -386,27 +386,27 @@ mod tests {
         let at = |us| start + Duration::from_micros(us);
         let tracer = Arc::new(Tracer::new(Some(7), Duration::from_micros(100), 1));
         let run = |timer: &mut CommandTimer, end: u64| {
-            timer.begin(Arc::clone(&account), subject, at(0));
+            timer.start(Arc::clone(&account), subject, at(0));
             timer.classify(Kind::Write);
-            timer.enter(Stage::Scsi, at(0));
-            timer.enter(Stage::Backend, at(30));
-            timer.enter(Stage::Scsi, at(40));
-            timer.answer(&response(Status::Good, &[]), 512, at(40));
+            timer.enter_stage(Stage::Scsi, at(0));
+            timer.enter_stage(Stage::Backend, at(30));
+            timer.enter_stage(Stage::Scsi, at(40));
+            timer.record_response(&response(Status::Good, &[]), 512, at(40));
             timer.arrive(at(end));
             timer.abandon();
         };
         run(&mut timer, 200);
         account.lun().trace(Some(Arc::clone(&tracer)));
         run(&mut timer, 50);
-        assert_eq!(tracer.take(), [], "too fast");
+        assert_eq!(tracer.take_records(), [], "too fast");
         // A command without a response isn't reported and doesn't leave any state.
-        timer.begin(Arc::clone(&account), subject, at(0));
-        timer.enter(Stage::Scsi, at(10));
+        timer.start(Arc::clone(&account), subject, at(0));
+        timer.enter_stage(Stage::Scsi, at(10));
         timer.abandon();
         run(&mut timer, 200);
         run(&mut timer, 300);
         assert_eq!(tracer.missed(), 1);
-        let records = tracer.take();
+        let records = tracer.take_records();
         assert_eq!(records.len(), 1);
         let micros = |(stage, at): &(Stage, Duration)| (*stage, at.as_micros());
         let steps: Vec<_> = records[0].steps.iter().map(micros).collect();
@@ -422,7 +422,7 @@ mod tests {
         assert_eq!((records[0].target.as_str(), records[0].lun), ("demo", 3));
         account.lun().trace(None);
         run(&mut timer, 200);
-        assert_eq!(tracer.take(), []);
+        assert_eq!(tracer.take_records(), []);
         let counts = account.lun().class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (5, 950_000));
         // The first command is in the sample, and three commands were traced.
@@ -432,6 +432,6 @@ mod tests {
         let other = Arc::new(Tracer::new(Some(8), Duration::ZERO, 1));
         account.lun().trace(Some(Arc::clone(&other)));
         run(&mut timer, 200);
-        assert_eq!((other.take(), other.missed()), (Vec::new(), 0));
+        assert_eq!((other.take_records(), other.missed()), (Vec::new(), 0));
     }
 }

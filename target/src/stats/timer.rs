@@ -55,13 +55,13 @@ impl Default for CommandTimer {
 
 impl CommandTimer {
     /// Starts timing a command that was just received.
-    pub fn begin(
+    pub fn start(
         &mut self,
         account: Arc<SessionStats>,
         subject: impl FnOnce() -> TraceKey,
         now: Instant,
     ) {
-        let is_sampled = account.begin();
+        let is_sampled = account.count_started();
         self.stage = Stage::FabricIn;
         self.since = Some(now);
         self.clock = None;
@@ -90,7 +90,7 @@ impl CommandTimer {
         self.since = Some(now);
         let place = (lun.target(), lun.lun());
         self.trace = subject.zip(account.tracer()).and_then(|(subject, tracer)| {
-            let trace = Trace::begin(tracer, place, subject, now)?;
+            let trace = Trace::start(tracer, place, subject, now)?;
             Some(Box::new(trace))
         });
     }
@@ -111,9 +111,9 @@ impl CommandTimer {
     }
 
     /// Stops counting the command for this connection, because it was reassigned to another one.
-    pub fn leave(&mut self) {
+    pub fn stop_counting(&mut self) {
         if let Some(account) = self.account.take() {
-            account.end(None);
+            account.count_finished(None);
         }
     }
 
@@ -124,13 +124,13 @@ impl CommandTimer {
         // command.
         self.account = account.filter(|_| !self.counted);
         if let Some(account) = &self.account {
-            account.begin();
+            account.count_started();
         }
     }
 
     /// Enters another stage. This has no effect if it is the current one.
     #[inline]
-    pub fn enter(&mut self, stage: Stage, now: Instant) {
+    pub fn enter_stage(&mut self, stage: Stage, now: Instant) {
         if self.stage != stage {
             if self.done.spent.is_some() {
                 self.pass(now);
@@ -153,7 +153,7 @@ impl CommandTimer {
             spent[self.stage as usize] += passed;
         }
         if let Some(trace) = &mut self.trace {
-            trace.leave(self.stage, since);
+            trace.record_stage(self.stage, since);
         }
     }
 
@@ -163,8 +163,8 @@ impl CommandTimer {
     }
 
     /// Records the response, with `bytes` of data, which will be sent now.
-    pub fn answer(&mut self, response: &Response, bytes: u32, now: Instant) {
-        self.enter(Stage::FabricOut, now);
+    pub fn record_response(&mut self, response: &Response, bytes: u32, now: Instant) {
+        self.enter_stage(Stage::FabricOut, now);
         if self.answered {
             // Another connection sends the response again.
             return;
@@ -201,17 +201,17 @@ impl CommandTimer {
         {
             trace.finish(&self.done);
         }
-        self.end(self.answered);
+        self.stop(self.answered);
     }
 
     /// Completes the command, without a response if none was sent before.
     pub fn abandon(&mut self) {
-        self.end(false);
+        self.stop(false);
     }
 
-    fn end(&mut self, answered: bool) {
+    fn stop(&mut self, answered: bool) {
         if let Some(account) = self.account.take() {
-            account.end(answered.then_some(&self.done));
+            account.count_finished(answered.then_some(&self.done));
             self.counted = answered;
         }
         self.since = None;

@@ -4,8 +4,8 @@
 //! each new command has a [`Trace`] that is updated by its [`CommandTimer`](super::CommandTimer).
 //! Without a tracer, the overhead of a command is to check a flag.
 //!
-//! The number of records is limited by the tracer. [`Tracer::take`] removes all records. Records
-//! that do not fit until then are counted.
+//! The number of records is limited by the tracer. [`Tracer::take_records`] removes all records.
+//! Records that do not fit until then are counted.
 //!
 //! [`LunStats::trace`]: super::LunStats::trace
 
@@ -84,7 +84,7 @@ impl Tracer {
 
     /// Returns the records since the last call.
     #[must_use]
-    pub fn take(&self) -> Vec<Record> {
+    pub fn take_records(&self) -> Vec<Record> {
         std::mem::take(&mut *self.records.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -113,7 +113,7 @@ pub(super) struct Trace {
 
 impl Trace {
     /// Starts tracing a command. Returns `None` if it does not match the filter.
-    pub(super) fn begin(
+    pub(super) fn start(
         tracer: Arc<Tracer>,
         (target, lun): (&str, u16),
         subject: TraceKey,
@@ -138,7 +138,7 @@ impl Trace {
     }
 
     /// Records a stage entered at `since`.
-    pub(super) fn leave(&mut self, stage: Stage, since: Instant) {
+    pub(super) fn record_stage(&mut self, stage: Stage, since: Instant) {
         let reached = since.saturating_duration_since(self.record.begun);
         // If a command has too many stages, the last ones aren't recorded.
         let _ = self.record.steps.try_push((stage, reached));

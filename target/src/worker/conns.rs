@@ -347,7 +347,7 @@ mod tests {
         }
     }
 
-    fn enter(conns: &mut Conns<Fake>, protocol: Protocol) -> (u64, ConnKey) {
+    fn insert(conns: &mut Conns<Fake>, protocol: Protocol) -> (u64, ConnKey) {
         let serial = conns.take_serial();
         let peer = SocketAddr::from(([10, 0, 0, 1], 1024));
         let fake = Fake {
@@ -363,7 +363,7 @@ mod tests {
         let mut conns = Conns::default();
         let all: Vec<_> = [Protocol::Srp, Protocol::Iscsi, Protocol::Iser]
             .into_iter()
-            .map(|protocol| enter(&mut conns, protocol))
+            .map(|protocol| insert(&mut conns, protocol))
             .collect();
         for (serial, key) in &all {
             assert_eq!(conns.by_serial(*serial), Some(*key));
@@ -372,7 +372,7 @@ mod tests {
         let (serial, key) = all[1];
         assert_eq!(conns.remove(key).serial(), serial);
         assert!(conns.by_serial(serial).is_none() && conns.get(key).is_none());
-        let (successor, same) = enter(&mut conns, Protocol::Srp);
+        let (successor, same) = insert(&mut conns, Protocol::Srp);
         assert_eq!(same, key, "a key is used again");
         assert_ne!(successor, serial, "a number never is");
         assert_eq!(conns.by_serial(serial), None);
@@ -388,10 +388,10 @@ mod tests {
         let mut conns = Conns::default();
         let due = Instant::now() + Duration::from_secs(1);
         let later = due + Duration::from_secs(1);
-        let (_, first) = enter(&mut conns, Protocol::Srp);
+        let (_, first) = insert(&mut conns, Protocol::Srp);
         arm(&mut conns, first, due);
         conns.remove(first);
-        let (_, second) = enter(&mut conns, Protocol::Iser);
+        let (_, second) = insert(&mut conns, Protocol::Iser);
         assert_eq!(second, first);
         arm(&mut conns, second, later);
         assert_eq!(conns.take_timer(due), None);
@@ -403,10 +403,10 @@ mod tests {
     fn removed_connections_leave_few_timers() {
         let mut conns = Conns::default();
         let due = Instant::now() + Duration::from_secs(30);
-        let (_, stays) = enter(&mut conns, Protocol::Srp);
+        let (_, stays) = insert(&mut conns, Protocol::Srp);
         arm(&mut conns, stays, due);
         for _ in 0..1000 {
-            let (_, key) = enter(&mut conns, Protocol::Iscsi);
+            let (_, key) = insert(&mut conns, Protocol::Iscsi);
             arm(&mut conns, key, due);
             conns.remove(key);
             assert!(
@@ -427,7 +427,7 @@ mod tests {
             let mut conns = Conns::default();
             let mut now = Instant::now();
             let (wait, far) = (Duration::from_millis(1), Duration::from_secs(15));
-            let (_, key) = enter(&mut conns, Protocol::Iscsi);
+            let (_, key) = insert(&mut conns, Protocol::Iscsi);
             let mut last = now + far;
             for _ in 0..1000 {
                 if is_put_off {
@@ -454,7 +454,7 @@ mod tests {
     #[test]
     fn wait_for_second_unit_is_noticed() {
         let mut conns = Conns::default();
-        let (_, key) = enter(&mut conns, Protocol::Srp);
+        let (_, key) = insert(&mut conns, Protocol::Srp);
         let mut begin = |waits| {
             conns.get_mut(key).unwrap().fabric.waits += waits;
             conns.begins_to_wait(key)
@@ -477,7 +477,7 @@ mod tests {
             Protocol::Iser,
         ];
         for protocol in order {
-            let (serial, key) = enter(&mut conns, protocol);
+            let (serial, key) = insert(&mut conns, protocol);
             conns.get_mut(key).unwrap().fabric.waits = 1;
             assert!(conns.begins_to_wait(key) && !conns.begins_to_wait(key));
             pool.wait(Owner(serial));

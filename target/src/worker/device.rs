@@ -382,7 +382,7 @@ impl Devices {
     ///
     /// # Errors
     /// Returns an error if its address is not available.
-    pub(super) fn put(&mut self, slot: usize, device: Opened) -> Result<(), VerbsError> {
+    pub(super) fn insert_device(&mut self, slot: usize, device: Opened) -> Result<(), VerbsError> {
         // The slots are shared by all workers, so the ones in between may be used by other workers.
         while self.slots.len() <= slot {
             self.slots.push(Slot::vacant());
@@ -743,7 +743,9 @@ mod tests {
     fn slot_starts_vacant() {
         let fabric = Fabric::new(FabricConfig::default());
         let mut devices = devices(&fabric, &[1]);
-        devices.put(2, endpoint(&fabric, addr(3))).unwrap();
+        devices
+            .insert_device(2, endpoint(&fabric, addr(3)))
+            .unwrap();
         assert_eq!(devices.len(), 3);
         assert!(devices.is_open(0) && !devices.is_there(1) && devices.is_open(2));
         assert!(devices.has_addr(addr(3)) && !devices.has_addr(addr(2)));
@@ -753,7 +755,9 @@ mod tests {
         );
         devices.set_wanted(2, false);
         assert!(devices.is_unwanted(2) && devices.has_unwanted());
-        devices.put(2, endpoint(&fabric, addr(4))).unwrap();
+        devices
+            .insert_device(2, endpoint(&fabric, addr(4)))
+            .unwrap();
         assert!(!devices.has_unwanted(), "another device");
     }
 
@@ -776,7 +780,7 @@ mod tests {
         let mut ring = Ring::new(RingConfig::default()).unwrap();
         devices.remove(&mut ring, 0);
         assert!(devices.is_open(1) && !devices.has_addr(at));
-        devices.put(0, shm(DeviceKind::Portal)).unwrap();
+        devices.insert_device(0, shm(DeviceKind::Portal)).unwrap();
         assert!(devices.has_addr(at), "in place of the network");
     }
 

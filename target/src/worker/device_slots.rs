@@ -70,7 +70,12 @@ impl DeviceSlots {
     /// Returns the slot for the device at `addr` and marks it as wanted. If a device with this
     /// address is being closed, we have to wait for it. Returns `None` after a timeout of
     /// `patience`.
-    pub fn take(&self, addr: IpAddr, kind: DeviceKind, patience: Duration) -> Option<DeviceSlot> {
+    pub fn take_slot(
+        &self,
+        addr: IpAddr,
+        kind: DeviceKind,
+        patience: Duration,
+    ) -> Option<DeviceSlot> {
         let is_closing = |slots: &mut Vec<Option<OpenDevice>>| {
             let mut devices = slots.iter().flatten();
             devices.any(|device| device.is_at(addr, kind) && device.is_closing)
@@ -122,7 +127,7 @@ impl DeviceSlots {
         if !device.idle.contains(&worker) {
             device.idle.push(worker);
         }
-        // After this, `take` has to wait instead of returning the device, because the workers will
+        // After this, `take_slot` has to wait instead of returning the device, because the workers will
         // start to close it.
         device.is_closing = device.idle.len() >= usize::from(device.holders);
         device.is_closing
@@ -210,12 +215,12 @@ mod tests {
     fn device_is_closed_together_and_slot_reused() {
         let slots = DeviceSlots::default();
         assert_eq!(
-            slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
+            slots.take_slot(addr(1), DeviceKind::Portal, Duration::ZERO),
             Some(DeviceSlot::New(0))
         );
         slots.fill(0, 2);
         assert_eq!(
-            slots.take(addr(2), DeviceKind::Portal, Duration::ZERO),
+            slots.take_slot(addr(2), DeviceKind::Portal, Duration::ZERO),
             Some(DeviceSlot::New(1))
         );
         slots.fill(1, 1);
@@ -225,7 +230,7 @@ mod tests {
         assert!(!slots.is_over(0, 0), "the other one still needs it");
         assert!(slots.is_over(0, 1));
         assert_eq!(
-            slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
+            slots.take_slot(addr(1), DeviceKind::Portal, Duration::ZERO),
             None,
             "it is being closed"
         );
@@ -234,7 +239,7 @@ mod tests {
         assert_eq!(slots.addresses(), [addr(1), addr(2)]);
         slots.closed(0);
         assert_eq!(
-            slots.take(addr(1), DeviceKind::Portal, Duration::ZERO),
+            slots.take_slot(addr(1), DeviceKind::Portal, Duration::ZERO),
             Some(DeviceSlot::New(0))
         );
     }
@@ -242,12 +247,12 @@ mod tests {
     #[test]
     fn device_wanted_again_stays_open() {
         let slots = DeviceSlots::default();
-        slots.take(addr(1), DeviceKind::Portal, Duration::ZERO);
+        slots.take_slot(addr(1), DeviceKind::Portal, Duration::ZERO);
         slots.fill(0, 2);
         slots.want(|_, _| false);
         assert!(!slots.is_over(0, 0));
         let taken = slots
-            .take(addr(1), DeviceKind::Portal, Duration::ZERO)
+            .take_slot(addr(1), DeviceKind::Portal, Duration::ZERO)
             .unwrap();
         let again = DeviceSlot::Open {
             slot: 0,
@@ -264,13 +269,13 @@ mod tests {
     #[test]
     fn closing_device_is_awaited() {
         let slots = DeviceSlots::default();
-        slots.take(addr(1), DeviceKind::Portal, Duration::ZERO);
+        slots.take_slot(addr(1), DeviceKind::Portal, Duration::ZERO);
         slots.fill(0, 1);
         slots.want(|_, _| false);
         assert!(slots.is_over(0, 0));
         let taken = std::thread::scope(|scope| {
-            let waiting =
-                scope.spawn(|| slots.take(addr(1), DeviceKind::Portal, Duration::from_secs(60)));
+            let waiting = scope
+                .spawn(|| slots.take_slot(addr(1), DeviceKind::Portal, Duration::from_secs(60)));
             slots.closed(0);
             waiting.join().unwrap()
         });

@@ -39,7 +39,7 @@ impl Disconnects {
     }
 
     /// Removes all identifiers of a removed device.
-    pub(super) fn forget(&mut self, device: usize) {
+    pub(super) fn remove_device(&mut self, device: usize) {
         self.0.retain(|one| one.device != device);
     }
 
@@ -83,7 +83,7 @@ mod tests {
         assert!(disconnects.take_answered(1, a), "not the one of device 0");
         assert!(!disconnects.take_answered(1, a));
         assert!(disconnects.uses(0) && disconnects.uses(1));
-        disconnects.forget(1);
+        disconnects.remove_device(1);
         assert!(disconnects.uses(0) && !disconnects.uses(1));
         assert_eq!(disconnects.take_expired(later), Some((0, a)));
         assert!(disconnects.is_empty() && disconnects.deadline().is_none());

@@ -87,7 +87,7 @@ impl IoUnit {
     }
 
     /// Returns the response to a request, or `None` if this is not a valid request.
-    pub(super) fn answer(&self, mad: &[u8]) -> Option<[u8; MAD_LEN]> {
+    pub(super) fn response_to(&self, mad: &[u8]) -> Option<[u8; MAD_LEN]> {
         let (request, _) = DmHeader::parse(mad).ok()?;
         let (status, data) = match request.method {
             Method::Get => match self.attribute(request.attribute) {
@@ -277,7 +277,7 @@ impl DiscoveryAgent {
                 let slot = completion.wr_id.0 as usize;
                 let answered = completion.opcode.is_recv()
                     && completion.status.is_ok()
-                    && self.answer(
+                    && self.respond(
                         dev,
                         slot,
                         completion.byte_len as usize,
@@ -297,7 +297,7 @@ impl DiscoveryAgent {
     }
 
     /// Sends a response to a request. Returns false if there is none.
-    fn answer(
+    fn respond(
         &self,
         dev: &mut dyn Provider,
         slot: usize,
@@ -310,7 +310,7 @@ impl DiscoveryAgent {
         let Some(mad) = bytes.get(GRH..len.clamp(GRH, RECV_LEN)) else {
             return false;
         };
-        let Some(reply) = self.unit.answer(mad) else {
+        let Some(reply) = self.unit.response_to(mad) else {
             return false;
         };
         let source = source_gid(&bytes[..GRH]);

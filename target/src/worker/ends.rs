@@ -9,7 +9,7 @@ use super::conns::{Conn, ConnKey, Connection};
 use super::fabrics::{Fabric, Input};
 use super::gate::{ConnAddrs, is_served};
 use super::mail::Mail;
-use super::rdma::{SetupError, answer};
+use super::rdma::{SetupError, accept_params};
 use super::{LINGER, PATIENCE, Phase, Worker};
 use crate::audit::CloseReason;
 use crate::fabric::ConnRef;
@@ -30,12 +30,12 @@ impl Worker {
         if accepted.is_err() {
             let mut conn = self.conns.remove(key);
             conn.fabric.abandon(&mut self.pool);
-            self.pool.leave(Owner(conn.serial()));
+            self.pool.remove_member(Owner(conn.serial()));
             if let Some(link) = conn.fabric.rdma_mut() {
                 link.hardware.destroy(&mut self.devices[link.device]);
             }
             if let Some(guard) = conn.fabric.into_guard() {
-                self.leave(guard, Departure::default());
+                self.leave_session(guard, Departure::default());
             }
         }
         accepted
@@ -62,7 +62,7 @@ impl Worker {
         if self.post_recvs(device, qp, &receives) < receives.len() {
             return Err(SetupError::Receives);
         }
-        self.devices[device].accept(cm, &answer(param, private_data))?;
+        self.devices[device].accept(cm, &accept_params(param, private_data))?;
         // Its timer is set when we process the connections of this round.
         self.conns.mark_dirty(key);
         Ok(())
@@ -71,7 +71,7 @@ impl Worker {
     /// Releases a connection after it has finished, and notifies its session.
     pub(super) fn release(&mut self, key: ConnKey) {
         let mut conn = self.conns.remove(key);
-        self.pool.leave(Owner(conn.serial()));
+        self.pool.remove_member(Owner(conn.serial()));
         if let Some(link) = conn.fabric.rdma_mut() {
             let dev = &mut self.devices[link.device];
             link.hardware.destroy(dev);
@@ -111,19 +111,19 @@ impl Worker {
                 addrs.who(&self.catalog, member)
             }
         };
-        let (end, logged_out) = conn.fabric.end();
-        self.logins.audit.end(self.now, &who, end);
+        let (end, logged_out) = conn.fabric.close_reason();
+        self.logins.audit.log_close(self.now, &who, end);
         // An SRP initiator which only disconnects, like Linux before a reconnect, continues to use
         // its disks. An iSCSI initiator will log in again if we have requested the logout.
         let again = (end != CloseReason::Logout).then_some(self.now);
         if let Some(guard) = conn.fabric.into_guard() {
-            self.leave(guard, Departure { logged_out, again });
+            self.leave_session(guard, Departure { logged_out, again });
         }
     }
 
     /// Removes a connection from its session, and handles the effects on other connections.
-    pub(super) fn leave(&mut self, guard: SessionGuard, departure: Departure) {
-        let left = guard.leave(departure);
+    pub(super) fn leave_session(&mut self, guard: SessionGuard, departure: Departure) {
+        let left = guard.leave_session(departure);
         self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
     }

@@ -164,11 +164,11 @@ impl Fabric {
     }
 
     /// Returns the reason for closing the connection, and if the initiator has logged out before.
-    pub(super) fn end(&self) -> (CloseReason, bool) {
+    pub(super) fn close_reason(&self) -> (CloseReason, bool) {
         match self {
-            Self::Srp(conn) => (conn.channel.end(), false),
-            Self::Tcp(conn) => end_of(conn.channel.channel()),
-            Self::Iser(conn) => end_of(conn.channel.channel()),
+            Self::Srp(conn) => (conn.channel.close_reason(), false),
+            Self::Tcp(conn) => close_reason_of(conn.channel.channel()),
+            Self::Iser(conn) => close_reason_of(conn.channel.channel()),
         }
     }
 
@@ -251,8 +251,8 @@ impl Fabric {
     }
 }
 
-fn end_of<M: Datamover>(channel: &Channel<M>) -> (CloseReason, bool) {
-    (channel.end(), channel.has_logged_out())
+fn close_reason_of<M: Datamover>(channel: &Channel<M>) -> (CloseReason, bool) {
+    (channel.close_reason(), channel.has_logged_out())
 }
 
 fn accounts_of<M: Datamover>(channel: &Channel<M>) -> (String, &Accounts) {
@@ -605,7 +605,8 @@ impl Worker {
             self.has_entered = true;
             // There are no commands in a discovery session.
             if member.target.is_some() {
-                self.pool.enter(Owner(channel.serial), &member.initiator);
+                self.pool
+                    .add_member(Owner(channel.serial), &member.initiator);
             }
         }
         self.conns.mark_dirty(key);

@@ -259,7 +259,7 @@ impl WorkerGate<'_> {
     }
 
     /// Creates a session or adds a connection to it. On failure, this logs the reason.
-    fn enter(
+    fn join_session(
         &mut self,
         joined: &CompletedLogin,
         first: CmdSn,
@@ -283,7 +283,7 @@ impl WorkerGate<'_> {
                         .inspect_err(|_| conflict = Some(self.conflict(joined, there)))
                 })
             };
-            sessions.enter(session, &candidate, u16::from_ne_bytes(random), check)
+            sessions.add_session(session, &candidate, u16::from_ne_bytes(random), check)
         } else {
             let check = |session: &Session, luns: &LunMap| {
                 self.check_rights(joined)?;
@@ -435,7 +435,7 @@ impl Gate for WorkerGate<'_> {
     fn join(&mut self, joined: &CompletedLogin, first: CmdSn) -> Result<LoginGrant, LoginStatus> {
         let identity = &joined.identity;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
-        let (grant, guard) = self.enter(joined, first)?;
+        let (grant, guard) = self.join_session(joined, first)?;
         let SessionGrant { session, .. } = grant;
         // A new session aborts all commands of the session it replaces. A new connection can keep
         // them for reassignment (RFC 7143 6.3.4).
@@ -734,7 +734,7 @@ mod tests {
             logins: &mut LoginLog::default(),
             detail: None,
         };
-        let refused = gate.enter(&joined, CmdSn(1)).err();
+        let refused = gate.join_session(&joined, CmdSn(1)).err();
         assert_eq!(refused, Some(LoginStatus::AUTHORIZATION_FAILURE));
         assert_eq!(shared.registry.sessions(), 0);
     }

@@ -46,7 +46,7 @@ impl Listeners {
     }
 
     /// Removes all listeners of a device that was closed or removed.
-    pub(super) fn forget(&mut self, device: usize) {
+    pub(super) fn remove_device(&mut self, device: usize) {
         self.all.retain(|(own, _), _| *own != device);
         self.refused.retain(|(own, _)| *own != device);
     }
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(kept.serves, Serves::Iser(portal));
         assert!(!listeners.has(0, Entrance::Port(5001)));
         assert!(listeners.has(1, Entrance::Port(5001)), "another device");
-        listeners.forget(1);
+        listeners.remove_device(1);
         assert_eq!(listeners.take_all().collect::<Vec<_>>(), [(0, cm(1))]);
     }
 
@@ -213,7 +213,7 @@ mod tests {
         assert_eq!(listeners.take_due(now), Some(1));
         assert_eq!(listeners.take_due(now), None);
         assert!(listeners.is_refused(0) && !listeners.is_refused(1));
-        listeners.forget(0);
+        listeners.remove_device(0);
         assert_eq!(listeners.next_try(), None);
     }
 }

@@ -140,7 +140,7 @@ impl Portals {
                 portal: "a new device".into(),
                 source: source.into(),
             };
-            devices.put(slot, device).map_err(error)?;
+            devices.insert_device(slot, device).map_err(error)?;
             staged.devices.push(slot);
             let watched = devices.watch(slot).map_err(RingError::Enter);
             watched.map_err(WorkerError::Ring)?;
@@ -280,7 +280,7 @@ impl Portals {
     ) -> Result<Vec<Unserved>, WorkerError> {
         let unserved = self.listen_on(devices, device, catalog);
         if let Err(error) = devices.watch(device) {
-            self.listeners.forget(device);
+            self.listeners.remove_device(device);
             return Err(RingError::Enter(error).into());
         }
         self.start_discovery(devices, device, catalog);
@@ -312,7 +312,7 @@ impl Portals {
 
     /// Removes a device.
     pub(super) fn close_device(&mut self, ring: &mut Ring, devices: &mut Devices, device: usize) {
-        self.listeners.forget(device);
+        self.listeners.remove_device(device);
         devices.remove(ring, device);
     }
 

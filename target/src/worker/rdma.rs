@@ -220,7 +220,7 @@ pub(super) fn reads(param: &ConnParam) -> u8 {
 }
 
 /// Returns our reply to a connection request with these parameters.
-pub(super) fn answer(param: &ConnParam, private_data: &[u8]) -> ConnParam {
+pub(super) fn accept_params(param: &ConnParam, private_data: &[u8]) -> ConnParam {
     ConnParam {
         private_data: private_data.to_vec(),
         responder_resources: RESPONDER_RESOURCES.min(param.responder_resources),

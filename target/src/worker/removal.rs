@@ -23,9 +23,9 @@ impl Worker {
         }
         tracing::warn!(addr = %self.devices.addr(device), "RDMA device was removed");
         self.devices.unwatch(&mut self.ring, device);
-        self.portals.listeners.forget(device);
+        self.portals.listeners.remove_device(device);
         // These identifiers were destroyed with the device, and there can be no replies.
-        self.disconnects.forget(device);
+        self.disconnects.remove_device(device);
         // Don't notify the peers, because nothing can be sent any more.
         for key in self.conns.keys(|conn| {
             let link = conn.fabric.rdma();

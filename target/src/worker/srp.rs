@@ -214,7 +214,8 @@ impl Worker {
         let done = self.shared.registry.establish(nexus, channel);
         // A login request alone doesn't prove that there is an initiator.
         if !done.terminate.contains(&channel) {
-            self.pool.enter(Owner(channel.serial), &nexus.initiator);
+            self.pool
+                .add_member(Owner(channel.serial), &nexus.initiator);
         }
         // Do this first, because the channels it is waiting for may be closed when this returns.
         self.with_srp(key, |ch, cx| ch.handle_established(cx, done.may_start));
@@ -289,7 +290,7 @@ impl Worker {
         let parts = match self.make_srp(device, login.cm, &params) {
             Ok(parts) => parts,
             Err(error) => {
-                self.leave(guard, Departure::default());
+                self.leave_session(guard, Departure::default());
                 return Err(error);
             }
         };

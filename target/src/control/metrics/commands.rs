@@ -295,9 +295,9 @@ mod tests {
         };
         for kind in [Kind::Read, Kind::Write, Kind::Flush, Kind::Other] {
             let (mut timer, now) = (CommandTimer::default(), Instant::now());
-            timer.begin(Arc::clone(&account), key, now);
+            timer.start(Arc::clone(&account), key, now);
             timer.classify(kind);
-            timer.enter(Stage::Scsi, now);
+            timer.enter_stage(Stage::Scsi, now);
             timer.carry(4096);
             let response = Response {
                 status: Status::Good,
@@ -306,7 +306,7 @@ mod tests {
                 residual_in: Residual::None,
                 residual_out: Residual::None,
             };
-            timer.answer(&response, 0, now);
+            timer.record_response(&response, 0, now);
             timer.arrive(now);
         }
     }

@@ -405,11 +405,11 @@ async fn end_http(
 ) -> (AdminSocket, MetricsSocket) {
     let ended = async {
         let admin = match admin {
-            Some(admin) => Some(admin.end().await),
+            Some(admin) => Some(admin.shut_down().await),
             None => None,
         };
         let metrics = match metrics {
-            Some(metrics) => Some(metrics.end().await),
+            Some(metrics) => Some(metrics.shut_down().await),
             None => None,
         };
         (admin, metrics)

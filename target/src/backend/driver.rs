@@ -15,6 +15,7 @@ use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 use slab::Slab;
 
 use super::errno::from_errno;
+use super::execute::Progress;
 use super::medium::Medium;
 use super::plan::{self, Bounds, Lacks, Stage};
 use super::request::{
@@ -161,10 +162,6 @@ const LONGEST_AT_ONCE: u64 = 128 << 10;
 fn fill_piece(config: &DriverConfig) -> u64 {
     (ZEROES * config.pieces.min(16)).min(MAX_OPERATION) as u64
 }
-
-/// Maximum number of bytes of a RAM disk to zero or free in a single step, before serving other
-/// requests.
-const RAM_PIECE: u64 = 4 << 20;
 
 impl Driver {
     /// Creates a driver for the worker that owns the ring.
@@ -572,77 +569,30 @@ impl Driver {
     /// Starts a request on its medium.
     fn start(&mut self, ring: &mut Ring, index: usize) {
         let request = &self.requests[index];
-        let store = &self.stores[request.store.0].store;
+        let medium = &self.stores[request.store.0].store.medium;
         // Operations on a file complete asynchronously. All others are executed below.
-        if let Medium::File { .. } = store.medium {
+        if let Medium::File { .. } = medium {
             self.follow_renewals(index);
             return self.issue(ring, index);
         }
-        let (op, done, store) = (request.op, request.done, Arc::clone(store));
-        let result = match &store.medium {
-            Medium::File { .. } => unreachable!("a file's operations are put into the ring"),
-            Medium::Ram(ram) => {
-                let (offset, len) = plan::range(&op);
-                match op {
-                    BlockOp::Read { .. } => ram.read(offset, self.cut_all(index)),
-                    BlockOp::Write { .. } => ram.write(offset, self.cut_all(index)),
-                    BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => {
-                        // A single UNMAP or WRITE SAME may include the whole disk, and this thread
-                        // serves all sessions of the worker.
-                        let piece = (len - done).min(RAM_PIECE);
-                        match op {
-                            // Without UNMAP, the initiator requires the blocks to remain allocated,
-                            // so keep the chunks and fill them with zeroes.
-                            BlockOp::WriteZeroes { unmap: false, .. } => {
-                                ram.zero(offset + done, piece);
-                            }
-                            _ => ram.discard(offset + done, piece),
-                        }
-                        if done + piece < len {
-                            return self.yield_to_others(index, done + piece);
-                        }
-                    }
-                    BlockOp::Flush { .. }
-                    | BlockOp::Status { .. }
-                    | BlockOp::ChangeReservations(_) => {}
-                }
-                match op {
-                    BlockOp::Status { .. } => {
-                        let (allocation, len) = ram.status(offset, len);
-                        StepResult::Status { allocation, len }
-                    }
-                    _ => StepResult::Done,
-                }
-            }
-            Medium::Absent => match op {
-                // There are no previous writes.
-                BlockOp::Flush { .. } => StepResult::Done,
-                _ => StepResult::Failed(BackendError::NotReady),
-            },
-            Medium::Null => match op {
-                // The buffer may contain data of another initiator.
-                BlockOp::Read { .. } => {
-                    for piece in self.cut_all(index) {
-                        piece.fill(0, piece.len(), 0);
-                    }
-                    StepResult::Done
-                }
-                BlockOp::Status { len, .. } => StepResult::Status {
-                    allocation: Allocation::Deallocated,
-                    len,
-                },
-                _ => StepResult::Done,
-            },
-        };
+        if medium.needs_memory(&request.op) {
+            self.cut_all(index);
+        }
+        let request = &self.requests[index];
+        let store = &self.stores[request.store.0].store;
         let writes = matches!(
-            op,
+            request.op,
             BlockOp::Write { .. } | BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. }
         );
         debug_assert!(
             !(writes && store.geometry().read_only),
             "the unit refuses these"
         );
-        self.finish(index, result);
+        let (op, memory) = (&request.op, &request.window);
+        match store.medium.execute(op, request.done, memory) {
+            Progress::Partial(done) => self.yield_to_others(index, done),
+            Progress::Done(result) => self.finish(index, result),
+        }
     }
 
     /// Returns whether a request that reads or changes the medium does not have to wait for older
@@ -726,8 +676,8 @@ impl Driver {
         self.fail(index, error, &"a fault on purpose");
     }
 
-    /// Returns the part of the buffer to be read or written.
-    fn cut_all(&mut self, index: usize) -> &[MemSlice] {
+    /// Sets the window to the part of the buffer to be read or written.
+    fn cut_all(&mut self, index: usize) {
         let request = &mut self.requests[index];
         let (start, len) = buffer_range(&request.op);
         let bounds = Bounds {
@@ -737,7 +687,6 @@ impl Driver {
         if len > 0 {
             plan::cut_window(&request.data, start, len, None, bounds, &mut request.window);
         }
-        &request.window
     }
 
     /// Submits the next ring operation of a request, or delays the request.

@@ -10,6 +10,7 @@
 //!   operations, and returns results.
 //! - `request`: an active request (`RequestState`), the results of its operations, and
 //!   its windows on the command's memory. `requests`: all requests of a driver.
+//! - `execute`: operations on media that are not files.
 //! - `plan`: ring operations for a request, step by step, without I/O.
 //! - `flush`: failed flushes, shared by all workers and saved. The protocol is in [`riser_block`].
 //! - `turns`: prevents concurrent reads and changes of the same blocks.
@@ -61,6 +62,7 @@
 mod cause;
 mod driver;
 mod errno;
+mod execute;
 mod file_id;
 mod flush;
 mod health;

@@ -8,7 +8,7 @@
 //!
 //! The kernel puts the number of an agent into the upper half of a transaction identifier. We do
 //! the same, and use its low bits for the slot number of the process, so that responses can be
-//! delivered to the correct process ([`crate::share::slot_of_answer`]).
+//! delivered to the correct process (`broker`).
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ use riser_transport::verbs::{Gid, Mtu};
 use riser_transport::wire::Mad;
 use riser_transport::wire::mad::{MadHeader, RESPONSE};
 
+use crate::broker::BITS;
 use crate::mad::{MadResponse, UserMad};
 use crate::queue::EventQueue;
-use crate::share::BITS;
 
 /// Offset of the transaction identifier in a MAD.
 const TRANSACTION: usize = 8;
@@ -247,7 +247,7 @@ mod tests {
     use riser_transport::wire::mad::MadClass;
 
     use super::*;
-    use crate::share::slot_of_answer;
+    use crate::broker::slot_of_answer;
 
     /// Creates a device, an administration object and a queue for responses.
     fn open(

@@ -20,9 +20,9 @@
 //!   immediately, until the program polls for completions again.
 //! - A program that has armed a completion queue is about to sleep. Its next poll that finds no
 //!   completions arms the socket, so that a packet wakes the thread immediately.
-//! - The thread also receives messages on the sockets that are shared by processes (`share`).
-//! - If its interface disappears, a device is removed: its thread exits, and a call that opens the
-//!   device later creates a new engine.
+//! - The thread also receives packets from the broker of the address (`broker`).
+//! - If its interface disappears, or the broker is killed, a device is removed: its thread exits,
+//!   and a call that opens the device later creates a new engine.
 
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
@@ -49,11 +49,12 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use tracing::{error, warn};
 
 use crate::administration::Administration;
+use crate::broker::share::{Share, in_use};
+use crate::broker::{BITS, Port};
 use crate::cancel::{self, Cleanup, Uncancellable, step};
 use crate::command::Family;
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
-use crate::share::{self, Opening, Share};
 
 /// Interval at which the thread checks whether calls still drive the NIC.
 const TICK: Duration = Duration::from_millis(1);
@@ -69,10 +70,13 @@ const BURST: Duration = Duration::from_micros(10);
 /// lock in between.
 const ROUNDS: usize = 16;
 
+/// Maximum time to wait for other processes that open the same address.
+const OPENING: Duration = Duration::from_secs(30);
+
 /// Maximum number of descriptors to wait for.
 const MAX_INPUTS: usize = 8;
 
-/// Maximum number of consecutive packets from other sockets than the NIC's, for the same reason.
+/// Maximum number of consecutive packets from the broker, for the same reason.
 const PACKETS: usize = 64;
 
 /// A device as configured by the environment.
@@ -165,8 +169,8 @@ pub(crate) struct State {
     share: Share,
     /// Ports of identifiers and whether they are listening, and the number of identifiers for each
     /// port.
-    ports: HashMap<CmId, (share::Port, bool)>,
-    port_users: HashMap<share::Port, u32>,
+    ports: HashMap<CmId, (Port, bool)>,
+    port_users: HashMap<Port, u32>,
     /// Completions to be returned to the program.
     completions: Vec<Completion>,
     timed: Vec<TimedCompletion>,
@@ -209,40 +213,36 @@ pub(crate) static ENGINES: Mutex<Engines> = Mutex::new(Vec::new());
 
 impl Engine {
     /// Returns the engine of a device, and opens it if this process has not opened it yet. This may
-    /// take a few seconds if a process at its address is stopped.
+    /// take some time if its broker is not running yet.
     ///
     /// # Errors
-    /// Returns errors of [`share::await_others`], [`Share::open`], [`Roce::open_shared`], and of
-    /// starting a thread.
+    /// Returns `EADDRINUSE` if another process does not finish opening the address, and errors of
+    /// [`Share::open`], [`Roce::open_shared`], and of starting a thread.
     pub(crate) fn open(config: &Config) -> io::Result<Arc<Self>> {
         let _uncancellable = Uncancellable::new();
-        let lock = || {
+        let until = Instant::now() + OPENING;
+        let (mut engines, (share, socket)) = loop {
             let mut engines = unpoisoned(ENGINES.lock());
             engines.retain(|(_, engine)| !engine.is_removed());
-            let known = engines.iter().find(|(name, _)| *name == config.name);
-            let known = known.map(|(_, engine)| Arc::clone(engine));
-            (engines, known)
-        };
-        if let (_, Some(engine)) = lock() {
-            return Ok(engine);
-        }
-        let until = Instant::now() + share::LONGEST;
-        let (mut engines, share) = loop {
-            // We must not hold the lock here, because a thread that forks waits for it.
-            let silent = share::await_others(config.addr, until)?;
-            let (engines, known) = lock();
-            if let Some(engine) = known {
-                return Ok(engine);
+            if let Some((_, engine)) = engines.iter().find(|(name, _)| *name == config.name) {
+                return Ok(Arc::clone(engine));
             }
-            // Another process may have been faster.
-            if let Some(opening) = Opening::begin(config.addr)? {
-                break (engines, Share::open(opening, silent)?);
+            if let Some(opened) = Share::open(config.addr)? {
+                break (engines, opened);
             }
+            // A thread that forks waits for the lock, so we must not hold it while we wait.
+            drop(engines);
+            if Instant::now() > until {
+                return Err(in_use(
+                    "another process is opening it and does not finish; it may be stopped",
+                ));
+            }
+            thread::sleep(TICK);
         };
         let config_of_nic = RoceConfig {
             other_addrs: config.other_addrs.clone(),
             worker_index: share.slot(),
-            worker_bits: share::BITS,
+            worker_bits: BITS,
             requests: Requests::ToFirst,
             is_removable: true,
             limits: limits(),
@@ -250,8 +250,8 @@ impl Engine {
             capture: config.capture_file(),
             ..RoceConfig::new(config.addr)
         };
-        let nic = open_nic(config, &config_of_nic, &share)?;
-        let inputs = nic.event_fds().into_iter().chain(share.inputs());
+        let nic = open_nic(config, &config_of_nic, &socket)?;
+        let inputs = nic.event_fds().into_iter().chain(share.connection());
         let inputs = inputs.map(|fd| fd.as_raw_fd()).collect();
         let is_removed = Arc::new(AtomicBool::new(false));
         let engine = Arc::new(Self {
@@ -492,13 +492,13 @@ impl Sleep {
     }
 }
 
-/// Opens a NIC for a process's part of the address. Only the first address is shared: if another
+/// Opens a NIC with the socket of this process's slot. Only the first address is shared: if another
 /// process uses the additional addresses, the NIC is opened without them.
 ///
 /// # Errors
 /// Returns errors of [`Roce::open_shared`].
-fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<Roce> {
-    Roce::open_shared(config, share.socket()?).or_else(|error| {
+fn open_nic(device: &Config, config: &RoceConfig, socket: &OwnedFd) -> io::Result<Roce> {
+    Roce::open_shared(config, socket.try_clone()?).or_else(|error| {
         if error.kind() != io::ErrorKind::AddrInUse || config.other_addrs.is_empty() {
             return Err(error);
         }
@@ -512,7 +512,7 @@ fn open_nic(device: &Config, config: &RoceConfig, share: &Share) -> io::Result<R
             other_addrs: Vec::new(),
             ..config.clone()
         };
-        Roce::open_shared(&config, share.socket()?)
+        Roce::open_shared(&config, socket.try_clone()?)
     })
 }
 
@@ -621,11 +621,10 @@ impl Locked<'_> {
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
         let now = Instant::now();
-        state.share.flush(now);
         let is_driven = std::mem::take(&mut state.is_driven);
         let is_polled = std::mem::take(&mut state.is_polled);
-        let is_due = state.share.deadline().is_some_and(|at| at <= now);
-        if is_polled && !has_input && !is_due && state.eager == 0 && state.armed == 0 {
+        let has_input = has_input || state.share.has_packets();
+        if is_polled && !has_input && state.eager == 0 && state.armed == 0 {
             // Posts that were waiting for the next poll are sent now.
             state.nic.transmit(now);
             state.is_asleep = false;
@@ -642,14 +641,14 @@ impl Locked<'_> {
         if rounds >= ROUNDS || state.nic.arm_fds() {
             return Some(Duration::ZERO);
         }
-        if state.eager > 0 || is_driven || state.share.flush(now) {
+        if state.eager > 0 || is_driven {
             state.is_asleep = false;
             return Some(TICK);
         }
         state.is_asleep = true;
         let asked = state.administration.as_ref();
         let asked = asked.and_then(Administration::deadline);
-        let deadlines = [state.nic.deadline(), state.share.deadline(), asked];
+        let deadlines = [state.nic.deadline(), asked];
         let deadline = deadlines.into_iter().flatten().min()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
@@ -743,10 +742,11 @@ impl Drop for Locked<'_> {
     fn drop(&mut self) {
         let state = &mut *self.state;
         state.report();
-        if !state.is_driven {
+        let has_packets = state.share.has_packets();
+        if !state.is_driven && !has_packets {
             return;
         }
-        let must_look = state.eager > 0 && state.nic.arm_fds();
+        let must_look = has_packets || state.eager > 0 && state.nic.arm_fds();
         if must_look || state.is_asleep {
             state.is_asleep = false;
             self.engine.wake(self.state.is_waited);
@@ -769,7 +769,7 @@ impl std::ops::DerefMut for Locked<'_> {
 }
 
 impl State {
-    /// Receives packets from other sockets than the NIC's. Returns the number of rounds of the NIC.
+    /// Receives packets from the broker. Returns the number of rounds of the NIC.
     ///
     /// Packets that were received by the NIC's own socket earlier are processed first, because a
     /// peer that confirms a connection and immediately requests another one sends to both sockets,
@@ -780,11 +780,19 @@ impl State {
             if rounds >= ROUNDS {
                 break;
             }
-            let Some(packet) = self.share.poll_packet(Instant::now()) else {
-                break;
-            };
-            rounds += self.drive();
-            self.nic.handle_forwarded(Instant::now(), &packet);
+            match self.share.poll_packet() {
+                Ok(Some(packet)) => {
+                    rounds += self.drive();
+                    self.nic.handle_forwarded(Instant::now(), &packet);
+                }
+                Ok(None) => break,
+                Err(_) => {
+                    let addr = self.nic.socket_addr().ip();
+                    error!(%addr, "the broker of the address has exited");
+                    self.nic.remove();
+                    break;
+                }
+            }
         }
         rounds
     }
@@ -846,12 +854,12 @@ impl State {
     /// Listens with an identifier, and on its port, if any.
     ///
     /// # Errors
-    /// Returns errors of [`RdmaCm::listen`].
+    /// Returns errors of [`RdmaCm::listen`] and [`Share::listen`].
     pub(crate) fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), Errno> {
         self.nic.listen(id, backlog)?;
         if let Some((port, listens)) = self.ports.get_mut(&id) {
             *listens = true;
-            self.share.listen(*port);
+            self.share.listen(*port)?;
         }
         Ok(())
     }
@@ -933,15 +941,13 @@ impl State {
 
     /// Returns all descriptors of the sockets.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.nic.descriptors().chain(self.share.descriptors())
+        self.nic.descriptors().chain(self.share.connection())
     }
 
     /// Reports pending events to the program.
     fn report(&mut self) {
         while let Some(packet) = self.nic.poll_forwarded() {
-            if let Some(ours) = self.share.pass_on(Instant::now(), packet) {
-                self.nic.handle_forwarded(Instant::now(), &ours);
-            }
+            self.share.pass_on(packet);
         }
         while let Some(id) = self.nic.poll_cq_event() {
             if self.cqs.get(&id).is_some_and(|cq| cq.fire()) {
@@ -966,10 +972,7 @@ impl State {
 
     /// Releases the address of a removed device.
     fn release_address(&mut self) {
-        let ids: Vec<CmId> = self.ports.keys().copied().collect();
-        for id in ids {
-            self.give_back_port(id);
-        }
+        self.forget_ports();
         self.share.leave();
         self.is_removed.store(true, Ordering::Release);
     }

@@ -3,7 +3,7 @@
 //! The child has the parent's memory, and shares its sockets. The device still belongs to the
 //! parent: in the child, nothing is sent or received for objects created by the parent, and
 //! destroying them there has no effect on the parent, including its events and ports. A device that
-//! is opened by the child is a separate device with the same address (`share`).
+//! is opened by the child is a separate device with the same address (`broker`).
 //!
 //! Threads are not copied. So no lock may be held by another thread during a fork, and the child's
 //! device gets its own thread.

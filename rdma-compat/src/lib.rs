@@ -12,7 +12,7 @@
 //! | `exports` | the symbols with their versions, from `symbols.txt` |
 //! | `object` | objects that programs have pointers to |
 //! | `engine` | a NIC with its lock and its thread |
-//! | `share` | an address shared by several processes |
+//! | `broker` | an address shared by several processes |
 //! | `fork` | forks of a process |
 //! | `devices` | the list of devices |
 //! | `context` | opened devices, their attributes and ports |
@@ -68,6 +68,7 @@
 mod address;
 mod administration;
 mod async_events;
+mod broker;
 mod builder;
 mod cancel;
 mod cm;
@@ -90,13 +91,11 @@ mod names;
 mod neighbor;
 mod object;
 mod open;
-mod port_table;
 mod post;
 mod post_ex;
 mod qp;
 mod queue;
 mod sges;
-mod share;
 mod thread;
 mod turn;
 mod umad;

@@ -377,8 +377,12 @@ impl Roce {
         }
     }
 
-    /// Removes the device.
-    fn remove(&mut self) {
+    /// Removes the device, as if its interface had been deleted. All objects fail, and
+    /// [`AsyncEvent::DeviceFatal`](crate::verbs::AsyncEvent::DeviceFatal) is reported.
+    pub fn remove(&mut self) {
+        if self.is_removed() {
+            return;
+        }
         let addr = self.nic.local_addr().ip();
         warn!(%addr, "device was removed");
         self.nic.remove();

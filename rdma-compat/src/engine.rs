@@ -250,7 +250,8 @@ impl Engine {
             capture: config.capture_file(),
             ..RoceConfig::new(config.addr)
         };
-        let nic = open_nic(config, &config_of_nic, &socket)?;
+        let mut nic = open_nic(config, &config_of_nic, &socket)?;
+        nic.watch_connections();
         let inputs = nic.event_fds().into_iter().chain(share.connection());
         let inputs = inputs.map(|fd| fd.as_raw_fd()).collect();
         let is_removed = Arc::new(AtomicBool::new(false));
@@ -556,6 +557,7 @@ extern "C" fn flush() {
             let now = Instant::now();
             state.nic.transmit(now);
             state.nic.end_connections(now);
+            state.report_connections();
             state.nic.flush_capture();
         }
     }
@@ -949,6 +951,7 @@ impl State {
         while let Some(packet) = self.nic.poll_forwarded() {
             self.share.pass_on(packet);
         }
+        self.report_connections();
         while let Some(id) = self.nic.poll_cq_event() {
             if self.cqs.get(&id).is_some_and(|cq| cq.fire()) {
                 self.armed -= 1;
@@ -967,6 +970,13 @@ impl State {
             while let Some(event) = self.nic.poll_cm_event() {
                 on_cm_event(self, event);
             }
+        }
+    }
+
+    /// Reports established and closed connections to the broker.
+    fn report_connections(&mut self) {
+        while let Some((id, dreq)) = self.nic.poll_connection() {
+            self.share.note_connection(id, dreq);
         }
     }
 

@@ -527,6 +527,25 @@ fn connect_to(channel: *mut rdma_event_channel, mut addr: sockaddr_in) -> *mut r
 /// A kernel would also do this when it cleans up after a process.
 #[test]
 fn exiting_process_closes_connections() {
+    // SAFETY: the child has nothing to drop.
+    let status = close_connection_by(|| unsafe { libc::exit(0) });
+    assert_eq!(status, 0);
+}
+
+#[test]
+fn killed_process_closes_connections() {
+    let status = close_connection_by(|| {
+        // The confirmation of the connection may be sent later.
+        thread::sleep(Duration::from_millis(200));
+        // SAFETY: it terminates the child.
+        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+    });
+    assert_eq!(status, libc::SIGKILL);
+}
+
+/// Waits for the end of a connection that is established by a child process, which then calls a
+/// function. Returns the exit status of the child.
+fn close_connection_by(exit: impl FnOnce()) -> c_int {
     let channel = create_channel();
     // SAFETY: the channel is alive.
     unsafe { set_nonblocking((*channel).fd) };
@@ -544,8 +563,9 @@ fn exiting_process_closes_connections() {
         let client = connect_to(events, socket_address(1, port));
         assert_eq!(next_event(events), Some(RDMA_CM_EVENT_CONNECT_RESPONSE));
         let done = call!(rdma_establish(client => *mut rdma_cm_id) -> c_int);
-        // SAFETY: as above.
-        unsafe { libc::exit(done) };
+        assert_eq!(done, 0, "{}", errno());
+        exit();
+        unreachable!("the child has exited");
     }
     let mut event: *mut rdma_cm_event = ptr::null_mut();
     let mut accepted = ptr::null_mut();
@@ -584,11 +604,11 @@ fn exiting_process_closes_connections() {
     let mut status = 0;
     // SAFETY: this is a child of this process.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
     for id in [accepted, listener] {
         assert_eq!(destroy_id(id), 0);
     }
     call!(rdma_destroy_event_channel(channel => *mut rdma_event_channel));
+    status
 }
 
 /// Creates a listener with a request that was cancelled by its peer. The program has not received

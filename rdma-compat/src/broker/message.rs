@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::nic::IpFields;
-use riser_transport::wire::cm_msg::ServiceId;
 use riser_transport::wire::cma::RdmaPortSpace;
+use riser_transport::wire::{CommId, Mad, ServiceId};
 use rustix::io::Errno as Os;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -39,6 +39,7 @@ const FULL: u8 = 3;
 const REQUEST: u8 = 4;
 const REPLY: u8 = 5;
 const PACKET: u8 = 6;
+const CONNECTION: u8 = 7;
 
 /// A message between a broker and a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +65,12 @@ pub(super) enum Message {
     Reply { id: u32, errno: i32, port: u16 },
     /// A packet that was received by a socket of another process, or by the broker.
     Packet(ForwardedPacket),
+    /// A connection with this local ID that was established, with the DREQ that closes it, or a
+    /// connection that was closed.
+    Connection {
+        id: CommId,
+        dreq: Option<(IpAddr, Mad)>,
+    },
 }
 
 /// Requests for ports.
@@ -126,6 +133,14 @@ impl Message {
                 bytes.extend(octets(packet.src.ip()));
                 bytes.extend(&packet.bytes);
             }
+            Self::Connection { id, dreq } => {
+                bytes.push(CONNECTION);
+                bytes.extend(id.0.to_be_bytes());
+                if let Some((to, mad)) = dreq {
+                    bytes.extend(octets(*to));
+                    bytes.extend(mad);
+                }
+            }
         }
         bytes
     }
@@ -187,6 +202,17 @@ impl Message {
                     },
                     bytes: bytes.to_vec(),
                 })
+            }
+            CONNECTION => {
+                let (id, body) = body.split_first_chunk()?;
+                let dreq = match body.split_first_chunk() {
+                    Some((to, mad)) => Some((address(*to), mad.try_into().ok()?)),
+                    None => None,
+                };
+                Self::Connection {
+                    id: CommId(u32::from_be_bytes(*id)),
+                    dreq,
+                }
             }
             _ => return None,
         })
@@ -319,6 +345,14 @@ mod tests {
             },
             packet("127.0.0.1:9000"),
             packet("[2001:db8::1]:9000"),
+            Message::Connection {
+                id: CommId(9),
+                dreq: Some(([127, 0, 0, 1].into(), [7; 256])),
+            },
+            Message::Connection {
+                id: CommId(9),
+                dreq: None,
+            },
         ] {
             send(&ours, &message, &[ours.as_fd()]).unwrap();
             let mut descriptors = Vec::new();

@@ -1,17 +1,18 @@
 //! The main loop of a broker.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::nic::IpFields;
+use riser_transport::wire::{CommId, Mad, ROCE_PORT, gsi_datagram};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;
-use rustix::net::{RecvFlags, recvfrom, sockopt};
+use rustix::net::{RecvFlags, SendFlags, recvfrom, sendto, sockopt};
 
 use super::SLOTS;
 use super::message::{MESSAGE, Message, PortAction, Received, VERSION, receive, send};
@@ -23,6 +24,9 @@ use crate::errno::Errno;
 /// Maximum number of consecutive messages of a process, and of consecutive packets, so that a flood
 /// of them does not delay other messages.
 const IN_A_ROW: usize = 64;
+
+/// Maximum number of packets for an exited process that are discarded.
+const MAX_STALE: usize = 1 << 15;
 
 /// Time until the broker tries again to exit, or to accept a connection.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -36,8 +40,8 @@ pub(super) fn serve(first: OwnedFd) {
     let message = receive(&first, &mut [0; MESSAGE], &mut descriptors);
     let Received::Message(Message::Start {
         version,
+        addr,
         listener: path,
-        ..
     }) = message
     else {
         return;
@@ -51,6 +55,7 @@ pub(super) fn serve(first: OwnedFd) {
         return;
     };
     let mut broker = Broker {
+        addr: SocketAddr::new(addr, ROCE_PORT),
         group,
         listener,
         place: Place::at(path),
@@ -66,6 +71,7 @@ pub(super) fn serve(first: OwnedFd) {
 
 /// A broker.
 struct Broker {
+    addr: SocketAddr,
     /// Sockets of all slots. The kernel numbers the sockets that share a port, so all of them must
     /// stay open.
     group: Vec<OwnedFd>,
@@ -87,6 +93,17 @@ struct Process {
     /// Response that waits until the process has read its packets. It sends no other request until
     /// it has received the response.
     reply: Option<Message>,
+    /// Established connections with the messages that close them.
+    connections: HashMap<CommId, (IpAddr, Mad)>,
+}
+
+impl Process {
+    fn note_connection(&mut self, id: CommId, dreq: Option<(IpAddr, Mad)>) {
+        match dreq {
+            Some(dreq) => drop(self.connections.insert(id, dreq)),
+            None => drop(self.connections.remove(&id)),
+        }
+    }
 }
 
 impl Broker {
@@ -172,8 +189,12 @@ impl Broker {
         let version = VERSION;
         let socket = self.group[usize::from(slot)].as_fd();
         if send(&connection, &Message::Welcome { version, slot }, &[socket]).is_ok() {
-            let reply = None;
-            self.processes.insert(slot, Process { connection, reply });
+            let process = Process {
+                connection,
+                reply: None,
+                connections: HashMap::new(),
+            };
+            self.processes.insert(slot, process);
             self.router.add(slot);
         }
     }
@@ -182,15 +203,33 @@ impl Broker {
         (1..SLOTS).find(|slot| !self.processes.contains_key(slot))
     }
 
-    /// Removes a process that has exited.
+    /// Removes a process that has exited, and closes its connections.
     fn remove(&mut self, slot: u8) {
-        self.processes.remove(&slot);
         self.router.remove(slot);
+        let Some(mut process) = self.processes.remove(&slot) else {
+            return;
+        };
+        // It may have closed connections since.
+        while let Received::Message(message) =
+            receive(&process.connection, &mut self.buffer, &mut Vec::new())
+        {
+            if let Message::Connection { id, dreq } = message {
+                process.note_connection(id, dreq);
+            }
+        }
         let socket = &self.group[usize::from(slot)];
+        for (peer, dreq) in process.connections.into_values() {
+            let peer = SocketAddr::new(peer, ROCE_PORT);
+            // If it is lost, the peer notices the end of the connection when it sends data.
+            if let Some(datagram) = gsi_datagram(self.addr, peer, &dreq) {
+                let _ = sendto(socket, &datagram, SendFlags::DONTWAIT, &peer);
+            }
+        }
         // Packets that still arrive should neither use any memory, nor be received by the next
         // process in this slot.
         let _ = sockopt::set_socket_recv_buffer_size(socket, 1);
-        while recvfrom(socket, &mut [0; 0], RecvFlags::DONTWAIT).is_ok() {}
+        let discard = || recvfrom(socket, &mut [0; 0], RecvFlags::DONTWAIT);
+        (0..MAX_STALE).all(|_| discard().is_ok());
     }
 
     fn handle_messages(&mut self, now: Instant, slot: u8) {
@@ -218,6 +257,9 @@ impl Broker {
                     if let Some(slot) = self.router.route(now, &packet) {
                         self.deliver(slot, packet);
                     }
+                }
+                Received::Message(Message::Connection { id, dreq }) => {
+                    process.note_connection(id, dreq);
                 }
                 Received::Message(_) => {}
                 Received::Nothing => return,

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use riser_transport::roce::ForwardedPacket;
 use riser_transport::roce::driver::bind_group;
 use riser_transport::roce::steer::Requests;
-use riser_transport::wire::ROCE_PORT;
 use riser_transport::wire::cma::RdmaPortSpace;
+use riser_transport::wire::{CommId, Mad, ROCE_PORT};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno as Os;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
@@ -163,6 +163,16 @@ impl Share {
     pub(crate) fn pass_on(&self, packet: ForwardedPacket) {
         if let Some(broker) = &self.broker {
             let _ = send(broker, &Message::Packet(packet), &[]);
+        }
+    }
+
+    /// Reports a connection that was established, with the DREQ that the broker sends if this
+    /// process is killed, or a connection that was closed.
+    pub(crate) fn note_connection(&self, id: CommId, dreq: Option<(IpAddr, Mad)>) {
+        if let Some(broker) = &self.broker
+            && let Err(error) = send(broker, &Message::Connection { id, dreq }, &[])
+        {
+            debug!(%error, ?id, "cannot report a connection to the broker");
         }
     }
 
@@ -328,6 +338,7 @@ mod tests {
 
     use RdmaPortSpace::{Tcp, Udp};
     use riser_testkit::{eventually, eventually_some};
+    use riser_transport::wire::gsi_datagram;
     use rustix::event::Timespec;
 
     use super::super::place::accept;
@@ -436,6 +447,26 @@ mod tests {
         request();
         assert_eq!(packet(&mut first), received);
         assert_eq!(second.poll_packet(), Ok(None));
+    }
+
+    #[test]
+    fn killed_process_is_disconnected() {
+        let (killed, other) = (open(12), open(12));
+        let peer = UdpSocket::bind((addr(13), ROCE_PORT)).unwrap();
+        peer.set_read_timeout(Some(PATIENCE)).unwrap();
+        let dreq = |byte| Some((addr(13), [byte; 256]));
+        killed.note_connection(CommId(1), dreq(1));
+        killed.note_connection(CommId(2), dreq(2));
+        killed.note_connection(CommId(1), None);
+        drop(killed);
+        let mut bytes = [0; 512];
+        let (len, from) = peer.recv_from(&mut bytes).unwrap();
+        assert_eq!(from, (addr(12), ROCE_PORT).into());
+        let sent = gsi_datagram(from, (addr(13), ROCE_PORT).into(), &[2; 256]);
+        assert_eq!(Some(&bytes[..len]), sent.as_deref());
+        peer.set_nonblocking(true).unwrap();
+        assert!(peer.recv_from(&mut bytes).is_err());
+        drop(other);
     }
 
     #[test]

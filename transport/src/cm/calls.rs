@@ -6,10 +6,11 @@ use super::conn::Conn;
 use super::{Cm, CmState, IbCmError, IbCmId, PeerAddr, RepParams, ReqParams, SidrRepParams};
 use crate::verbs::QpType;
 use crate::wire::cm_msg::{
-    AdditionalInfo, Bits, CmMessage, CmTimeout, DreqMsg, MraMsg, MraOf, PairMsg, PrivateData,
-    RejMsg, RejOf, RejReason, RepMsg, ReqMsg, SidrStatus, transport_of,
+    AdditionalInfo, Bits, CmMessage, CmTimeout, CommId, DreqMsg, MraMsg, MraOf, PairMsg,
+    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg, SidrStatus, transport_of,
 };
 use crate::wire::ids::Qpn;
+use crate::wire::mad::Mad;
 
 impl Cm {
     /// Sends a connection request to `peer`.
@@ -278,21 +279,43 @@ impl Cm {
         id: IbCmId,
         private_data: PrivateData<220>,
     ) -> Result<(), IbCmError> {
-        let conn = self.conn(id)?;
-        if !conn.state.is_connected() {
-            return Err(IbCmError::State { state: conn.state });
-        }
-        let dreq = CmMessage::Dreq(DreqMsg {
-            local_comm_id: id.0,
-            remote_comm_id: conn.remote(),
-            remote_qpn: conn.remote_qpn.expect("connected"),
-            private_data,
-        });
+        let dreq = self.dreq(id, private_data)?;
         // A DREQ starts a new transaction. The DREP uses the same transaction ID.
         let transaction = self.new_transaction();
         self.become_state(id, CmState::DreqSent);
         self.send_request(now, id, transaction, &dreq);
         Ok(())
+    }
+
+    fn dreq(&self, id: IbCmId, private_data: PrivateData<220>) -> Result<CmMessage, IbCmError> {
+        let conn = self.conn(id)?;
+        if !conn.state.is_connected() {
+            return Err(IbCmError::State { state: conn.state });
+        }
+        Ok(CmMessage::Dreq(DreqMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            remote_qpn: conn.remote_qpn.expect("connected"),
+            private_data,
+        }))
+    }
+
+    /// Starts to record connections for [`Cm::poll_connection`].
+    pub fn watch_connections(&mut self) {
+        self.changed.get_or_insert_default();
+    }
+
+    /// Returns the local ID of the next connection that was established or closed. If it is
+    /// established, also returns the DREQ that closes it, and its destination. Another process can
+    /// send the DREQ when this one is killed.
+    pub fn poll_connection(&mut self) -> Option<(CommId, Option<(PeerAddr, Mad)>)> {
+        let id = self.changed.as_mut()?.pop_front()?;
+        let dreq = self.dreq(id, PrivateData::default()).ok();
+        let dreq = dreq.map(|dreq| {
+            let mad = dreq.emit(self.new_transaction());
+            (self.conns[&id].route().peer, mad)
+        });
+        Some((id.0, dreq))
     }
 
     /// Responds to a DREQ from the peer and enters timewait.

@@ -237,6 +237,8 @@ pub struct Cm {
     timers: BTreeSet<(Instant, IbCmId)>,
     outbox: VecDeque<(PeerAddr, Mad)>,
     events: VecDeque<IbCmEvent>,
+    /// Connections that were established or closed, if they are watched.
+    changed: Option<VecDeque<IbCmId>>,
     counters: CmCounters,
 }
 
@@ -284,6 +286,7 @@ impl Cm {
             timers: BTreeSet::new(),
             outbox: VecDeque::new(),
             events: VecDeque::new(),
+            changed: None,
             counters: CmCounters::default(),
         }
     }

@@ -160,6 +160,9 @@ impl Cm {
         let mut conn = self.conns.remove(&id).expect("identifier exists");
         self.count_half_open(&conn, conn.state, false);
         self.count_half_open(&conn, next, true);
+        if conn.state.is_connected() != next.is_connected() {
+            self.changed.iter_mut().for_each(|all| all.push_back(id));
+        }
         become_state(&mut conn.state, next);
         // The connection was confirmed or closed and can't be displaced anymore.
         if !next.is_half_open() {
@@ -180,6 +183,9 @@ impl Cm {
         self.forget_claims(id);
         let mut conn = self.conns.remove(&id).expect("identifier exists");
         self.count_half_open(&conn, conn.state, false);
+        if conn.state.is_connected() {
+            self.changed.iter_mut().for_each(|all| all.push_back(id));
+        }
         self.forget_rep(&mut conn);
         if let Some(identity) = conn.identity {
             self.by_req.remove(&(conn.peer, identity));

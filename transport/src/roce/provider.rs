@@ -21,7 +21,7 @@ use crate::cm::MAX_WORKER_BITS;
 use crate::netif::{AddressState, AddressWatch, interface_mtu};
 use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, VerbsError};
 use crate::wire::mad::MadClass;
-use crate::wire::{IcrcFlow, Mad, Qpn, ROCE_PORT, is_link_local};
+use crate::wire::{CommId, IcrcFlow, Mad, Qpn, ROCE_PORT, is_link_local};
 
 /// Size of the IP and UDP headers in bytes.
 const HEADERS_V4: u32 = 28;
@@ -443,6 +443,16 @@ impl Roce {
     /// See [`Nic::poll_mad`].
     pub fn poll_mad(&mut self) -> Option<(IpAddr, Mad)> {
         self.nic.poll_mad()
+    }
+
+    /// See [`Cm::watch_connections`](crate::cm::Cm::watch_connections).
+    pub fn watch_connections(&mut self) {
+        self.nic.watch_connections();
+    }
+
+    /// See [`Cm::poll_connection`](crate::cm::Cm::poll_connection).
+    pub fn poll_connection(&mut self) -> Option<(CommId, Option<(IpAddr, Mad)>)> {
+        self.nic.poll_connection()
     }
 
     /// Returns the device address with the RoCEv2 port.

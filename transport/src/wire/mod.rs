@@ -51,7 +51,7 @@ pub use mad::{MAD_LEN, Mad, MadHeader, TransactionId};
 pub use opcode::{ExtHeader, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service};
 pub use packet::{
     ExtHeaders, HeaderBuf, MAX_HEADER_LEN, Packet, PacketError, ROCE_PORT, emit_headers,
-    push_header,
+    gsi_datagram, push_header,
 };
 /// Returns true for an IPv6 link-local address. These addresses are only valid together with an
 /// interface, which can't be stored in a GID or in [`std::net::IpAddr`], so they are not supported

@@ -5,14 +5,18 @@
 //! queue pair. To send a packet, [`emit_headers`] writes the headers, and the caller must gather
 //! headers, payload, [padding](super::bth::pad_len) and ICRC.
 
+use std::net::SocketAddr;
+
 use arrayvec::ArrayVec;
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::bth::Bth;
-use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth, XrcEth};
-use super::icrc::ICRC_LEN;
-use super::opcode::{ExtHeader, MAX_EXT_LEN, OpcodeInfo, PayloadRule, RESERVED_LEN};
+use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, GSI_QKEY, Ieth, ImmDt, Reth, XrcEth};
+use super::icrc::{ICRC_LEN, IcrcFlow};
+use super::ids::{Psn, Qpn};
+use super::mad::Mad;
+use super::opcode::{ExtHeader, MAX_EXT_LEN, Opcode, OpcodeInfo, PayloadRule, RESERVED_LEN};
 
 /// UDP destination port for RoCEv2 (IBTA annex A17).
 pub const ROCE_PORT: u16 = 4791;
@@ -236,6 +240,23 @@ pub fn emit_headers(bth: &Bth, ext: &ExtHeaders) -> HeaderBuf {
     }
     debug_assert_eq!(out.len(), Bth::LEN + op.ext_len);
     out
+}
+
+/// Returns a datagram with a MAD from queue pair 1 to queue pair 1, or `None` if the address
+/// families differ.
+#[must_use]
+pub fn gsi_datagram(src: SocketAddr, dst: SocketAddr, mad: &Mad) -> Option<Vec<u8>> {
+    let flow = IcrcFlow::new(src, dst)?;
+    let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let mut bytes = emit_headers(&bth, &ext).to_vec();
+    bytes.extend_from_slice(mad);
+    let icrc = flow.compute(&bytes, 0);
+    bytes.extend_from_slice(&icrc.to_le_bytes());
+    Some(bytes)
 }
 
 #[cfg(test)]

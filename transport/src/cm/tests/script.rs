@@ -23,6 +23,31 @@ const INTERVAL: Duration = Duration::from_nanos(4096 << 15);
 const TIMEWAIT: Duration = Duration::from_nanos(4096 << 14);
 
 #[test]
+fn watched_connection_reports_its_dreq() {
+    let mut pair = Pair::new();
+    pair.a.watch_connections();
+    let ids = pair.established();
+    assert_eq!(pair.p.poll_connection(), None);
+    let (id, dreq) = pair.a.poll_connection().unwrap();
+    assert_eq!(id, ids.a.comm_id());
+    // Another process sends it.
+    let (to, dreq) = dreq.unwrap();
+    assert_eq!(to, addr(2));
+    pair.p.handle_mad(pair.now, addr(1), &dreq).unwrap();
+    assert!(matches!(pair.p_event(), IbCmEventKind::DreqReceived { .. }));
+    // A connection that is closed before it is polled is not reported as established.
+    let mut pair = Pair::new();
+    pair.a.watch_connections();
+    let ids = pair.established();
+    pair.a.destroy(pair.now, ids.a).unwrap();
+    for _ in 0..2 {
+        let closed = Some((ids.a.comm_id(), None));
+        assert_eq!(pair.a.poll_connection(), closed);
+    }
+    assert_eq!(pair.a.poll_connection(), None);
+}
+
+#[test]
 pub(super) fn connection_is_established_and_closed() {
     let mut pair = Pair::new();
     let ids = pair.established();

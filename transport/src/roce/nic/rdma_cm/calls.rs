@@ -12,9 +12,9 @@ use crate::roce::nic::Nic;
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, PortSpace, QpId, QpInitAttr, QpState, QpType, VerbsError,
 };
-use crate::wire::cm_msg::ServiceId;
+use crate::wire::cm_msg::{CommId, ServiceId};
 use crate::wire::cma::RdmaPortSpace;
-use crate::wire::is_link_local;
+use crate::wire::{Mad, is_link_local};
 
 impl From<IbCmError> for CmError {
     fn from(e: IbCmError) -> Self {
@@ -270,6 +270,16 @@ impl Nic {
             // Pending requests have already been destroyed with their listener.
             let _ = self.destroy_id(id);
         }
+    }
+
+    /// See [`Cm::watch_connections`](crate::cm::Cm::watch_connections).
+    pub fn watch_connections(&mut self) {
+        self.cm.cm.watch_connections();
+    }
+
+    /// See [`Cm::poll_connection`](crate::cm::Cm::poll_connection).
+    pub fn poll_connection(&mut self) -> Option<(CommId, Option<(IpAddr, Mad)>)> {
+        self.cm.cm.poll_connection()
     }
 
     pub fn cm_local_addr(&self, id: CmId) -> Option<SocketAddr> {

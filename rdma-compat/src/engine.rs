@@ -53,11 +53,9 @@ use crate::broker::share::{Share, in_use};
 use crate::broker::{BITS, Port};
 use crate::cancel::{self, Cleanup, Uncancellable, step};
 use crate::command::Family;
+use crate::driver::{Activity, Driver, TICK};
 use crate::errno::Errno;
 use crate::lock::unpoisoned;
-
-/// Interval at which the thread checks whether calls still drive the NIC.
-const TICK: Duration = Duration::from_millis(1);
 
 /// Number of polls with completions after which the thread no longer expects packets that are not
 /// received by polling.
@@ -181,18 +179,7 @@ pub(crate) struct State {
     eager: u32,
     /// Time when posts were last sent.
     sent_at: Instant,
-    /// Set if a call has driven the NIC since the thread last checked.
-    is_driven: bool,
-    /// Set if that call was a poll, which also receives packets.
-    is_polled: bool,
-    /// Set if the driver of the NIC may sleep for longer than a tick.
-    is_asleep: bool,
-    /// Set while a call waits and drives the NIC instead of the thread.
-    is_waited: bool,
-    /// Set if such a call has waited since the thread last checked.
-    was_waited: bool,
-    /// Set while the thread sleeps until it is woken by that call.
-    is_away: bool,
+    driver: Driver,
     is_removed: Arc<AtomicBool>,
 }
 
@@ -276,12 +263,7 @@ impl Engine {
                 armed: 0,
                 eager: 0,
                 sent_at: Instant::now(),
-                is_driven: false,
-                is_polled: false,
-                is_asleep: false,
-                is_waited: false,
-                was_waited: false,
-                is_away: false,
+                driver: Driver::new(),
                 is_removed: Arc::clone(&is_removed),
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -338,12 +320,8 @@ impl Engine {
     }
 
     /// Wakes the thread, or the call that drives the NIC instead.
-    fn wake(&self, is_waited: bool) {
-        let fd = if is_waited {
-            &self.wake_call
-        } else {
-            &self.wake
-        };
+    fn wake(&self, is_call: bool) {
+        let fd = if is_call { &self.wake_call } else { &self.wake };
         let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
     }
 
@@ -384,13 +362,10 @@ impl Engine {
         if self.is_inherited() {
             return false;
         }
-        let state = &mut self.lock().state;
-        if std::mem::replace(&mut state.is_waited, true) {
+        let Some(wakes_thread) = self.lock().driver.begin_call() else {
             return false;
-        }
-        state.was_waited = true;
-        // The thread no longer has to handle arriving packets.
-        if std::mem::take(&mut state.is_asleep) {
+        };
+        if wakes_thread {
             self.wake(false);
         }
         true
@@ -398,11 +373,8 @@ impl Engine {
 
     /// Makes the thread the driver again.
     fn end_driving(&self) {
-        let mut locked = self.lock();
-        locked.state.is_waited = false;
         // The thread will check this within a tick, unless it is sleeping until it is woken.
-        locked.state.is_asleep = false;
-        if std::mem::take(&mut locked.state.is_away) {
+        if self.lock().driver.end_call() {
             self.wake(false);
         }
     }
@@ -581,7 +553,7 @@ fn run(engine: &Engine) {
     let mut has_input = false;
     loop {
         let mut locked = engine.lock();
-        let timeout = match locked.make_way() {
+        let timeout = match locked.driver.check_call() {
             Some(timeout) => {
                 drop(locked);
                 let mut wake = [PollFd::new(&engine.wake, PollFlags::IN)];
@@ -606,30 +578,19 @@ fn run(engine: &Engine) {
 }
 
 impl Locked<'_> {
-    /// Returns how long the thread should sleep (`Some(None)` for no timeout) if a call drives the
-    /// NIC, or `None` if the thread must drive it.
-    fn make_way(&mut self) -> Option<Option<Duration>> {
-        let state = &mut *self.state;
-        if !state.is_waited {
-            return None;
-        }
-        // If calls are made repeatedly, we avoid waking the thread each time they return.
-        state.is_away = !std::mem::take(&mut state.was_waited);
-        Some((!state.is_away).then_some(TICK))
-    }
-
     /// Runs one turn of the driver, which is the thread or a waiting call. Returns how long it may
     /// sleep, or `None` for no timeout.
     fn take_turn(&mut self, has_input: bool) -> Option<Duration> {
         let state = &mut *self.state;
         let now = Instant::now();
-        let is_driven = std::mem::take(&mut state.is_driven);
-        let is_polled = std::mem::take(&mut state.is_polled);
+        let activity = state.driver.take_activity();
+        let is_driven = activity > Activity::Idle;
+        let is_polled = activity == Activity::Polled;
         let has_input = has_input || state.share.has_packets();
         if is_polled && !has_input && state.eager == 0 && state.armed == 0 {
             // Posts that were waiting for the next poll are sent now.
             state.nic.transmit(now);
-            state.is_asleep = false;
+            state.driver.set_asleep(false);
             return Some(TICK);
         }
         let rounds = state.receive_elsewhere() + state.drive();
@@ -644,10 +605,10 @@ impl Locked<'_> {
             return Some(Duration::ZERO);
         }
         if state.eager > 0 || is_driven {
-            state.is_asleep = false;
+            state.driver.set_asleep(false);
             return Some(TICK);
         }
-        state.is_asleep = true;
+        state.driver.set_asleep(true);
         let asked = state.administration.as_ref();
         let asked = asked.and_then(Administration::deadline);
         let deadlines = [state.nic.deadline(), asked];
@@ -660,14 +621,14 @@ impl Locked<'_> {
         let now = Instant::now();
         self.state.nic.transmit(now);
         self.state.sent_at = now;
-        self.state.is_driven = true;
+        self.state.driver.note(Activity::Sent);
     }
 
     /// Sends the packets of a posting call. If posts follow each other quickly, they are sent
     /// together by the next poll, or the next time the thread checks.
     pub(crate) fn transmit_soon(&mut self) {
         if self.state.armed == 0 && self.state.sent_at.elapsed() < BURST {
-            self.state.is_driven = true;
+            self.state.driver.note(Activity::Sent);
         } else {
             self.transmit();
         }
@@ -709,12 +670,11 @@ impl Locked<'_> {
         let mut taken = take(state)?;
         if taken == 0 {
             state.nic.progress(Instant::now());
-            state.is_driven = true;
-            state.is_polled = true;
+            state.driver.note(Activity::Polled);
             taken = take(state)?;
             if taken == 0 && state.armed > 0 && state.nic.arm_fds() {
                 // The thread should check immediately instead of waiting for the descriptor.
-                self.engine.wake(state.is_waited);
+                self.engine.wake(state.driver.is_call());
             }
         }
         if taken > 0 {
@@ -730,7 +690,7 @@ impl Locked<'_> {
         }
         self.transmit();
         if self.state.nic.arm_fds() {
-            self.engine.wake(self.state.is_waited);
+            self.engine.wake(self.state.driver.is_call());
         }
     }
 
@@ -745,13 +705,13 @@ impl Drop for Locked<'_> {
         let state = &mut *self.state;
         state.report();
         let has_packets = state.share.has_packets();
-        if !state.is_driven && !has_packets {
+        if state.driver.activity() == Activity::Idle && !has_packets {
             return;
         }
         let must_look = has_packets || state.eager > 0 && state.nic.arm_fds();
-        if must_look || state.is_asleep {
-            state.is_asleep = false;
-            self.engine.wake(self.state.is_waited);
+        if must_look || state.driver.is_asleep() {
+            state.driver.set_asleep(false);
+            self.engine.wake(state.driver.is_call());
         }
     }
 }

@@ -12,6 +12,7 @@
 //! | `exports` | the symbols with their versions, from `symbols.txt` |
 //! | `object` | objects that programs have pointers to |
 //! | `engine` | a NIC with its lock and its thread |
+//! | `driver` | the thread or call that drives a NIC |
 //! | `broker` | an address shared by several processes |
 //! | `fork` | forks of a process |
 //! | `devices` | the list of devices |
@@ -79,6 +80,7 @@ mod cq_ex;
 mod devices;
 mod dm;
 mod domain;
+mod driver;
 mod engine;
 mod errno;
 mod exports;

@@ -350,8 +350,8 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         }
     }
 
-    /// Ends an attempt and starts retiring its memory. Returns the time at which this times out.
-    pub(crate) fn end_attempt(
+    /// Called when an attempt is over: starts retiring its memory. Returns the time at which this times out.
+    pub(crate) fn retire_attempt(
         &mut self,
         index: u32,
         channel: u8,
@@ -739,16 +739,16 @@ mod tests {
             // Aborted.
             requests.start(index, 0, 10, now);
             requests.begin_abort(index);
-            requests.end_attempt(index, 0, AttemptOutcome::Aborted, now);
+            requests.retire_attempt(index, 0, AttemptOutcome::Aborted, now);
             requests.finish_attempt(index, AttemptOutcome::Aborted, false, now);
             // Busy, then executed.
             let (mut requests, index) = started(now);
-            requests.end_attempt(index, 0, answered(BUSY), now);
+            requests.retire_attempt(index, 0, answered(BUSY), now);
             let settled = requests.finish_attempt(index, answered(BUSY), false, now);
             assert_eq!(settled, Settled::Later(now + LIMITS.busy));
             requests.enqueue(index);
             requests.start(index, 0, 11, now);
-            requests.end_attempt(index, 0, answered(GOOD), now);
+            requests.retire_attempt(index, 0, answered(GOOD), now);
             let settled = requests.finish_attempt(index, answered(GOOD), false, now);
             assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
         });
@@ -762,7 +762,7 @@ mod tests {
         for end in ends.into_iter().chain([AttemptOutcome::Aborted]) {
             let now = Instant::now();
             let (mut requests, index) = started(now);
-            requests.end_attempt(index, 0, end.clone(), now);
+            requests.retire_attempt(index, 0, end.clone(), now);
             let settled = requests.finish_attempt(index, end.clone(), true, now);
             let closed = Settled::Over(Err(RequestError::Closed));
             assert_eq!(settled, closed, "{end:?}");
@@ -775,7 +775,7 @@ mod tests {
         let now = Instant::now();
         let (mut requests, index) = started(now);
         for attempt in 0..300 {
-            requests.end_attempt(index, 0, answered(BUSY), now);
+            requests.retire_attempt(index, 0, answered(BUSY), now);
             let settled = requests.finish_attempt(index, answered(BUSY), false, now);
             assert!(
                 matches!(settled, Settled::Later(_)),
@@ -784,11 +784,11 @@ mod tests {
             requests.enqueue(index);
             requests.start(index, 0, 8, now);
         }
-        requests.end_attempt(index, 0, answered(TASK_ABORTED), now);
+        requests.retire_attempt(index, 0, answered(TASK_ABORTED), now);
         let settled = requests.finish_attempt(index, answered(TASK_ABORTED), false, now);
         assert_eq!(settled, Settled::Queued);
         requests.start(index, 0, 9, now);
-        requests.end_attempt(index, 0, answered(BUSY), now);
+        requests.retire_attempt(index, 0, answered(BUSY), now);
         let late = now + Duration::from_secs(61);
         let settled = requests.finish_attempt(index, answered(BUSY), false, late);
         assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
@@ -807,7 +807,7 @@ mod tests {
         // A write to unit 1 that may have been executed, and for which the unit requests a wait.
         let RequestId(first) = requests.insert(write(1, 600)).unwrap();
         requests.start(first, 0, 7, now);
-        requests.end_attempt(first, 0, AttemptOutcome::Lost, now);
+        requests.retire_attempt(first, 0, AttemptOutcome::Lost, now);
         assert_eq!(
             requests.finish_attempt(first, AttemptOutcome::Lost, false, now),
             Settled::Queued
@@ -818,7 +818,7 @@ mod tests {
         let RequestId(other) = requests.insert(write(2, 60)).unwrap();
         let mut at = now;
         while at < now + Duration::from_secs(60) {
-            requests.end_attempt(first, 0, answered(BUSY), at);
+            requests.retire_attempt(first, 0, answered(BUSY), at);
             let Settled::Later(until) = requests.finish_attempt(first, answered(BUSY), false, at)
             else {
                 break;
@@ -846,7 +846,7 @@ mod tests {
         };
         let RequestId(index) = requests.insert(spec).unwrap();
         requests.start(index, 0, 7, now);
-        requests.end_attempt(index, 0, answered(GOOD), now);
+        requests.retire_attempt(index, 0, answered(GOOD), now);
         requests.finish_attempt(index, answered(GOOD), false, now)
     }
 
@@ -873,7 +873,7 @@ mod tests {
         let (mut requests, index) = started(now);
         requests.slab[index as usize].spec.retry = Retry::Never;
         let failed = AttemptOutcome::Failed(RequestError::TargetFailure(1));
-        requests.end_attempt(index, 0, failed.clone(), now);
+        requests.retire_attempt(index, 0, failed.clone(), now);
         let settled = requests.finish_attempt(index, failed, false, now);
         assert!(matches!(settled, Settled::Over(Err(_))), "{settled:?}");
     }
@@ -900,7 +900,7 @@ mod tests {
         let mut at = now;
         loop {
             requests.start(index, 0, 7, at);
-            requests.end_attempt(index, 0, answer.clone(), at);
+            requests.retire_attempt(index, 0, answer.clone(), at);
             match requests.finish_attempt(index, answer.clone(), false, at) {
                 Settled::Later(until) => at = until,
                 Settled::Over(Ok(_)) => break,
@@ -920,7 +920,7 @@ mod tests {
     fn attempt_completes_once() {
         let now = Instant::now();
         let (mut requests, index) = started(now);
-        requests.end_attempt(index, 0, AttemptOutcome::Aborted, now);
-        requests.end_attempt(index, 0, AttemptOutcome::Aborted, now);
+        requests.retire_attempt(index, 0, AttemptOutcome::Aborted, now);
+        requests.retire_attempt(index, 0, AttemptOutcome::Aborted, now);
     }
 }

@@ -311,7 +311,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
 
     /// Called when a channel was closed, so that the target cannot access the memory of its
     /// requests anymore. Returns whether any of them may have modified the medium.
-    pub(crate) fn end_channel(&mut self, channel: u8, now: Instant) -> bool {
+    pub(crate) fn on_channel_closed(&mut self, channel: u8, now: Instant) -> bool {
         self.functions.clear(channel);
         let mut changes = false;
         for (index, end) in self.requests.of_channel(channel) {

@@ -12,14 +12,12 @@ use riser_scsi::iscsi::pdu::{
     TextResponse,
 };
 use riser_scsi::iscsi::text::{self, Collector};
-use riser_scsi::iscsi::{Cid, CmdSn, Numbers, StatSn, Tsih, Ttt};
+use riser_scsi::iscsi::{Cid, Numbers, Tsih, Ttt};
 use riser_state::become_state;
 
-use super::types::{ConnState, Slot};
-use super::{
-    ControlPdu, IscsiSession, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, MAX_TARGETS, Output,
-    TEXT_TAG,
-};
+use super::numbers::SequenceNumbers;
+use super::types::ConnState;
+use super::{IscsiSession, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_TARGETS, Output, TEXT_TAG};
 use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState, TaskManager};
 
 impl IscsiSession {
@@ -27,12 +25,8 @@ impl IscsiSession {
         let until = now + self.core.life.login_patience();
         self.login = None;
         self.params = None;
-        self.slots.fill(Slot::default());
-        self.outstanding_writes = 0;
-        self.free = (0..self.config.queue_size).rev().collect();
-        self.cmd_sn = CmdSn(1);
-        self.max_cmd_sn = CmdSn(1);
-        self.exp_stat_sn = StatSn(0);
+        self.tasks.clear();
+        self.numbers = SequenceNumbers::new();
         self.core.functions.clear(0);
         self.pinged = None;
         self.targets = Collector::with_limit(MAX_TARGETS);
@@ -40,7 +34,7 @@ impl IscsiSession {
         self.core.arm(until);
         self.core
             .outputs
-            .push_back(Output::Connect(self.moved.clone()));
+            .push_back(Output::Connect(self.redirection.address().cloned()));
     }
 
     /// Called when the connection is established. `random` must be unpredictable.
@@ -56,7 +50,7 @@ impl IscsiSession {
                 isid: config.isid,
                 tsih: Tsih(0),
                 cid: Cid(0),
-                cmd_sn: self.cmd_sn,
+                cmd_sn: self.numbers.cmd_sn(),
                 credentials: config.credentials.clone(),
                 target_credentials: config.target_credentials.clone(),
                 offer: config.offer,
@@ -74,11 +68,8 @@ impl IscsiSession {
     fn send_login(&mut self) {
         let next = self.login.as_mut().and_then(|login| login.poll_request());
         if let Some((mut request, data)) = next {
-            request.exp_stat_sn = self.exp_stat_sn;
-            let bhs = request.header();
-            self.core
-                .outputs
-                .push_back(Output::Send(ControlPdu { bhs, data }));
+            request.exp_stat_sn = self.numbers.exp_stat_sn();
+            self.send_control(request.header(), data);
         }
     }
 
@@ -94,7 +85,7 @@ impl IscsiSession {
         };
         match login.handle_response(response, data) {
             Ok(LoginStep::Send) => {
-                self.exp_stat_sn = numbers.stat_sn.next();
+                self.numbers.on_login_response(numbers);
                 self.send_login();
             }
             Ok(LoginStep::FullFeature {
@@ -103,22 +94,15 @@ impl IscsiSession {
                 portal_group,
                 ..
             }) => {
-                self.portal_group = portal_group;
-                self.exp_stat_sn = numbers.stat_sn.next();
-                self.max_cmd_sn = numbers.max_cmd_sn;
+                self.fence.set_group(portal_group);
+                self.numbers.on_full_feature(numbers);
                 self.on_full_feature(session, connection, now);
             }
             Ok(LoginStep::Redirect { to, permanent }) => {
-                self.moves += 1;
-                if permanent && (self.moved.is_none() || self.moved == self.home) {
-                    self.home = Some(to.clone());
-                }
-                // Two portals might redirect to each other forever.
-                if self.moves > MAX_REDIRECTIONS {
+                if !self.redirection.on_redirect(to, permanent) {
                     self.fail_login(ConnectError::Redirected);
                     return;
                 }
-                self.moved = Some(to);
                 become_state(&mut self.conn, ConnState::CleanupWait);
                 self.core.outputs.push_back(Output::Disconnect);
             }
@@ -127,17 +111,8 @@ impl IscsiSession {
     }
 
     fn fail_login(&mut self, error: ConnectError) {
-        self.clear_redirection();
+        self.redirection.reset(false);
         self.tear_down(error.into(), false);
-    }
-
-    /// Resets redirections, so that the next attempt starts at the target's original address. If
-    /// the target has moved permanently, attempts alternate between the new and the old address.
-    pub(super) fn clear_redirection(&mut self) {
-        let was_home = self.moved.is_some() && self.moved == self.home;
-        let was_live = self.conn == ConnState::LoggedIn;
-        self.moved = self.home.clone().filter(|_| was_live || !was_home);
-        self.moves = 0;
     }
 
     fn on_full_feature(
@@ -154,16 +129,14 @@ impl IscsiSession {
             return;
         }
         self.login = None;
-        self.moves = 0;
-        // The portal that had moved serves the target again.
-        self.home = self.home.take().filter(|_| self.moved.is_some());
+        self.redirection.on_login();
         self.params = Some((session, connection));
         become_state(&mut self.conn, ConnState::LoggedIn);
         self.core.outputs.push_back(Output::FullFeature(connection));
         let time2wait = Duration::from_secs(session.time2wait.into());
         self.core.life.set_time2wait(time2wait);
         self.core.on_live(now);
-        self.fence(now);
+        self.settle_lost_commands(now);
         if self.is_discovery() {
             let mut wish = Vec::new();
             let sought = self.config.sought.as_ref();
@@ -178,20 +151,11 @@ impl IscsiSession {
         }
     }
 
-    /// Called when a login has succeeded. Its portal group has terminated the commands of the
-    /// reinstated session. Commands on another portal group need time to complete.
-    fn fence(&mut self, now: Instant) {
-        match self.unfenced {
-            Some(group) if group == self.portal_group => {
-                self.unfenced = None;
-                self.core.settle_at = None;
-            }
-            Some(_) => {
-                let settle = self.core.settle;
-                self.core.settle_at.get_or_insert(now + settle);
-            }
-            None => {}
-        }
+    /// Called when a login has succeeded: holds requests until the commands of lost sessions have
+    /// completed.
+    fn settle_lost_commands(&mut self, now: Instant) {
+        let settle_at = now + self.core.settle;
+        self.core.settle_at = self.fence.on_login(self.core.settle_at, settle_at);
         match self.core.settle_at {
             Some(at) => self.core.settle_until(at),
             None => {
@@ -204,7 +168,7 @@ impl IscsiSession {
     /// completed.
     pub(super) fn release_settled(&mut self, now: Instant) {
         if self.core.settle_at.is_some_and(|at| at <= now) {
-            self.unfenced = None;
+            self.fence.on_settled();
         }
         if self.core.release_settled(now) {
             self.pump(now);
@@ -219,13 +183,10 @@ impl IscsiSession {
             lun: [0; 8],
             itt: TEXT_TAG,
             ttt,
-            cmd_sn: self.cmd_sn,
-            exp_stat_sn: self.exp_stat_sn,
+            cmd_sn: self.numbers.cmd_sn(),
+            exp_stat_sn: self.numbers.exp_stat_sn(),
         };
-        let bhs = request.header();
-        self.core
-            .outputs
-            .push_back(Output::Send(ControlPdu { bhs, data }));
+        self.send_control(request.header(), data);
     }
 
     /// Handles a part of the response to SendTargets.
@@ -265,7 +226,7 @@ impl IscsiSession {
             return;
         }
         become_state(&mut self.conn, ConnState::Free);
-        self.clear_redirection();
+        self.redirection.reset(false);
         if self.state() == SessionState::LoggingIn {
             self.core.life.tear_down(error.into(), false);
         }
@@ -277,7 +238,7 @@ impl IscsiSession {
         match self.conn {
             ConnState::InLogout(_) => self.disconnect(),
             ConnState::XptWait(_) | ConnState::InLogin(_) | ConnState::LoggedIn => {
-                self.clear_redirection();
+                self.redirection.reset(self.conn == ConnState::LoggedIn);
                 self.tear_down(Down::ConnectionLost, false);
             }
             ConnState::Free | ConnState::CleanupWait => {}
@@ -298,8 +259,8 @@ impl IscsiSession {
         become_state(&mut self.conn, ConnState::Free);
         self.params = None;
         self.pinged = None;
-        if self.core.end_channel(0, now) {
-            self.unfenced.get_or_insert(self.portal_group);
+        if self.core.on_channel_closed(0, now) {
+            self.fence.on_changes_lost();
             self.core.settle_at = None;
         }
         if self.state() == SessionState::LoggingIn {
@@ -342,14 +303,10 @@ impl IscsiSession {
             reason: LogoutReason::CloseSession,
             itt: LOGOUT_TAG,
             cid: Cid(0),
-            cmd_sn: self.cmd_sn,
-            exp_stat_sn: self.exp_stat_sn,
+            cmd_sn: self.numbers.cmd_sn(),
+            exp_stat_sn: self.numbers.exp_stat_sn(),
         };
-        let bhs = request.header();
-        let data = Vec::new();
-        self.core
-            .outputs
-            .push_back(Output::Send(ControlPdu { bhs, data }));
+        self.send_control(request.header(), Vec::new());
     }
 
     /// Called for a logout response, which may request a wait before the next login.

@@ -69,7 +69,7 @@ impl Machine for IscsiSession {
     }
 
     fn is_settled(&self) -> bool {
-        self.unfenced.is_none() && self.core.is_settled()
+        self.fence.is_clear() && self.core.is_settled()
     }
 
     fn abandon_connection(&mut self, why: Down, last: bool, now: Instant) {

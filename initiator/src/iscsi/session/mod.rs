@@ -48,24 +48,33 @@
 //! Multiple connections per session; error recovery levels 1 and 2; bidirectional commands.
 
 mod connection;
+mod fence;
 mod machine;
+mod numbers;
+mod ping;
 mod receive;
 mod recovery;
+mod redirection;
+mod task_table;
 mod tasks;
 mod types;
 
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{ConnectionParams, InitiatorLogin, SessionParams};
-use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::iscsi::text::Collector;
-use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
+use riser_scsi::iscsi::{BHS_LEN, Itt, StatSn};
 
+use self::fence::PortalGroupFence;
+use self::numbers::SequenceNumbers;
+use self::ping::Ping;
+use self::redirection::Redirection;
+use self::task_table::TaskTable;
+use self::types::ConnState;
 pub use self::types::{
     CommandPdu, ControlKind, ControlPdu, DataOrder, Output, Placement, SessionConfig,
 };
-use self::types::{ConnState, Ping, Slot};
-use crate::session::{Core, CoreConfig, SessionState, WritePolicy};
+use crate::session::{Core, CoreConfig, SessionState};
 
 /// Timeout for a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
@@ -73,14 +82,6 @@ const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
 /// Maximum number of control PDUs queued for sending. A session sends only a few at a time; the
 /// others are responses to NOP-Ins, with up to 8 KiB each.
 pub const MAX_CONTROLS: usize = 64;
-
-/// Maximum silence of a target before it is abandoned, in multiples of [`SessionConfig::ping`],
-/// regardless of how slowly the data before the ping arrives. With the default of 5 seconds, this
-/// equals the timeout of a request, which may be a single write that needs all of this time.
-const MAX_SILENCE: u32 = 12;
-
-/// Maximum number of successive redirections.
-const MAX_REDIRECTIONS: u8 = 4;
 
 /// Maximum length of the list of targets in bytes, enough for about ten thousand targets.
 const MAX_TARGETS: usize = 4 << 20;
@@ -99,24 +100,10 @@ pub struct IscsiSession {
     conn: ConnState,
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
-    portal_group: Option<u16>,
-    /// Portal group of a lost session with changes that may still reach the medium, if any. No
-    /// request is started before these have completed, so there is at most one.
-    unfenced: Option<Option<u16>>,
-    /// Address that the target moved to; `moves` counts successive redirections.
-    moved: Option<TargetAddress>,
-    /// Address that the target moved to permanently.
-    home: Option<TargetAddress>,
-    moves: u8,
-    slots: Vec<Slot>,
-    free: Vec<u16>,
-    /// Decides whether a write carries data, if the target can fetch it.
-    writes: WritePolicy,
-    /// Number of writes in `slots`.
-    outstanding_writes: usize,
-    cmd_sn: CmdSn,
-    max_cmd_sn: CmdSn,
-    exp_stat_sn: StatSn,
+    fence: PortalGroupFence,
+    redirection: Redirection,
+    tasks: TaskTable,
+    numbers: SequenceNumbers,
     /// Serial number of the last task-management request, which is a part of its tag.
     tmf_serial: u16,
     /// The outstanding ping.
@@ -147,19 +134,10 @@ impl IscsiSession {
             conn: ConnState::Free,
             login: None,
             params: None,
-            portal_group: None,
-            unfenced: None,
-            moved: None,
-            home: None,
-            moves: 0,
-            slots: vec![Slot::default(); config.queue_size.into()],
-            // The last entry is used first, so that used slots stay close together.
-            free: (0..config.queue_size).rev().collect(),
-            writes: WritePolicy::new(0),
-            outstanding_writes: 0,
-            cmd_sn: CmdSn(1),
-            max_cmd_sn: CmdSn(1),
-            exp_stat_sn: StatSn(0),
+            fence: PortalGroupFence::default(),
+            redirection: Redirection::default(),
+            tasks: TaskTable::new(config.queue_size),
+            numbers: SequenceNumbers::new(),
             tmf_serial: 0,
             pinged: None,
             targets: Collector::with_limit(MAX_TARGETS),
@@ -173,7 +151,7 @@ impl IscsiSession {
     /// many writes concurrently. Must be called before [`Self::handle_connected`]. Without this
     /// call, as on TCP, a write carries all of the negotiated unsolicited data.
     pub fn set_reads(&mut self, reads: u8) {
-        self.writes = WritePolicy::new(reads);
+        self.tasks.set_reads(reads);
     }
 
     /// Returns the state of the session.
@@ -198,13 +176,13 @@ impl IscsiSession {
     /// Returns the portal group of the last login, if reported by the target.
     #[must_use]
     pub fn portal_group(&self) -> Option<u16> {
-        self.portal_group
+        self.fence.group()
     }
 
     /// Returns the next expected status number, for headers that acknowledge the previous ones.
     #[must_use]
     pub fn exp_stat_sn(&self) -> StatSn {
-        self.exp_stat_sn
+        self.numbers.exp_stat_sn()
     }
 
     /// Returns the next output.
@@ -214,6 +192,12 @@ impl IscsiSession {
 
     fn is_discovery(&self) -> bool {
         self.config.target.is_none()
+    }
+
+    /// Sends a PDU without a command's data.
+    fn send_control(&mut self, bhs: [u8; BHS_LEN], data: Vec<u8>) {
+        let pdu = ControlPdu { bhs, data };
+        self.core.outputs.push_back(Output::Send(pdu));
     }
 }
 

@@ -14,15 +14,15 @@ use riser_scsi::step::Residual;
 use super::types::ConnState;
 use super::{DataOrder, IscsiSession, LOGOUT_TAG, Output, PING_TAG, Placement};
 use crate::request::table::AttemptOutcome;
-use crate::request::{CommandResponse, DataLen, GOOD, RequestError, RequestId};
+use crate::request::{CommandResponse, GOOD, RequestError, RequestId};
 use crate::session::{Down, FunctionOutcome, IscsiFault, TaskManager};
 
 /// Maximum length of ping data to return, in bytes.
 const MAX_ECHO: usize = 8192;
 
 /// Status of a command without its sense data.
-struct Ended {
-    status: u8,
+struct Status {
+    code: u8,
     residual: Residual,
 }
 
@@ -39,10 +39,9 @@ impl IscsiSession {
         }
         self.core.last_heard = now;
         if let Some(ping) = &mut self.pinged {
-            // The response may be behind these bytes.
-            ping.until = (now + self.core.ping).min(ping.limit);
+            ping.on_bytes_received(self.core.ping, now);
         }
-        if let Some(task) = arriving.and_then(|itt| self.task(itt)) {
+        if let Some(task) = arriving.and_then(|itt| self.tasks.find(itt)) {
             let request = task.request;
             self.core.requests.on_progress(request, now);
         }
@@ -54,13 +53,13 @@ impl IscsiSession {
             return;
         }
         self.core.last_heard = now;
-        if let Err(fault) = self.take_pdu(frame, now) {
+        if let Err(fault) = self.process_pdu(frame, now) {
             self.handle_fault(fault);
         }
         self.pump(now);
     }
 
-    fn take_pdu(&mut self, frame: &Frame<'_>, now: Instant) -> Result<(), IscsiFault> {
+    fn process_pdu(&mut self, frame: &Frame<'_>, now: Instant) -> Result<(), IscsiFault> {
         if !frame.is_intact {
             return Err(IscsiFault::DataDigest);
         }
@@ -77,7 +76,7 @@ impl IscsiSession {
         if matches!(self.conn, ConnState::InLogin(_)) {
             return Err(IscsiFault::Unexpected("expected a Login Response"));
         }
-        self.take_numbers(&pdu, numbers);
+        self.numbers.update(&pdu, numbers);
         match pdu {
             FromTarget::NopIn(nop) => self.on_nop(&nop, frame.data),
             FromTarget::ScsiResponse(response) => self.on_response(&response, frame.data, now)?,
@@ -106,26 +105,6 @@ impl IscsiSession {
         Ok(())
     }
 
-    /// Updates the command window and, if the PDU carries one, StatSN.
-    fn take_numbers(&mut self, pdu: &FromTarget, numbers: Numbers) {
-        let has_window = !numbers
-            .max_cmd_sn
-            .is_before(numbers.exp_cmd_sn.plus(u32::MAX));
-        if has_window && self.max_cmd_sn.is_before(numbers.max_cmd_sn) {
-            self.max_cmd_sn = numbers.max_cmd_sn;
-        }
-        let has_status = match pdu {
-            FromTarget::DataIn(data) => data.status.is_some(),
-            // An unsolicited NOP-In and an R2T contain the next number without using it.
-            FromTarget::NopIn(nop) => nop.itt != Itt::NONE,
-            FromTarget::R2t(_) => false,
-            _ => true,
-        };
-        if has_status && !numbers.stat_sn.is_before(self.exp_stat_sn) {
-            self.exp_stat_sn = numbers.stat_sn.next();
-        }
-    }
-
     /// Returns the placement for the data of a Data-In whose header was received.
     ///
     /// # Errors
@@ -135,23 +114,15 @@ impl IscsiSession {
             return Err(IscsiFault::Unexpected("Data-In"));
         }
         let data = parse_data_in(bhs)?.0;
-        let Some(task) = self.task(data.itt) else {
-            return if self.is_stale(data.itt) {
+        let Some(task) = self.tasks.find(data.itt) else {
+            return if self.tasks.is_stale(data.itt) {
                 Ok(Placement::Discard)
             } else {
                 Err(IscsiFault::UnknownTask(data.itt))
             };
         };
-        let DataLen::In(room) = task.len else {
-            return Err(IscsiFault::DataRange);
-        };
-        if data.data_sn != task.data_sn || data.offset != task.received {
-            return Err(IscsiFault::DataOrder);
-        }
-        match data.offset.checked_add(len) {
-            Some(end) if end <= room => Ok(Placement::Into(RequestId(task.request), data.offset)),
-            _ => Err(IscsiFault::DataRange),
-        }
+        task.check_data_in(&data, len)?;
+        Ok(Placement::Into(RequestId(task.request), data.offset))
     }
 
     /// Called when the data of a Data-In was placed according to [`Self::place_data`].
@@ -160,26 +131,25 @@ impl IscsiSession {
             return;
         }
         self.core.last_heard = now;
-        let taken = match parse_data_in(bhs) {
+        let result = match parse_data_in(bhs) {
             Ok(_) if !is_intact => Err(IscsiFault::DataDigest),
             Ok((data, numbers)) => {
-                self.take_numbers(&FromTarget::DataIn(data), numbers);
+                self.numbers.update(&FromTarget::DataIn(data), numbers);
                 self.on_data_in(&data, len, now)
             }
             Err(fault) => Err(fault),
         };
-        if let Err(fault) = taken {
+        if let Err(fault) = result {
             self.handle_fault(fault);
         }
         self.pump(now);
     }
 
     fn on_data_in(&mut self, data: &DataIn, len: u32, now: Instant) -> Result<(), IscsiFault> {
-        let Some(task) = self.task_mut(data.itt) else {
+        let Some(task) = self.tasks.find_mut(data.itt) else {
             return self.on_stale(data.itt);
         };
-        task.data_sn = task.data_sn.wrapping_add(1);
-        task.received = task.received.saturating_add(len);
+        task.on_data_in(len);
         let request = task.request;
         match data.status {
             None => {
@@ -187,18 +157,18 @@ impl IscsiSession {
                 Ok(())
             }
             Some(with) => {
-                let ended = Ended {
-                    status: with.status,
+                let status = Status {
+                    code: with.status,
                     residual: with.residual,
                 };
-                self.end_task(data.itt, &ended, &[], now)
+                self.complete_task(data.itt, &status, &[], now)
             }
         }
     }
 
     /// Handles a PDU for a task that is not outstanding.
     fn on_stale(&mut self, itt: Itt) -> Result<(), IscsiFault> {
-        if !self.is_stale(itt) {
+        if !self.tasks.is_stale(itt) {
             return Err(IscsiFault::UnknownTask(itt));
         }
         self.core.on_stale();
@@ -211,59 +181,42 @@ impl IscsiSession {
         data: &[u8],
         now: Instant,
     ) -> Result<(), IscsiFault> {
-        let Some(task) = self.task(response.itt) else {
+        let Some(task) = self.tasks.find(response.itt) else {
             return self.on_stale(response.itt);
         };
         let request = task.request;
         if response.response != 0 {
             let error = RequestError::TargetFailure(response.response);
-            self.end_attempt(request, response.itt, AttemptOutcome::Failed(error), now);
+            self.retire_attempt(request, response.itt, AttemptOutcome::Failed(error), now);
             return Ok(());
         }
         let sense = ScsiResponse::sense_of(data)?;
-        let ended = Ended {
-            status: response.status,
+        let status = Status {
+            code: response.status,
             residual: response.residual,
         };
-        self.end_task(response.itt, &ended, sense, now)
+        self.complete_task(response.itt, &status, sense, now)
     }
 
     /// Called when a command has completed.
-    fn end_task(
+    fn complete_task(
         &mut self,
         itt: Itt,
-        ended: &Ended,
+        status: &Status,
         sense: &[u8],
         now: Instant,
     ) -> Result<(), IscsiFault> {
-        let task = *self.task(itt).expect("the caller has looked");
-        let len = match task.len {
-            DataLen::None => 0,
-            DataLen::In(len) | DataLen::Out(len) => len,
-        };
-        let (transferred, overflow) = match ended.residual {
-            Residual::None => (len, 0),
-            Residual::Overflow(more) => (len, more),
-            Residual::Underflow(residual) => {
-                let moved = len.checked_sub(residual);
-                (moved.ok_or(IscsiFault::Residual { residual, len })?, 0)
-            }
-        };
-        // On iSER, only the target knows how much it transferred. On TCP, it cannot have written
-        // data that it neither received unsolicited nor solicited with an R2T.
-        let transferred = match task.len {
-            DataLen::In(_) if !self.is_rdma() => transferred.min(task.received),
-            DataLen::Out(_) if !self.is_rdma() => transferred.min(task.solicited),
-            _ => transferred,
-        };
-        let answer = CommandResponse {
-            status: ended.status,
-            sense: (!sense.is_empty() && ended.status != GOOD).then(|| Box::from(sense)),
+        let task = self.tasks.find(itt).expect("checked by the caller");
+        let request = task.request;
+        let (transferred, overflow) = task.transferred(status.residual, self.is_rdma())?;
+        let response = CommandResponse {
+            status: status.code,
+            sense: (!sense.is_empty() && status.code != GOOD).then(|| Box::from(sense)),
             transferred,
             overflow,
         };
-        self.on_attention(task.request, &answer);
-        self.end_attempt(task.request, itt, AttemptOutcome::Answered(answer), now);
+        self.on_attention(request, &response);
+        self.retire_attempt(request, itt, AttemptOutcome::Answered(response), now);
         self.pump_functions(0, now);
         Ok(())
     }
@@ -275,28 +228,13 @@ impl IscsiSession {
     }
 
     fn on_r2t(&mut self, r2t: &R2t, now: Instant) -> Result<(), IscsiFault> {
-        let Some((session, _)) = self.params else {
+        let Some((session, _)) = &self.params else {
             return Err(IscsiFault::Unexpected("R2T"));
         };
-        let Some(task) = self.task_mut(r2t.itt) else {
+        let Some(task) = self.tasks.find_mut(r2t.itt) else {
             return self.on_stale(r2t.itt);
         };
-        let DataLen::Out(room) = task.len else {
-            return Err(IscsiFault::R2t);
-        };
-        let end = r2t.offset.checked_add(r2t.len).filter(|end| *end <= room);
-        // Each R2T starts at the end of the previous data (DataSequenceInOrder, which a target
-        // cannot decline), so no byte is sent twice.
-        let is_legal = r2t.ttt != Ttt::NONE
-            && r2t.len > 0
-            && r2t.len <= session.max_burst
-            && r2t.offset == task.solicited
-            && task.open_r2t < session.max_outstanding_r2t;
-        let (Some(end), true) = (end, is_legal) else {
-            return Err(IscsiFault::R2t);
-        };
-        task.solicited = end;
-        task.open_r2t += 1;
+        task.handle_r2t(r2t, session)?;
         let request = RequestId(task.request);
         let order = DataOrder {
             request,
@@ -375,10 +313,10 @@ impl IscsiSession {
                 Err(IscsiFault::Rejected(reason))
             }
             Ok(Opcode::ScsiCommand) => {
-                if let Some(task) = self.task(itt) {
+                if let Some(task) = self.tasks.find(itt) {
                     let request = task.request;
                     let error = RequestError::Rejected(reason);
-                    self.end_attempt(request, itt, AttemptOutcome::Refused(error), now);
+                    self.retire_attempt(request, itt, AttemptOutcome::Refused(error), now);
                 }
                 Ok(())
             }

@@ -7,8 +7,9 @@ use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest};
 use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
 use riser_scsi::lun::WireLun;
 
-use super::types::{ConnState, Ping};
-use super::{ControlPdu, IscsiSession, MAX_SILENCE, Output, PING_TAG, TMF_TAG};
+use super::ping::Ping;
+use super::types::ConnState;
+use super::{IscsiSession, Output, PING_TAG, TMF_TAG};
 use crate::request::table::AttemptOutcome;
 use crate::session::{ConnectError, Core, Down, TaskFunction, TaskManager};
 
@@ -16,7 +17,7 @@ impl IscsiSession {
     pub(super) fn expire_connection(&mut self, now: Instant) {
         match self.conn {
             ConnState::XptWait(until) | ConnState::InLogin(until) if until <= now => {
-                self.clear_redirection();
+                self.redirection.reset(false);
                 self.core.life.on_login_timeout();
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
@@ -34,14 +35,12 @@ impl IscsiSession {
         }
         let due = self.core.ping_at();
         match self.pinged {
-            Some(ping) if ping.until <= now => self.tear_down(Down::Unresponsive, false),
-            Some(ping) => self.core.arm(ping.until),
+            Some(ping) if ping.until() <= now => self.tear_down(Down::Unresponsive, false),
+            Some(ping) => self.core.arm(ping.until()),
             None if due <= now => {
-                let until = now + self.core.ping;
-                let limit = self.core.last_heard + self.core.ping * MAX_SILENCE;
-                let limit = limit.max(until);
-                self.pinged = Some(Ping { until, limit });
-                self.core.arm(until);
+                let ping = Ping::new(self.core.last_heard, self.core.ping, now);
+                self.core.arm(ping.until());
+                self.pinged = Some(ping);
                 self.send_nop(PING_TAG, Ttt::NONE, [0; 8], Vec::new());
             }
             None => self.core.arm(due),
@@ -54,13 +53,10 @@ impl IscsiSession {
             lun,
             itt,
             ttt,
-            cmd_sn: self.cmd_sn,
-            exp_stat_sn: self.exp_stat_sn,
+            cmd_sn: self.numbers.cmd_sn(),
+            exp_stat_sn: self.numbers.exp_stat_sn(),
         };
-        let bhs = nop.header();
-        self.core
-            .outputs
-            .push_back(Output::Send(ControlPdu { bhs, data }));
+        self.send_control(nop.header(), data);
     }
 
     /// Returns the tag of the last task-management request.
@@ -99,7 +95,7 @@ impl TaskManager for IscsiSession {
             TaskFunction::TargetReset => TmfFunction::TargetWarmReset,
         };
         let ref_cmd_sn = task
-            .and_then(|itt| self.task(itt))
+            .and_then(|itt| self.tasks.find(itt))
             .map_or(CmdSn(0), |task| task.cmd_sn);
         // Uses half of the numbers, so that no tag equals the reserved value.
         self.tmf_serial = (self.tmf_serial + 1) & 0x7fff;
@@ -109,16 +105,12 @@ impl TaskManager for IscsiSession {
             lun,
             itt: self.tmf_tag(),
             referenced: task.unwrap_or(Itt::NONE),
-            cmd_sn: self.cmd_sn,
-            exp_stat_sn: self.exp_stat_sn,
+            cmd_sn: self.numbers.cmd_sn(),
+            exp_stat_sn: self.numbers.exp_stat_sn(),
             ref_cmd_sn,
             exp_data_sn: 0,
         };
-        let bhs = request.header();
-        let data = Vec::new();
-        self.core
-            .outputs
-            .push_back(Output::Send(ControlPdu { bhs, data }));
+        self.send_control(request.header(), Vec::new());
         true
     }
 
@@ -134,7 +126,7 @@ impl TaskManager for IscsiSession {
     }
 
     fn on_aborted(&mut self, index: u32, _channel: u8, itt: Itt, now: Instant) {
-        self.end_attempt(index, itt, AttemptOutcome::Aborted, now);
+        self.retire_attempt(index, itt, AttemptOutcome::Aborted, now);
     }
 
     fn disconnect_all(&mut self) {

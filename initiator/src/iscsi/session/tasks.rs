@@ -6,8 +6,9 @@ use riser_scsi::iscsi::pdu::{CdbBytes, ScsiCommand, TaskAttr as IscsiAttr};
 use riser_scsi::iscsi::{Itt, Ttt};
 use riser_scsi::srp::TaskAttr;
 
-use super::types::{ConnState, Task};
-use super::{CommandPdu, ControlKind, DataOrder, IscsiSession, MAX_SILENCE, Output};
+use super::task_table::UnsolicitedData;
+use super::types::ConnState;
+use super::{CommandPdu, ControlKind, DataOrder, IscsiSession, Output};
 use crate::request::table::AttemptOutcome;
 use crate::request::{DataLen, RequestId};
 
@@ -17,55 +18,31 @@ impl IscsiSession {
         if self.conn != ConnState::LoggedIn || !self.core.functions.may_start() {
             return;
         }
-        while !self.max_cmd_sn.is_before(self.cmd_sn) {
-            let (Some(index), Some(&slot)) = (self.core.requests.next(), self.free.last()) else {
+        while self.numbers.is_window_open() && !self.tasks.is_full() {
+            let Some(index) = self.core.requests.next() else {
                 return;
             };
-            self.free.pop();
-            self.start(index, slot, now);
+            self.start_request(index, now);
         }
     }
 
-    fn start(&mut self, index: u32, slot: u16, now: Instant) {
+    fn start_request(&mut self, index: u32, now: Instant) {
         let len = self.core.requests.at(index).spec.len;
-        let place = &mut self.slots[usize::from(slot)];
-        // Uses half of the numbers, so that no tag equals the reserved value.
-        place.generation = (place.generation + 1) & 0x7fff;
-        let itt = Itt(u32::from(place.generation) << 16 | u32::from(slot));
-        place.task = Some(Task {
-            request: index,
-            len,
-            cmd_sn: self.cmd_sn,
-            received: 0,
-            data_sn: 0,
-            solicited: 0,
-            unsolicited: (0, 0),
-            open_r2t: 0,
-        });
-        if let DataLen::Out(len) = len {
-            self.outstanding_writes += 1;
-            // Decide this only once, because the number of outstanding writes may change before the
-            // command is encoded.
-            let unsolicited = match self.writes.carries_data(self.outstanding_writes) {
-                true => self.plan_unsolicited(len),
-                false => (0, 0),
-            };
-            let task = self.slots[usize::from(slot)].task.as_mut();
-            let task = task.expect("just made");
-            task.solicited = unsolicited.0 + unsolicited.1;
-            task.unsolicited = unsolicited;
-        }
-        self.cmd_sn = self.cmd_sn.next();
+        let unsolicited = match len {
+            DataLen::Out(len) => self.plan_unsolicited(len),
+            DataLen::None | DataLen::In(_) => UnsolicitedData::default(),
+        };
+        let cmd_sn = self.numbers.assign_cmd_sn();
+        let itt = self.tasks.insert(index, len, cmd_sn, unsolicited);
         let until = self.core.requests.start(index, 0, itt, now);
         self.core.arm(until);
         self.core.outputs.push_back(Output::Start(RequestId(index)));
     }
 
-    /// Returns the lengths of a write's immediate data and of the unsolicited data after it, in
-    /// bytes.
-    fn plan_unsolicited(&self, len: u32) -> (u32, u32) {
+    /// Returns the lengths of the unsolicited data of a write.
+    fn plan_unsolicited(&self, len: u32) -> UnsolicitedData {
         let Some((session, connection)) = &self.params else {
-            return (0, 0);
+            return UnsolicitedData::default();
         };
         let first = len.min(session.first_burst);
         let immediate = match session.immediate_data {
@@ -77,7 +54,7 @@ impl IscsiSession {
         } else {
             first - immediate
         };
-        (immediate, after)
+        UnsolicitedData { immediate, after }
     }
 
     /// Encodes the command of a started request. Returns `None` if its attempt was aborted in the
@@ -87,11 +64,11 @@ impl IscsiSession {
         let started = self.core.requests.find(request.0)?;
         let (_, itt) = started.place()?;
         let spec = &started.spec;
-        let task = self.task(itt)?;
-        let (expected_length, immediate, after) = match spec.len {
-            DataLen::None => (0, 0, 0),
-            DataLen::In(len) => (len, 0, 0),
-            DataLen::Out(len) => (len, task.unsolicited.0, task.unsolicited.1),
+        let task = self.tasks.find(itt)?;
+        let UnsolicitedData { immediate, after } = task.unsolicited;
+        let expected_length = match spec.len {
+            DataLen::None => 0,
+            DataLen::In(len) | DataLen::Out(len) => len,
         };
         let mut cdb = spec.cdb.as_bytes().iter().copied().collect::<CdbBytes>();
         while cdb.len() < 16 {
@@ -113,7 +90,7 @@ impl IscsiSession {
             itt,
             expected_length,
             cmd_sn: task.cmd_sn,
-            exp_stat_sn: self.exp_stat_sn,
+            exp_stat_sn: self.numbers.exp_stat_sn(),
             cdb,
             bidi_read_length: None,
         };
@@ -133,30 +110,12 @@ impl IscsiSession {
         })
     }
 
-    /// Returns an outstanding task.
-    pub(super) fn task(&self, itt: Itt) -> Option<&Task> {
-        let slot = self.slots.get((itt.0 & 0xffff) as usize)?;
-        let task = slot.task.as_ref()?;
-        (u32::from(slot.generation) == itt.0 >> 16).then_some(task)
-    }
-
-    pub(super) fn task_mut(&mut self, itt: Itt) -> Option<&mut Task> {
-        let slot = self.slots.get_mut((itt.0 & 0xffff) as usize)?;
-        let task = slot.task.as_mut()?;
-        (u32::from(slot.generation) == itt.0 >> 16).then_some(task)
-    }
-
-    /// Returns whether a tag may belong to an aborted task.
-    pub(super) fn is_stale(&self, itt: Itt) -> bool {
-        itt.0 >> 31 == 0 && ((itt.0 & 0xffff) as usize) < self.slots.len()
-    }
-
     /// Called when the data of an order was sent.
     pub fn handle_data_sent(&mut self, order: &DataOrder) {
         if order.ttt != Ttt::NONE
-            && let Some(task) = self.task_mut(order.itt)
+            && let Some(task) = self.tasks.find_mut(order.itt)
         {
-            task.open_r2t = task.open_r2t.saturating_sub(1);
+            task.on_solicited_data_sent();
         }
     }
 
@@ -173,11 +132,7 @@ impl IscsiSession {
         if let Some(ping) = &mut self.pinged
             && is_behind(ControlKind::Ping)
         {
-            // Data received after the ping was sent also counts, because the response may be behind
-            // it.
-            let limit = self.core.last_heard + self.core.ping * MAX_SILENCE;
-            ping.limit = ping.limit.max(limit);
-            ping.until = (now + self.core.ping).min(ping.limit);
+            ping.on_bytes_acknowledged(self.core.last_heard, self.core.ping, now);
         }
         if is_behind(ControlKind::Function) {
             self.core.functions.on_progress(0, now);
@@ -190,21 +145,24 @@ impl IscsiSession {
         if let Some(end) = self.core.requests.retiring(request.0) {
             // Free the slot only now: a started command must be sent immediately, so that its abort
             // follows it.
-            let place = self.core.requests.retiring_place(request.0);
-            self.free
-                .extend(place.map(|(_, itt)| (itt.0 & 0xffff) as u16));
+            if let Some((_, itt)) = self.core.requests.retiring_place(request.0) {
+                self.tasks.free_slot(itt);
+            }
             self.core.finish_attempt(request.0, end, now);
             self.pump(now);
         }
     }
 
-    /// Ends an attempt: removes its task and retires its memory. Its slot is freed after that.
-    pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptOutcome, now: Instant) {
-        let task = self.slots[(itt.0 & 0xffff) as usize].task.take();
-        if task.is_some_and(|task| matches!(task.len, DataLen::Out(_))) {
-            self.outstanding_writes -= 1;
-        }
-        let until = self.core.requests.end_attempt(index, 0, end, now);
+    /// Retires an attempt: removes its task and retires its memory. Its slot is freed after that.
+    pub(super) fn retire_attempt(
+        &mut self,
+        index: u32,
+        itt: Itt,
+        outcome: AttemptOutcome,
+        now: Instant,
+    ) {
+        self.tasks.remove(itt);
+        let until = self.core.requests.retire_attempt(index, 0, outcome, now);
         self.core.arm(until);
         self.core
             .outputs

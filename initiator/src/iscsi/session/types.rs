@@ -8,14 +8,14 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::ConnectionParams;
 use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::Opcode;
-use riser_scsi::iscsi::{BHS_LEN, CmdSn, Isid, Itt, Ttt};
+use riser_scsi::iscsi::{BHS_LEN, Isid, Itt, Ttt};
 use riser_scsi::lun::WireLun;
 use riser_state::State;
 
 #[cfg(doc)]
 use super::IscsiSession;
 use super::PING_TAG;
-use crate::request::{DataLen, RequestId, RequestResult};
+use crate::request::{RequestId, RequestResult};
 use crate::session::{SessionEvent, SessionOutput, Timing};
 
 /// Configuration of a session.
@@ -89,15 +89,6 @@ pub enum ControlKind {
     Function,
     /// Any other PDU, whose response has no separate timeout.
     Other,
-}
-
-/// An outstanding ping.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Ping {
-    /// Time for abandoning the target.
-    pub(super) until: Instant,
-    /// Maximum for `until`.
-    pub(super) limit: Instant,
 }
 
 /// A command to send.
@@ -220,29 +211,4 @@ impl State for ConnState {
             CleanupWait => matches!(next, Free),
         }
     }
-}
-
-/// A command sent to the target.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Task {
-    pub(super) request: u32,
-    pub(super) len: DataLen,
-    pub(super) cmd_sn: CmdSn,
-    /// Number of bytes received.
-    pub(super) received: u32,
-    /// Expected number of the next Data-In.
-    pub(super) data_sn: u32,
-    /// Number of bytes sent or solicited.
-    pub(super) solicited: u32,
-    /// Lengths of the immediate data and of the unsolicited data after the command, in bytes.
-    pub(super) unsolicited: (u32, u32),
-    /// Number of outstanding R2Ts.
-    pub(super) open_r2t: u16,
-}
-
-/// A slot for a task. Tags contain its index and generation.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Slot {
-    pub(super) generation: u16,
-    pub(super) task: Option<Task>,
 }

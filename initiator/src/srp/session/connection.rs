@@ -126,7 +126,7 @@ impl SrpSession {
         let member = &mut self.members[usize::from(channel.0)];
         become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();
-        if self.core.end_channel(channel.0, now) {
+        if self.core.on_channel_closed(channel.0, now) {
             self.core.settle_at = Some(now + self.config.timing.settle);
         }
         self.on_member_down(now);

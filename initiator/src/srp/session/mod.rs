@@ -198,7 +198,7 @@ impl SrpSession {
                     }
                     Some(code) => AttemptOutcome::Refused(RequestError::Refused(code)),
                 };
-                self.end_attempt(owner, channel.0, end, now);
+                self.retire_attempt(owner, channel.0, end, now);
             }
             Received::TskMgmt(code) => {
                 let end = match code {

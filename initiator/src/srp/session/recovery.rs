@@ -110,7 +110,7 @@ impl TaskManager for SrpSession {
         self.members[usize::from(channel)]
             .channel
             .abandon_command(tag);
-        self.end_attempt(index, channel, AttemptOutcome::Aborted, now);
+        self.retire_attempt(index, channel, AttemptOutcome::Aborted, now);
     }
 
     fn disconnect_all(&mut self) {

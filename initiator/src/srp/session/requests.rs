@@ -146,15 +146,15 @@ impl SrpSession {
         }
     }
 
-    /// Ends an attempt and retires its memory.
-    pub(super) fn end_attempt(
+    /// Retires the memory of a completed attempt.
+    pub(super) fn retire_attempt(
         &mut self,
         index: u32,
         channel: u8,
         end: AttemptOutcome,
         now: Instant,
     ) {
-        let until = self.core.requests.end_attempt(index, channel, end, now);
+        let until = self.core.requests.retire_attempt(index, channel, end, now);
         self.core.arm(until);
         self.core.outputs.push_back(Output::Retire {
             request: RequestId(index),

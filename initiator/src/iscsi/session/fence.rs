@@ -1,0 +1,90 @@
+//! Commands of lost sessions that may still modify the medium.
+
+use std::time::Instant;
+
+/// Portal groups of the current and of a lost session. A login only terminates the commands of an
+/// old session in the same portal group (RFC 7143 clause 6.3.5); commands in another portal group
+/// need time to complete.
+#[derive(Debug, Default)]
+pub(super) struct PortalGroupFence {
+    /// Portal group of the last login, if reported by the target.
+    group: Option<u16>,
+    /// Portal group of a lost session with changes that may still reach the medium, if any. No
+    /// request is started before these have completed, so there is at most one.
+    unfenced: Option<Option<u16>>,
+}
+
+impl PortalGroupFence {
+    /// Returns the portal group of the last login, if reported by the target.
+    pub(super) fn group(&self) -> Option<u16> {
+        self.group
+    }
+
+    pub(super) fn set_group(&mut self, group: Option<u16>) {
+        self.group = group;
+    }
+
+    /// Returns whether no commands of a lost session may modify the medium.
+    pub(super) fn is_clear(&self) -> bool {
+        self.unfenced.is_none()
+    }
+
+    /// Called when the session was lost with commands that modify the medium.
+    pub(super) fn on_changes_lost(&mut self) {
+        self.unfenced.get_or_insert(self.group);
+    }
+
+    /// Called when a login has succeeded. Returns the time at which commands may start, or `None`
+    /// for immediately. `pending` is this time before the login, and `settle_at` the time at which
+    /// all old commands have completed.
+    pub(super) fn on_login(
+        &mut self,
+        pending: Option<Instant>,
+        settle_at: Instant,
+    ) -> Option<Instant> {
+        match self.unfenced {
+            Some(group) if group == self.group => {
+                self.unfenced = None;
+                None
+            }
+            Some(_) => pending.or(Some(settle_at)),
+            None => pending,
+        }
+    }
+
+    /// Called when the commands of lost sessions have had time to complete.
+    pub(super) fn on_settled(&mut self) {
+        self.unfenced = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn login_to_other_group_waits_once() {
+        let now = Instant::now();
+        let at = |seconds| now + Duration::from_secs(seconds);
+        let mut fence = PortalGroupFence::default();
+        fence.set_group(Some(1));
+        assert_eq!(fence.on_login(None, at(15)), None);
+        fence.on_changes_lost();
+        fence.set_group(Some(2));
+        assert_eq!(fence.on_login(None, at(15)), Some(at(15)));
+        assert_eq!(fence.on_login(Some(at(15)), at(20)), Some(at(15)));
+        assert!(!fence.is_clear());
+        // A later loss does not change the portal group of the old commands.
+        fence.on_changes_lost();
+        fence.set_group(Some(1));
+        assert_eq!(fence.on_login(Some(at(15)), at(20)), None);
+        assert!(fence.is_clear());
+        // Commands of an earlier process are in an unknown portal group.
+        assert_eq!(fence.on_login(Some(at(15)), at(20)), Some(at(15)));
+        fence.on_changes_lost();
+        fence.on_settled();
+        assert!(fence.is_clear());
+    }
+}

@@ -523,7 +523,7 @@ impl Losses {
 /// cache writes its whole content to the medium, but an earlier loss is kept until a flush reports
 /// it.
 #[must_use]
-pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCache> {
+pub fn update_cache_state(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCache> {
     match (cache, is_on) {
         (None, Some(true)) => Some(WriteCache::default()),
         (Some(cache), Some(false)) if cache.is_settled() => None,
@@ -777,22 +777,26 @@ mod tests {
 
     #[test]
     fn cache_tracking_starts_when_enabled() {
-        let cache = books(None, Some(true));
+        let cache = update_cache_state(None, Some(true));
         assert_eq!(cache, Some(WriteCache::default()));
-        assert_eq!(books(None, Some(false)), None);
-        assert_eq!(books(None, None), None);
+        assert_eq!(update_cache_state(None, Some(false)), None);
+        assert_eq!(update_cache_state(None, None), None);
         let mut cache = cache.unwrap();
         cache.on_written();
-        assert_eq!(books(Some(cache), Some(true)), Some(cache));
+        assert_eq!(update_cache_state(Some(cache), Some(true)), Some(cache));
         assert_eq!(
-            books(Some(cache), Some(false)),
+            update_cache_state(Some(cache), Some(false)),
             Some(cache),
             "a write waits"
         );
         cache.on_lost();
-        assert_eq!(books(Some(cache), Some(false)), Some(cache), "one is lost");
+        assert_eq!(
+            update_cache_state(Some(cache), Some(false)),
+            Some(cache),
+            "one is lost"
+        );
         assert!(!cache.end_flush(cache.begin_flush()));
-        assert_eq!(books(Some(cache), Some(false)), None);
+        assert_eq!(update_cache_state(Some(cache), Some(false)), None);
         // This is the last query of the check.
         let mut check = Check::default();
         let mut data = vec![0; 36];

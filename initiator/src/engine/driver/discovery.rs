@@ -6,14 +6,13 @@ use std::time::Instant;
 use riser_block::oneshot::Sender;
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CqId, Gid, Mr, PdId, PollContext, Provider, QKey, QpCap, QpId, QpInitAttr,
-    QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, Verbs, VerbsError, WrId,
+    Access, AhAttr, CqId, Gid, Mr, Notify, PdId, PollContext, Provider, QKey, QpCap, QpId,
+    QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId,
     make_gsi_ready,
 };
 use riser_transport::wire::dm::MAD_LEN;
 
-use super::Driver;
-use crate::engine::env::Env;
+use crate::engine::rdma::Device;
 use crate::srp::discovery::{Discovery, DiscoveryError, FoundPort};
 
 /// Maximum number of receives, outstanding sends, and concurrent searches. Other searches are
@@ -29,7 +28,7 @@ const GSI: u32 = 1;
 pub(in crate::engine) type SearchResult = Result<Vec<FoundPort>, DiscoveryError>;
 
 /// Queue pair 1, open while searches are in progress.
-pub(super) struct Agent {
+struct Agent {
     pd: PdId,
     cq: CqId,
     qp: QpId,
@@ -216,11 +215,24 @@ fn source(grh: &[u8]) -> Gid {
     Gid::from(IpAddr::from(v4))
 }
 
-impl<E: Env> Driver<E> {
-    pub(super) fn discover(&mut self, ip: IpAddr, transaction: u64, reply: Sender<SearchResult>) {
+/// Searches for target ports. Queue pair 1 is only open during searches.
+#[derive(Default)]
+pub(super) struct PortSearches {
+    agent: Option<Agent>,
+}
+
+impl PortSearches {
+    /// Starts a search at an address. `transaction` is the number of the first query.
+    pub(super) fn start<P: Provider>(
+        &mut self,
+        device: Option<&mut Device<P>>,
+        ip: IpAddr,
+        transaction: u64,
+        reply: Sender<SearchResult>,
+    ) {
         let agent = match self.agent.take() {
             Some(agent) => Ok(agent),
-            None => match &mut self.device {
+            None => match device {
                 Some(device) => Agent::new(&mut device.provider),
                 None => Err(VerbsError::InvalidState("the engine has no RDMA device")),
             },
@@ -238,8 +250,12 @@ impl<E: Env> Driver<E> {
     }
 
     /// Advances the current searches; returns whether there was anything to do.
-    pub(super) fn run_discovery(&mut self, now: Instant) -> bool {
-        let (Some(agent), Some(device)) = (&mut self.agent, &mut self.device) else {
+    pub(super) fn run_once<P: Provider>(
+        &mut self,
+        device: Option<&mut Device<P>>,
+        now: Instant,
+    ) -> bool {
+        let (Some(agent), Some(device)) = (&mut self.agent, device) else {
             return false;
         };
         let worked = agent.run_once(&mut device.provider, now);
@@ -252,19 +268,17 @@ impl<E: Env> Driver<E> {
     }
 
     /// Returns the time for repeating a query.
-    pub(super) fn discovery_deadline(&self) -> Option<Instant> {
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
         let searches = &self.agent.as_ref()?.searches;
         searches.iter().filter_map(|s| s.machine.deadline()).min()
     }
 
     /// Arms queue pair 1; returns whether completions are already available.
-    pub(super) fn arm_discovery(&mut self) -> bool {
-        let (Some(agent), Some(device)) = (&self.agent, &mut self.device) else {
+    pub(super) fn arm<P: Provider>(&self, device: Option<&mut Device<P>>) -> bool {
+        let (Some(agent), Some(device)) = (&self.agent, device) else {
             return false;
         };
-        device
-            .provider
-            .req_notify_cq(agent.cq, riser_transport::verbs::Notify::Next)
-            .unwrap_or(false)
+        let armed = device.provider.req_notify_cq(agent.cq, Notify::Next);
+        armed.unwrap_or(false)
     }
 }

@@ -4,11 +4,10 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
-use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider, RdmaCm, Verbs};
+use riser_transport::verbs::{Completion, CqId, Provider, RdmaCm, Verbs};
 
 use super::inputs::Input;
 use super::multipath::PathsLink;
-use super::units::Watched;
 use super::{BATCH, Driver, SessionGuard};
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoData, ScsiIo};
@@ -44,7 +43,9 @@ impl<E: Env> Driver<E> {
             && let Some(event) = device.provider.poll_async_event()
         {
             worked = true;
-            self.handle_async_event(event, now);
+            for owner in device.affected_owners(event) {
+                self.break_channel(owner, now);
+            }
         }
         worked
     }
@@ -111,31 +112,6 @@ impl<E: Env> Driver<E> {
         });
     }
 
-    fn handle_async_event(&mut self, event: AsyncEvent, now: Instant) {
-        match event {
-            AsyncEvent::QpFatal(qp)
-            | AsyncEvent::QpReqError(qp)
-            | AsyncEvent::QpAccessError(qp) => {
-                if let Some(owner) = self.device.as_ref().and_then(|d| d.owner(qp)) {
-                    self.break_channel(owner, now);
-                }
-            }
-            AsyncEvent::CqError(cq) => {
-                if let Some(owner) = self.device.as_ref().and_then(|d| d.cq_owner(cq)) {
-                    self.break_channel(owner, now);
-                }
-            }
-            AsyncEvent::DeviceFatal => {
-                let cqs = self.device.iter().flat_map(Device::cqs);
-                let all: Vec<Owner> = cqs.map(|(_, owner)| *owner).collect();
-                for owner in all {
-                    self.break_channel(owner, now);
-                }
-            }
-            _ => {}
-        }
-    }
-
     /// Pings a target with a command for the unit in use.
     pub(super) fn ping(&mut self, index: usize, now: Instant) {
         self.ping_within(index, PING, Done::Ping, now);
@@ -150,8 +126,10 @@ impl<E: Env> Driver<E> {
         now: Instant,
     ) {
         let session = &self.sessions[index];
-        let watched = session.units.first().map(Watched::lun);
-        let paths = session.paths.and_then(|(paths, _)| self.find(paths));
+        let watched = session.units.first_lun();
+        let paths = session
+            .paths
+            .and_then(|(paths, _)| self.sessions.find(paths));
         let of_paths = paths.and_then(|paths| self.sessions[paths].link.paths());
         let lun = watched.or(of_paths.map(PathsLink::lun));
         let lun = lun.unwrap_or(LunId::new(0).expect("a number"));
@@ -171,12 +149,11 @@ impl<E: Env> Driver<E> {
         result: RequestResult,
         now: Instant,
     ) {
-        let io = self.sessions[index].ios[request.0 as usize].take();
-        let io = io.expect("every request has its command");
+        let io = self.sessions[index].commands.remove(request);
         if self.is_unit_missing(index, &io, &result) && io.deadline > now {
             self.resubmit_after_check(index, io, now);
         } else {
-            let result = self.sessions[index].account(&io, result);
+            let result = self.sessions[index].track_command(&io, result);
             self.deliver(index, io, result);
         }
         self.sessions[index].report_pending();
@@ -186,7 +163,9 @@ impl<E: Env> Driver<E> {
     /// to the user, that is, the status of the paths if the session is a path.
     fn note_stale(&mut self, index: usize) {
         let session = &self.sessions[index];
-        let paths = session.paths.and_then(|(paths, _)| self.find(paths));
+        let paths = session
+            .paths
+            .and_then(|(paths, _)| self.sessions.find(paths));
         let status = &self.sessions[paths.unwrap_or(index)].status;
         if status.count_stale() == 1 {
             let target = session.link.target().dst;
@@ -212,7 +191,7 @@ impl<E: Env> Driver<E> {
         }
         // A session with watched units is reported as live only when they are known to be
         // unchanged.
-        if !session.is_unchecked || !matches!(event, SessionEvent::Live) {
+        if !session.units.is_unchecked() || !matches!(event, SessionEvent::Live) {
             session.status.on_event(&event, self.env.date());
         }
         if let Some((paths, path)) = session.paths {
@@ -244,7 +223,7 @@ impl<E: Env> Driver<E> {
         match event {
             SessionEvent::Live => {
                 if let Some(reply) = session.reply.take() {
-                    let key = self.key(index);
+                    let key = self.sessions.key(index);
                     let mailbox = self.mailbox.clone();
                     reply.send(Ok(SessionGuard { key, mailbox }));
                 }
@@ -255,7 +234,7 @@ impl<E: Env> Driver<E> {
                     reply.send(Err(why));
                 }
                 // The machine rejects them now.
-                for io in std::mem::take(&mut session.overflow) {
+                for io in session.commands.remove_waiting() {
                     self.submit(index, io, now);
                 }
             }

@@ -21,9 +21,9 @@ pub(super) enum Input {
     Live(SessionKey, PathIndex, Option<PortTag>),
     /// Includes the time of the target's last message, if any.
     Closed(SessionKey, PathIndex, Down, Option<Instant>),
-    Ended(SessionKey, RequestId, Box<Io>, RequestResult),
+    Completed(SessionKey, RequestId, Box<Io>, RequestResult),
     /// A query of a path's check completed or failed.
-    PathAnswered(SessionKey, PathIndex, IoCompletion),
+    PathResponse(SessionKey, PathIndex, IoCompletion),
     /// A ping on a path, sent because another path recovered, completed.
     Pinged(SessionKey, PathIndex),
     /// A unit attention, and whether it reports a reset of ours.
@@ -33,7 +33,7 @@ pub(super) enum Input {
     /// Check the watched units of a session.
     Check(SessionKey),
     /// A query for the watched unit with this serial number completed or failed.
-    UnitAnswered(SessionKey, u64, IoCompletion),
+    UnitResponse(SessionKey, u64, IoCompletion),
 }
 
 /// Creates a command for checking a unit's identity.
@@ -44,10 +44,10 @@ pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, no
 }
 
 /// Returns the memory of a probe and the unit's response, which is empty if the unit rejected it.
-pub(super) fn probe_response(end: IoCompletion) -> (Option<Buffer>, Vec<u8>) {
+pub(super) fn probe_response(completion: IoCompletion) -> (Option<Buffer>, Vec<u8>) {
     let mut data = Vec::new();
-    let buffer = end.data.into_one();
-    if let (Some(buffer), Ok(answer)) = (&buffer, &end.result)
+    let buffer = completion.data.into_one();
+    if let (Some(buffer), Ok(answer)) = (&buffer, &completion.result)
         && answer.is_success()
     {
         data.resize((answer.transferred as usize).min(buffer.len()), 0);

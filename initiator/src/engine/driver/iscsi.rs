@@ -79,19 +79,19 @@ impl IscsiLink {
         matches!(self.mover, Datamover::Iser(_))
     }
 
-    pub(super) fn waited(&self) -> Option<PollInterest<'_>> {
+    pub(super) fn poll_interest(&self) -> Option<PollInterest<'_>> {
         match &self.mover {
-            Datamover::Tcp(mover) => mover.waited(),
+            Datamover::Tcp(mover) => mover.poll_interest(),
             Datamover::Iser(_) => None,
         }
     }
 
     /// Returns whether the memory of a command may have this many segments. An iSER command has a
     /// single key for its memory, and its CmdSN is lost if it cannot be sent.
-    pub(super) fn takes(&self, pieces: usize) -> bool {
+    pub(super) fn accepts_segments(&self, count: usize) -> bool {
         match &self.mover {
             Datamover::Tcp(_) => true,
-            Datamover::Iser(mover) => pieces <= MAX_PIECES.min(mover.region_segments()),
+            Datamover::Iser(mover) => count <= MAX_PIECES.min(mover.region_segments()),
         }
     }
 

@@ -92,9 +92,9 @@ impl Link {
     }
 
     /// Returns whether the memory of a command may have this many segments.
-    pub(super) fn takes(&self, pieces: usize) -> bool {
+    pub(super) fn accepts_segments(&self, count: usize) -> bool {
         match self {
-            Self::Iscsi(link) => link.takes(pieces),
+            Self::Iscsi(link) => link.accepts_segments(count),
             // For paths, this is decided by the session of the selected path.
             Self::Srp(_) | Self::Paths(_) => true,
         }
@@ -133,9 +133,9 @@ impl Link {
     }
 
     /// Returns the descriptor to poll, for sessions on TCP.
-    pub(super) fn waited(&self) -> Option<PollInterest<'_>> {
+    pub(super) fn poll_interest(&self) -> Option<PollInterest<'_>> {
         match self {
-            Self::Iscsi(link) => link.waited(),
+            Self::Iscsi(link) => link.poll_interest(),
             Self::Srp(_) | Self::Paths(_) => None,
         }
     }

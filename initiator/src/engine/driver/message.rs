@@ -9,7 +9,7 @@ use riser_block::{Mailbox, Service};
 
 use super::discovery::SearchResult;
 use super::plan::Plan;
-use super::units::Watch;
+use super::watched::Watch;
 use crate::engine::io::{IoCompletion, ScsiIo, SessionKey, Target, Workload};
 use crate::engine::status::SessionStatus;
 use crate::paths::PathIndex;

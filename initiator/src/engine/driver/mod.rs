@@ -6,6 +6,7 @@
 //! device. After each input, all outputs of the session are processed, so that a session never
 //! receives an input with pending outputs.
 
+mod commands;
 mod context;
 mod discovery;
 mod events;
@@ -17,86 +18,46 @@ mod message;
 mod multipath;
 mod outages;
 mod plan;
-mod services;
+mod session;
 mod srp;
 mod tcp;
 mod units;
+mod watched;
 mod workloads;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_block::oneshot::Sender;
 use riser_block::poll_fds::{PollInterest, PollInterests};
 use riser_block::{Mailbox, Services};
 use riser_memory::MemSlice;
 use riser_transport::verbs::{Completion, Provider, VerbsError};
-use slab::Slab;
 
 use self::context::{Context, Report};
-use self::discovery::Agent;
+use self::discovery::PortSearches;
 use self::inputs::Input;
 use self::iscsi::IscsiLink;
 use self::link::Link;
-use self::message::Reply;
 pub(super) use self::message::{Message, Open, SessionGuard, User};
 use self::multipath::PathsLink;
-use self::outages::OutageLog;
 pub(super) use self::plan::{
     CHECK_LEN, IscsiOpen, PathPlan, PathsOpen, Plan, Protocol, SrpOpen, Transport,
 };
+use self::session::Sessions;
 use self::srp::SrpLink;
-pub(super) use self::units::Watch;
-use self::units::Watched;
+pub(super) use self::watched::Watch;
 use crate::engine::env::Env;
-use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target, WorkQueue, Workload};
+use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target, WorkQueue};
 use crate::engine::rdma::Device;
-use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
-use crate::paths::PathIndex;
-use crate::request::{RequestError, RequestId, RequestResult, RequestSpec, Retry};
+use crate::request::{RequestError, RequestResult, RequestSpec};
 use crate::session::{ConnectError, SubmitError};
-use crate::unit::Evidence;
 
 /// Maximum number of completions per poll.
 const BATCH: usize = 64;
 /// Maximum number of sessions on RDMA.
 const MAX_RDMA: usize = 64;
-
-/// A session in the engine.
-struct EngineSession {
-    serial: u64,
-    link: Link,
-    /// Commands owned by the machine, by request.
-    ios: Vec<Option<Io>>,
-    /// Commands that exceed the machine's capacity, or were submitted while its outputs were being
-    /// processed.
-    overflow: VecDeque<Io>,
-    /// Outputs of the machine are being processed. Some of them may complete requests whose
-    /// identifiers the machine would assign to new commands.
-    is_draining: bool,
-    workloads: Slab<(Box<dyn Workload>, usize)>,
-    status: Arc<SessionStatus>,
-    reply: Option<Reply>,
-    /// The paths that this session belongs to.
-    paths: Option<(SessionKey, PathIndex)>,
-    closers: Vec<Sender<bool>>,
-    /// The session was settled when closed; see [`Machine::is_settled`].
-    was_settled: bool,
-    closed: bool,
-    /// Watched units, which must remain unchanged.
-    units: Vec<Watched>,
-    /// Evidence for lost caches since the units were last known to be unchanged.
-    evidence: Evidence,
-    /// Time of the target's last message, while the units are not known to be unchanged.
-    heard: Option<Instant>,
-    /// Logged in, but not reported as live until the units are known to be unchanged.
-    is_unchecked: bool,
-    /// The connection is lost and not yet re-established.
-    is_away: bool,
-    outages: OutageLog,
-}
 
 /// State of the engine's thread.
 pub(super) struct Driver<E: Env> {
@@ -105,10 +66,9 @@ pub(super) struct Driver<E: Env> {
     device: Option<Device<E::Provider>>,
     mailbox: Arc<Mailbox<Message>>,
     pool: MemSlice,
-    sessions: Slab<EngineSession>,
-    next_serial: u64,
+    sessions: Sessions,
     timers: Timers,
-    agent: Option<Agent>,
+    searches: PortSearches,
     completions: Vec<Completion>,
     /// Completions of workload commands: session, workload, token, completion.
     finished: Vec<(usize, usize, u64, IoCompletion)>,
@@ -134,10 +94,9 @@ impl<E: Env> Driver<E> {
             device: provider.map(Device::new),
             mailbox,
             pool,
-            sessions: Slab::new(),
-            next_serial: 0,
+            sessions: Sessions::default(),
             timers: Timers::default(),
-            agent: None,
+            searches: PortSearches::default(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
             work: WorkQueue::default(),
@@ -157,7 +116,7 @@ impl<E: Env> Driver<E> {
             let device = self.device.as_ref();
             let fds = device.map(|d| d.provider.event_fds()).unwrap_or_default();
             let mut fds: PollInterests<'_> = fds.into_iter().map(PollInterest::reading).collect();
-            fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
+            fds.extend(self.sessions.iter().filter_map(|s| s.link.poll_interest()));
             self.services.add_interests(&mut fds);
             self.mailbox.park(&fds, timeout);
         }
@@ -170,7 +129,7 @@ impl<E: Env> Driver<E> {
 
     pub(super) fn unreturned(&self) -> i64 {
         let all = self.sessions.iter();
-        all.map(|(_, session)| session.link.unreturned()).sum()
+        all.map(|session| session.link.unreturned()).sum()
     }
 
     /// Returns whether the engine was shut down and all sessions have closed.
@@ -203,31 +162,35 @@ impl<E: Env> Driver<E> {
         self.inbox = inbox;
         worked |= self.run_tcp(now);
         worked |= self.run_workloads(now);
-        worked |= self.run_discovery(now);
+        worked |= self.searches.run_once(self.device.as_mut(), now);
         // The outputs of a timeout may already have results that no descriptor reports.
         worked |= self.handle_timeouts(now);
         worked |= self.run_paths(now);
         // Post the requests of the whole round as one list per queue pair.
         worked |= self.flush_device(now);
-        self.reap();
+        self.release_closed();
         worked
+    }
+
+    /// Runs all clients of disks; returns whether there was anything to do.
+    pub(super) fn run_services(&mut self) -> bool {
+        self.services.run_all()
     }
 
     /// Returns the latest time of the next round.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        let sessions = self.sessions.iter();
-        let links = sessions.filter_map(|(_, s)| s.link.next_deadline());
-        links
-            .chain(self.device.as_ref().and_then(Device::next_deadline))
-            .chain(self.timers.deadline())
-            .chain(self.discovery_deadline())
-            .chain(self.work_deadline())
-            .min()
+        let deadlines = [
+            self.sessions.next_deadline(),
+            self.device.as_ref().and_then(Device::next_deadline),
+            self.timers.deadline(),
+            self.searches.next_deadline(),
+        ];
+        deadlines.into_iter().flatten().min()
     }
 
     /// Arms all completion queues; returns whether completions are already available.
     fn arm(&mut self) -> bool {
-        let is_found = self.arm_discovery();
+        let is_found = self.searches.arm(self.device.as_mut());
         self.device.as_mut().is_some_and(Device::arm) || is_found
     }
 
@@ -257,7 +220,7 @@ impl<E: Env> Driver<E> {
         let cx = Context {
             device: self.device.as_mut(),
             env: &mut self.env,
-            ios: &session.ios,
+            ios: session.commands.submitted(),
             index,
             now,
         };
@@ -294,7 +257,7 @@ impl<E: Env> Driver<E> {
             Message::Open(open) => {
                 self.open(*open, now);
             }
-            Message::Submit(key, io, sender) => match self.find(key) {
+            Message::Submit(key, io, sender) => match self.sessions.find(key) {
                 Some(index) => self.submit(index, Io::new(*io, Done::Future(sender), now), now),
                 // The session is closed. Without this, the caller would wait forever.
                 None => sender.send(IoCompletion {
@@ -303,17 +266,17 @@ impl<E: Env> Driver<E> {
                 }),
             },
             Message::Work(key, workload) => {
-                if let Some(index) = self.find(key) {
+                if let Some(index) = self.sessions.find(key) {
                     self.start_workload(index, workload, now);
                 }
             }
             Message::Watch(key, watch) => {
-                if let Some(index) = self.find(key) {
+                if let Some(index) = self.sessions.find(key) {
                     self.watch(index, *watch, now);
                 }
             }
             Message::Close(key, reply) => {
-                if let Some(index) = self.find(key) {
+                if let Some(index) = self.sessions.find(key) {
                     let session = &mut self.sessions[index];
                     if !session.closed {
                         session.was_settled = session.link.machine().is_settled();
@@ -328,26 +291,19 @@ impl<E: Env> Driver<E> {
                 ip,
                 transaction,
                 reply,
-            } => self.discover(ip, transaction, reply),
+            } => {
+                let device = self.device.as_mut();
+                self.searches.start(device, ip, transaction, reply);
+            }
             Message::Shutdown => {
                 self.shutdown = true;
                 // Collect them first, because closing a session borrows the whole driver.
-                let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
+                let all: Vec<usize> = self.sessions.indices().collect();
                 for index in all {
                     self.close(index, now);
                 }
             }
         }
-    }
-
-    fn find(&self, key: SessionKey) -> Option<usize> {
-        let session = self.sessions.get(key.index)?;
-        (session.serial == key.serial).then_some(key.index)
-    }
-
-    fn key(&self, index: usize) -> SessionKey {
-        let serial = self.sessions[index].serial;
-        SessionKey { index, serial }
     }
 
     /// Opens a session. On error, notifies the user and returns `None`.
@@ -370,35 +326,14 @@ impl<E: Env> Driver<E> {
             User::Caller(reply) => (Some(reply), None),
             User::Paths(paths, path) => (None, Some((paths, path))),
         };
-        let serial = self.next_serial;
-        self.next_serial += 1;
-        let index = self.sessions.insert(EngineSession {
-            serial,
-            link,
-            ios: Vec::new(),
-            overflow: VecDeque::new(),
-            is_draining: false,
-            workloads: Slab::new(),
-            status: open.status,
-            reply,
-            paths,
-            closers: Vec::new(),
-            was_settled: false,
-            closed: false,
-            units: Vec::new(),
-            evidence: Evidence::default(),
-            heard: None,
-            is_unchecked: false,
-            is_away: false,
-            outages: OutageLog::default(),
-        });
+        let key = self.sessions.insert(link, open.status, reply, paths);
         // If the engine was shut down in the meantime, close the session like all other sessions,
         // so that its user is notified.
         match self.shutdown {
-            true => self.close(index, now),
-            false => self.drain(index, now),
+            true => self.close(key.index, now),
+            false => self.drain(key.index, now),
         }
-        Some(SessionKey { index, serial })
+        Some(key)
     }
 
     fn make_link(&mut self, target: Target, plan: Plan, now: Instant) -> Result<Link, VerbsError> {
@@ -423,8 +358,7 @@ impl<E: Env> Driver<E> {
 
     /// Returns the device for an additional session, and the memory to register.
     fn claim_device(&mut self) -> Result<(&mut Device<E::Provider>, &MemSlice), VerbsError> {
-        let rdma = self.sessions.iter().filter(|(_, s)| s.link.is_rdma());
-        if rdma.count() >= MAX_RDMA {
+        if self.sessions.count_rdma() >= MAX_RDMA {
             return Err(VerbsError::InsufficientResources("sessions of one engine"));
         }
         let device = self.device.as_mut();
@@ -434,17 +368,12 @@ impl<E: Env> Driver<E> {
 
     fn submit(&mut self, index: usize, io: Io, now: Instant) {
         let session = &mut self.sessions[index];
-        if !session.link.takes(io.io.data.buffers().len()) {
+        if !session.link.accepts_segments(io.io.data.buffers().len()) {
             let why = "buffer has too many pieces";
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
             return;
         }
-        // Queue it after waiting commands, so that commands start in the order of submission.
-        // Probes don't wait, because these commands may be held until the probe completes.
-        match io.io.retry {
-            Retry::Probe => session.overflow.push_front(io),
-            Retry::Standard | Retry::Never => session.overflow.push_back(io),
-        }
+        session.commands.push_waiting(io);
         if !session.is_draining {
             self.drain(index, now);
         }
@@ -454,14 +383,14 @@ impl<E: Env> Driver<E> {
     /// Submits the next waiting command, if there is room.
     fn submit_waiting(&mut self, index: usize, now: Instant) -> bool {
         let session = &mut self.sessions[index];
-        let Some(mut io) = session.overflow.pop_front() else {
+        let Some(mut io) = session.commands.pop_waiting() else {
             return false;
         };
-        session.mark_flush(&mut io);
+        session.units.mark_flush(&mut io);
         let rejected = self.submit_command(index, io, now);
         let is_submitted = rejected.is_none();
         if let Some(io) = rejected {
-            self.sessions[index].overflow.push_front(io);
+            self.sessions[index].commands.return_waiting(io);
         }
         is_submitted
     }
@@ -479,13 +408,7 @@ impl<E: Env> Driver<E> {
         };
         let session = &mut self.sessions[index];
         match session.link.submit(spec, now) {
-            Ok(RequestId(id)) => {
-                let id = id as usize;
-                if id >= session.ios.len() {
-                    session.ios.resize_with(id + 1, || None);
-                }
-                session.ios[id] = Some(io);
-            }
+            Ok(request) => session.commands.insert(request, io),
             Err(SubmitError::Full) => return Some(io),
             Err(SubmitError::Closed) => {
                 self.deliver(index, io, Err(RequestError::Closed));
@@ -497,7 +420,7 @@ impl<E: Env> Driver<E> {
 
     /// Delivers the completion of a command to its receiver.
     fn deliver(&mut self, index: usize, io: Io, result: RequestResult) {
-        let end = |io: Io, result| IoCompletion {
+        let completion = |io: Io, result| IoCompletion {
             result,
             data: io.io.data,
         };
@@ -508,20 +431,20 @@ impl<E: Env> Driver<E> {
             }),
             Done::Workload { workload, token } => {
                 self.finished
-                    .push((index, workload, token, end(io, result)));
+                    .push((index, workload, token, completion(io, result)));
             }
             // Paths may retry the command on another path.
             Done::Path { paths, request } => {
-                let ended = Input::Ended(paths, request, Box::new(io), result);
-                self.inputs.push_back(ended);
+                let input = Input::Completed(paths, request, Box::new(io), result);
+                self.inputs.push_back(input);
             }
             Done::Check { paths, path } => {
-                let answered = Input::PathAnswered(paths, path, end(io, result));
-                self.inputs.push_back(answered);
+                let input = Input::PathResponse(paths, path, completion(io, result));
+                self.inputs.push_back(input);
             }
             Done::Unit { session, unit } => {
-                let answered = Input::UnitAnswered(session, unit, end(io, result));
-                self.inputs.push_back(answered);
+                let input = Input::UnitResponse(session, unit, completion(io, result));
+                self.inputs.push_back(input);
             }
             Done::Ping => {}
             Done::PathPing { paths, path } => {
@@ -552,15 +475,8 @@ impl<E: Env> Driver<E> {
     }
 
     /// Frees closed sessions.
-    fn reap(&mut self) {
-        let over: Vec<usize> = self
-            .sessions
-            .iter()
-            .filter(|(_, s)| s.closed && s.overflow.is_empty() && s.workloads.is_empty())
-            .map(|(index, _)| index)
-            .collect();
-        for index in over {
-            let session = self.sessions.remove(index);
+    fn release_closed(&mut self) {
+        for session in self.sessions.remove_closed() {
             // Return all buffers to the pool before notifying the closers.
             drop(session.units);
             session.link.release_device(self.device.as_mut());

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_transport::verbs::{
-    Access, CmEvent, CmEventKind, CmId, ConnParam, CqId, Mr, Notify, PdId, Provider, QpId, SendWr,
-    Sge, VerbsError, WrId,
+    Access, AsyncEvent, CmEvent, CmEventKind, CmId, ConnParam, CqId, Mr, Notify, PdId, Provider,
+    QpId, SendWr, Sge, VerbsError, WrId,
 };
 use rustc_hash::FxHashMap;
 
@@ -65,6 +65,18 @@ impl<P: Provider> Device<P> {
     /// Returns the completion queues and their owners.
     pub(in crate::engine) fn cqs(&self) -> &[(CqId, Owner)] {
         &self.cqs
+    }
+
+    /// Returns the owners of the connections broken by an event.
+    pub(in crate::engine) fn affected_owners(&self, event: AsyncEvent) -> Vec<Owner> {
+        match event {
+            AsyncEvent::QpFatal(qp)
+            | AsyncEvent::QpReqError(qp)
+            | AsyncEvent::QpAccessError(qp) => self.owner(qp).into_iter().collect(),
+            AsyncEvent::CqError(cq) => self.cq_owner(cq).into_iter().collect(),
+            AsyncEvent::DeviceFatal => self.cqs.iter().map(|(_, owner)| *owner).collect(),
+            _ => Vec::new(),
+        }
     }
 
     /// Arms all completion queues; returns whether completions are already available.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::lun::WireLun;
 
-use super::super::units::warn_of_lost_cache;
+use super::super::watched::warn_of_lost_cache;
 use super::{Driver, Member, PathsLink};
 use crate::engine::env::Env;
 use crate::engine::io::{Done, SessionKey};
@@ -204,7 +204,7 @@ impl<E: Env> Driver<E> {
                 .paths(paths)
                 .and_then(|(_, link)| link.members[at].session);
             if at != usize::from(path.0)
-                && let Some(other) = session.and_then(|session| self.find(session))
+                && let Some(other) = session.and_then(|session| self.sessions.find(session))
             {
                 self.sessions[other].link.machine().expect_reset_report(lun);
             }
@@ -264,7 +264,7 @@ impl<E: Env> Driver<E> {
 
     /// Called when a path is in use again: counts a loss of the cache found by its check.
     pub(super) fn finish_path_check(&mut self, index: usize, path: PathIndex, now: Instant) {
-        let key = self.key(index);
+        let key = self.sessions.key(index);
         self.note_heard(key);
         let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
@@ -280,7 +280,7 @@ impl<E: Env> Driver<E> {
         self.count_lost(index, lost, now);
         self.count_reported(index, now);
         // Only now, because the loss must be counted with the previous state.
-        self.sessions[index].on_write_cache(lun, is_on);
+        self.sessions[index].units.on_write_cache(lun, is_on);
         self.sessions[index].report_cache();
         self.sessions[index].report_growth(lun, capacity);
     }

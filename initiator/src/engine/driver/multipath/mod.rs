@@ -13,6 +13,7 @@ use riser_block::Buffer;
 use riser_scsi::lun::LunId;
 
 use super::Driver;
+use super::commands::CommandQueue;
 use super::context::{Context, Report};
 use super::inputs::{Input, probe, probe_response};
 use super::message::{Open, User};
@@ -68,7 +69,7 @@ impl Member {
         Command::report_target_port_groups(VPD_LEN.into())
     }
 
-    fn begin_check(&mut self) {
+    fn start_check(&mut self) {
         self.check = Check::default();
         (self.is_grouping, self.is_stale) = (false, false);
     }
@@ -211,7 +212,7 @@ impl PathsLink {
 
 impl<E: Env> Driver<E> {
     fn paths(&mut self, key: SessionKey) -> Option<(usize, &mut PathsLink)> {
-        let index = self.find(key)?;
+        let index = self.sessions.find(key)?;
         Some((index, self.sessions[index].link.paths_mut()?))
     }
 
@@ -222,11 +223,11 @@ impl<E: Env> Driver<E> {
         while let Some(input) = self.inputs.pop_front() {
             match input {
                 Input::Check(session) => self.check_units(session, now),
-                Input::UnitAnswered(session, unit, end) => {
-                    self.handle_unit_response(session, unit, end, now);
+                Input::UnitResponse(session, unit, completion) => {
+                    self.handle_unit_response(session, unit, completion, now);
                 }
-                Input::PathAnswered(paths, path, end) => {
-                    self.handle_path_response(paths, path, end, now);
+                Input::PathResponse(paths, path, completion) => {
+                    self.handle_path_response(paths, path, completion, now);
                 }
                 Input::Live(paths, path, port) => {
                     self.note_heard(paths);
@@ -261,21 +262,21 @@ impl<E: Env> Driver<E> {
                         }
                     });
                     self.check_attentions(paths, path, now);
-                    if let Some(index) = self.find(paths) {
+                    if let Some(index) = self.sessions.find(paths) {
                         self.count_reported(index, now);
                     }
                 }
                 Input::Deferred(paths, lun, sense) => {
-                    if let Some(index) = self.find(paths) {
+                    if let Some(index) = self.sessions.find(paths) {
                         self.sessions[index].on_deferred_error(lun, sense);
                     }
                 }
-                Input::Ended(paths, request, io, result) => {
-                    self.on_paths(paths, now, |link, ios| {
-                        let at = request.0 as usize;
-                        let done = link.dones[at].take().expect("a receiver for each command");
+                Input::Completed(paths, request, io, result) => {
+                    self.on_paths(paths, now, |link, commands| {
+                        let done = link.dones[request.0 as usize].take();
+                        let done = done.expect("a receiver for each command");
                         link.machine.handle_completed(request, result, now);
-                        ios[at] = Some(Io { done, ..*io });
+                        commands.insert(request, Io { done, ..*io });
                     });
                 }
             }
@@ -295,7 +296,7 @@ impl<E: Env> Driver<E> {
         let (_, link) = self.paths(key)?;
         let member = link.members.get(at).filter(|m| m.is_in_use)?;
         let session = member.session?;
-        self.find(session)
+        self.sessions.find(session)
     }
 
     /// Passes an input to paths if they still exist, and processes the outputs.
@@ -303,14 +304,14 @@ impl<E: Env> Driver<E> {
         &mut self,
         key: SessionKey,
         now: Instant,
-        input: impl FnOnce(&mut PathsLink, &mut [Option<Io>]),
+        input: impl FnOnce(&mut PathsLink, &mut CommandQueue),
     ) {
-        let Some(index) = self.find(key) else {
+        let Some(index) = self.sessions.find(key) else {
             return;
         };
         let session = &mut self.sessions[index];
         if let Some(link) = session.link.paths_mut() {
-            input(link, &mut session.ios);
+            input(link, &mut session.commands);
         }
         self.drain(index, now);
         // A lost path returns its commands one at a time.
@@ -338,7 +339,7 @@ impl<E: Env> Driver<E> {
                 // If a check is in progress and has received a response, repeat it from the start.
                 member.is_stale = member.check.doubt();
                 if member.buffer.is_some() {
-                    member.begin_check();
+                    member.start_check();
                     if !link.awaits_others(path) {
                         self.send_next_query(index, path, now);
                     }
@@ -346,7 +347,7 @@ impl<E: Env> Driver<E> {
             }
             Output::Close(path) => {
                 let session = link.member(path).session;
-                if let Some(member) = session.and_then(|key| self.find(key)) {
+                if let Some(member) = session.and_then(|key| self.sessions.find(key)) {
                     self.close(member, now);
                 }
             }
@@ -369,11 +370,11 @@ impl<E: Env> Driver<E> {
             target,
             plan: Plan::One(protocol),
             status: std::sync::Arc::new(SessionStatus::default()),
-            user: User::Paths(self.key(index), path),
+            user: User::Paths(self.sessions.key(index), path),
         };
         let session = self.open(open, now);
         // The session must not start commands before the unit is checked.
-        if let Some(member) = session.and_then(|key| self.find(key)) {
+        if let Some(member) = session.and_then(|key| self.sessions.find(key)) {
             self.sessions[member].link.machine().set_guarded(true);
         }
         if let Some(link) = self.sessions[index].link.paths_mut() {
@@ -382,20 +383,20 @@ impl<E: Env> Driver<E> {
     }
 
     fn start_on_path(&mut self, index: usize, request: RequestId, path: PathIndex, now: Instant) {
-        let paths = self.key(index);
+        let paths = self.sessions.key(index);
         let own = &mut self.sessions[index];
         let Some(link) = own.link.paths_mut() else {
             return;
         };
         let at = request.0 as usize;
-        let mut io = own.ios[at].take().expect("every request has its command");
+        let mut io = own.commands.remove(request);
         if at >= link.dones.len() {
             link.dones.resize_with(at + 1, || None);
         }
         let done = Done::Path { paths, request };
         link.dones[at] = Some(std::mem::replace(&mut io.done, done));
         let session = link.member(path).session;
-        match session.and_then(|key| self.find(key)) {
+        match session.and_then(|key| self.sessions.find(key)) {
             Some(member) => self.submit(member, io, now),
             None => self.deliver(index, io, Err(RequestError::Closed)),
         }
@@ -403,7 +404,7 @@ impl<E: Env> Driver<E> {
 
     /// Sends the next query of a path's check.
     fn send_next_query(&mut self, index: usize, path: PathIndex, now: Instant) {
-        let paths = self.key(index);
+        let paths = self.sessions.key(index);
         let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
         };
@@ -418,7 +419,7 @@ impl<E: Env> Driver<E> {
         };
         let done = Done::Check { paths, path };
         let io = probe(lun, member.command(), buffer, done, now);
-        match self.find(session) {
+        match self.sessions.find(session) {
             Some(member) => self.submit(member, io, now),
             None => self.deliver(index, io, Err(RequestError::Closed)),
         }
@@ -430,7 +431,7 @@ impl<E: Env> Driver<E> {
         &mut self,
         key: SessionKey,
         path: PathIndex,
-        end: IoCompletion,
+        completion: IoCompletion,
         now: Instant,
     ) {
         // A unit attention queued after this input already invalidates the check.
@@ -446,12 +447,12 @@ impl<E: Env> Driver<E> {
         };
         let member = &mut link.members[usize::from(path.0)];
         let session = member.session;
-        let mut is_answered = match &end.result {
+        let mut is_answered = match &completion.result {
             Ok(answer) => member.is_grouping || member.check.is_conclusive(answer),
             Err(_) => false,
         };
-        let was_sent = !matches!(end.result, Err(RequestError::NotSent));
-        let (buffer, data) = probe_response(end);
+        let was_sent = !matches!(completion.result, Err(RequestError::NotSent));
+        let (buffer, data) = probe_response(completion);
         member.buffer = buffer;
         member.is_stale |= is_again;
         // The commands before a probe have separate deadlines.
@@ -485,7 +486,7 @@ impl<E: Env> Driver<E> {
         let is_held = self
             .paths(key)
             .is_none_or(|(_, link)| link.member(path).is_held);
-        if let Some(member) = session.and_then(|key| self.find(key)) {
+        if let Some(member) = session.and_then(|key| self.sessions.find(key)) {
             self.with_link(member, now, |link, _| match is_answered {
                 // The session had no earlier connection.
                 true if is_good => link.machine().release(true, now),

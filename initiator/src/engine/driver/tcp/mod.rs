@@ -24,7 +24,7 @@ pub(super) struct TcpMover {
 }
 
 impl TcpMover {
-    pub(super) fn waited(&self) -> Option<PollInterest<'_>> {
+    pub(super) fn poll_interest(&self) -> Option<PollInterest<'_>> {
         let conn = self.conn.as_ref()?;
         Some(PollInterest {
             fd: conn.fd(),

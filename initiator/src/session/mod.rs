@@ -120,3 +120,6 @@ pub enum SubmitError {
     #[error("session is closed")]
     Closed,
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

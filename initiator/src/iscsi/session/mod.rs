@@ -204,4 +204,4 @@ impl IscsiSession {
 #[cfg(test)]
 pub(crate) mod fixture;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -245,4 +245,4 @@ fn response_from(rsp: &Rsp<'_>, len: DataLen) -> CommandResponse {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -9,10 +9,10 @@ use riser_testkit::{fuzz, one_of};
 
 use super::*;
 use crate::request::{
-    BUSY, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
-    TASK_ABORTED,
+    Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
-use crate::session::{Machine, SessionEvent, SrpLoginError, SubmitError, Timing};
+use crate::session::tests::{self as script, Rig as _};
+use crate::session::{Machine, SessionEvent, SrpLoginError, Timing};
 use crate::srp::channel::{ChannelConfig, CommandData};
 
 const MS: Duration = Duration::from_millis(1);
@@ -21,7 +21,7 @@ const CH0: ChannelIndex = ChannelIndex(0);
 const CH1: ChannelIndex = ChannelIndex(1);
 
 /// A session with a target played by the test.
-struct Rig {
+pub(crate) struct Rig {
     session: SrpSession,
     now: Instant,
     /// Tags of sent commands, by request.
@@ -97,7 +97,7 @@ impl Rig {
         for i in 1..channels {
             rig.log_in(ChannelIndex(i));
         }
-        rig.idle();
+        rig.expect_idle();
         rig
     }
 
@@ -110,15 +110,6 @@ impl Rig {
 
     fn next(&mut self) -> Output {
         self.session.poll_output().expect("an output")
-    }
-
-    fn idle(&mut self) {
-        assert_eq!(self.session.poll_output(), None);
-    }
-
-    fn submit(&mut self, effect: Effect) -> RequestId {
-        let spec = spec(self, effect);
-        self.session.submit(spec, self.now).unwrap()
     }
 
     /// Expects a start as the next output, and "sends" the command.
@@ -140,50 +131,6 @@ impl Rig {
         (request, channel)
     }
 
-    fn answer_with(&mut self, request: RequestId, status: u8, sense: &[u8]) {
-        let &(_, channel, tag) = self.sent.iter().find(|(r, ..)| *r == request).unwrap();
-        let mut iu = vec![0; 36];
-        iu[0] = 0xc1;
-        iu[7] = 1;
-        iu[8..16].copy_from_slice(&tag.to_be_bytes());
-        iu[19] = status;
-        if !sense.is_empty() {
-            iu[18] = 2;
-            iu[31] = sense.len() as u8;
-            iu.extend_from_slice(sense);
-        }
-        self.session.handle_iu(channel, &iu, self.now);
-    }
-
-    /// Responds, expects retiring the memory, and retires it.
-    fn answer(&mut self, request: RequestId, status: u8, sense: &[u8]) {
-        self.answer_with(request, status, sense);
-        self.retire(request);
-    }
-
-    fn retire(&mut self, request: RequestId) {
-        let output = self.next();
-        assert!(
-            matches!(output, Output::Retire { request: r, .. } if r == request),
-            "{output:?}"
-        );
-        self.session.handle_retired(request, self.now);
-    }
-
-    fn completed(&mut self, request: RequestId) -> RequestResult {
-        let output = self.next();
-        let Output::Complete(id, result) = output else {
-            panic!("{output:?}");
-        };
-        assert_eq!(id, request);
-        result
-    }
-
-    fn advance(&mut self, by: Duration) {
-        self.now += by;
-        self.session.handle_timeout(self.now);
-    }
-
     fn tsk_mgmt(&mut self) -> ([u8; 48], ChannelIndex) {
         let output = self.next();
         let Output::SendTskMgmt(channel, iu) = output else {
@@ -192,7 +139,7 @@ impl Rig {
         (iu, channel)
     }
 
-    fn answer_tsk_mgmt(&mut self, channel: ChannelIndex, iu: &[u8; 48], code: u8) {
+    fn respond_to_tsk_mgmt(&mut self, channel: ChannelIndex, iu: &[u8; 48], code: u8) {
         let mut rsp = [0; 40];
         rsp[0] = 0xc1;
         rsp[7] = 1;
@@ -212,18 +159,213 @@ impl Rig {
         );
         self.session.handle_channel_closed(channel, self.now);
     }
+}
 
-    fn reconnecting(&mut self, why: Down) {
-        assert_eq!(self.next(), Output::Event(SessionEvent::Reconnecting(why)));
+impl script::Rig for Rig {
+    type Session = SrpSession;
+    type Function = (ChannelIndex, [u8; 48]);
+
+    const RESETS: usize = 1;
+    const ABORTED: &'static [FunctionOutcome] = &[FunctionOutcome::Complete];
+
+    fn connecting() -> Self {
+        Self::connecting(2)
     }
 
-    /// Waits for the back-off and logs in again.
-    fn reconnect(&mut self) {
-        self.advance(400 * MS);
+    fn live() -> Self {
+        Self::live(1)
+    }
+
+    fn live_without_reconnect() -> Self {
+        let mut rig = Self::with(SessionConfig {
+            reconnect: false,
+            ..config(1)
+        });
+        rig.log_in(CH0);
+        assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+        rig
+    }
+
+    fn session(&mut self) -> &mut SrpSession {
+        &mut self.session
+    }
+
+    fn state(&self) -> SessionState {
+        self.session.state()
+    }
+
+    fn requests(&self) -> usize {
+        self.session.requests()
+    }
+
+    fn now(&self) -> Instant {
+        self.now
+    }
+
+    fn advance(&mut self, by: Duration) {
+        self.now += by;
+        self.session.handle_timeout(self.now);
+    }
+
+    fn spec(&self, effect: Effect) -> RequestSpec {
+        spec(self, effect)
+    }
+
+    fn expect_idle(&mut self) {
+        assert_eq!(self.session.poll_output(), None);
+    }
+
+    fn expect_event(&mut self) -> SessionEvent {
+        let output = self.next();
+        let Output::Event(event) = output else {
+            panic!("{output:?}");
+        };
+        event
+    }
+
+    fn expect_start(&mut self) -> RequestId {
+        let (request, channel) = self.started();
+        assert_eq!(channel, CH0);
+        request
+    }
+
+    fn expect_retire(&mut self, request: RequestId) {
+        let sent = self.sent.iter().find(|(sent, ..)| *sent == request);
+        let channel = sent.unwrap().1;
+        assert_eq!(self.next(), Output::Retire { request, channel });
+    }
+
+    fn expect_completion(&mut self, request: RequestId) -> RequestResult {
+        let output = self.next();
+        let Output::Complete(id, result) = output else {
+            panic!("{output:?}");
+        };
+        assert_eq!(id, request);
+        result
+    }
+
+    fn expect_abort(&mut self, request: RequestId) -> Self::Function {
+        let (iu, channel) = self.tsk_mgmt();
+        assert_eq!(iu[30], 1, "ABORT TASK");
+        let sent = self.sent.iter().find(|(sent, ..)| *sent == request);
+        let &(_, on, tag) = sent.unwrap();
+        assert_eq!((channel, &iu[32..40]), (on, &tag.to_be_bytes()[..]));
+        (channel, iu)
+    }
+
+    fn expect_abort_and_retire(
+        &mut self,
+        aborted: RequestId,
+        retired: RequestId,
+    ) -> Self::Function {
+        let function = self.expect_abort(aborted);
+        self.expect_retire(retired);
+        function
+    }
+
+    fn expect_reset(&mut self, _step: usize) -> Self::Function {
+        let (iu, channel) = self.tsk_mgmt();
+        assert_eq!(iu[30], 8, "LOGICAL UNIT RESET");
+        (channel, iu)
+    }
+
+    fn expect_disconnect(&mut self) {
+        self.gone(CH0);
+    }
+
+    fn expect_logout(&mut self) {
+        let output = self.next();
+        let Output::Disconnect(CH0, Some(iu)) = output else {
+            panic!("{output:?}");
+        };
+        assert_eq!(iu[0], 3, "SRP_I_LOGOUT");
+        self.session.handle_channel_closed(CH0, self.now);
+    }
+
+    fn expect_abandonment(&mut self) {
+        self.gone(CH0);
+    }
+
+    fn expect_last_disconnect(&mut self) {
+        assert!(matches!(self.next(), Output::Disconnect(CH0, _)));
+        self.session.handle_channel_closed(CH0, self.now);
+    }
+
+    fn expect_connect(&mut self) {
         assert_eq!(self.next(), Output::Connect(CH0));
-        let login = self.log_in(CH0);
+    }
+
+    fn start_login(&mut self) {
+        self.session.begin_login(CH0);
+    }
+
+    fn fail_connect(&mut self, error: ConnectError) {
+        self.session.handle_connect_failed(CH0, error, self.now);
+    }
+
+    fn reject_login(&mut self) {
+        self.session.begin_login(CH0);
+        let mut rej = [0; 148];
+        rej[0] = 0xc2;
+        rej[4..8].copy_from_slice(&0x0001_0001u32.to_be_bytes());
+        self.session.handle_rejected(CH0, 28, &rej, self.now);
+    }
+
+    fn is_login_rejection(why: Down) -> bool {
+        let Down::Connect(ConnectError::Login(error)) = why else {
+            return false;
+        };
+        error.to_string().contains("lacks resources")
+    }
+
+    fn log_in(&mut self) {
+        let login = Self::log_in(self, CH0);
         assert_eq!(login.multi_channel, MultiChannelAction::Single);
         assert_eq!(self.next(), Output::Event(SessionEvent::Live));
+    }
+
+    fn reject_established(&mut self) {
+        self.session.handle_rejected(CH0, 28, &[], self.now);
+    }
+
+    fn break_connection(&mut self) {
+        self.session.handle_channel_error(CH0, self.now);
+    }
+
+    fn respond(&mut self, request: RequestId, status: u8, sense: &[u8]) {
+        let &(_, channel, tag) = self.sent.iter().find(|(r, ..)| *r == request).unwrap();
+        let mut iu = vec![0; 36];
+        iu[0] = 0xc1;
+        iu[7] = 1;
+        iu[8..16].copy_from_slice(&tag.to_be_bytes());
+        iu[19] = status;
+        if !sense.is_empty() {
+            iu[18] = 2;
+            iu[31] = sense.len() as u8;
+            iu.extend_from_slice(sense);
+        }
+        self.session.handle_iu(channel, &iu, self.now);
+    }
+
+    fn respond_to_function(&mut self, function: &Self::Function, outcome: FunctionOutcome) {
+        let code = match outcome {
+            FunctionOutcome::Complete => 0,
+            FunctionOutcome::NoTask => unreachable!("SRP has no such response"),
+            FunctionOutcome::Failed => 5,
+        };
+        let (channel, iu) = function;
+        self.respond_to_tsk_mgmt(*channel, iu, code);
+    }
+
+    fn receive_message(&mut self) {
+        let mut credit = [0; 16];
+        credit[0] = 0x81;
+        self.session.handle_iu(CH0, &credit, self.now);
+        assert!(matches!(self.next(), Output::Answer(CH0, _)));
+    }
+
+    fn handle_retired(&mut self, request: RequestId) {
+        self.session.handle_retired(request, self.now);
     }
 }
 
@@ -264,9 +406,9 @@ fn start_write(rig: &mut Rig, len: u32) -> (RequestId, bool) {
     (id, immediate)
 }
 
-fn end_write(rig: &mut Rig, id: RequestId) {
-    rig.answer(id, 0, &[]);
-    rig.completed(id).unwrap();
+fn complete_write(rig: &mut Rig, id: RequestId) {
+    rig.respond_and_retire(id, 0, &[]);
+    rig.expect_completion(id).unwrap();
 }
 
 #[test]
@@ -276,21 +418,21 @@ fn few_writes_carry_data_many_are_fetched() {
     let immediate: Vec<_> = ids.iter().map(|(_, immediate)| *immediate).collect();
     assert_eq!(immediate, [true, true, true, false, false, false]);
     for (id, _) in &ids[..4] {
-        end_write(&mut rig, *id);
+        complete_write(&mut rig, *id);
     }
     let (third, immediate) = start_write(&mut rig, 512);
     assert!(!immediate, "two others are under way, and there were many");
-    end_write(&mut rig, third);
-    end_write(&mut rig, ids[4].0);
+    complete_write(&mut rig, third);
+    complete_write(&mut rig, ids[4].0);
     let (second, immediate) = start_write(&mut rig, 512);
     assert!(immediate, "one other is under way");
     for id in [second, ids[5].0] {
-        end_write(&mut rig, id);
+        complete_write(&mut rig, id);
     }
     for _ in 0..4 {
         let (id, immediate) = start_write(&mut rig, 512);
         assert!(immediate, "one at a time");
-        end_write(&mut rig, id);
+        complete_write(&mut rig, id);
     }
     let (_, immediate) = start_write(&mut rig, 8192);
     assert!(!immediate, "longer than was agreed on");
@@ -309,93 +451,6 @@ fn write(start: u64, end: u64) -> Effect {
 }
 
 #[test]
-fn command_completes_after_memory_is_retired() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::None);
-    assert_eq!(rig.started(), (id, CH0));
-    rig.answer_with(id, 0, &[]);
-    let retire = Output::Retire {
-        request: id,
-        channel: CH0,
-    };
-    assert_eq!(rig.next(), retire);
-    rig.idle();
-    rig.session.handle_retired(id, rig.now);
-    assert_eq!(rig.completed(id).unwrap().status, 0);
-    assert_eq!(rig.session.requests(), 0);
-}
-
-/// A target that blocks the send queue also blocks all invalidations.
-#[test]
-fn unretired_memory_closes_connection() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::None);
-    rig.started();
-    rig.answer_with(id, 0, &[]);
-    assert!(matches!(rig.next(), Output::Retire { .. }));
-    // Another message from the target in the meantime.
-    rig.advance(9 * SEC);
-    let mut credit = [0; 16];
-    credit[0] = 0x81;
-    rig.session.handle_iu(CH0, &credit, rig.now);
-    assert!(matches!(rig.next(), Output::Answer(CH0, _)));
-    rig.idle();
-    rig.advance(SEC);
-    rig.gone(CH0);
-    assert_eq!(rig.completed(id).unwrap().status, 0, "it was answered");
-    rig.reconnecting(Down::Unresponsive);
-}
-
-#[test]
-fn stuck_memory_after_abort_causes_retry() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(write(0, 8));
-    rig.started();
-    rig.advance(10 * SEC);
-    let (iu, channel) = rig.tsk_mgmt();
-    rig.answer_tsk_mgmt(channel, &iu, 0);
-    assert!(matches!(rig.next(), Output::Retire { .. }));
-    rig.advance(10 * SEC);
-    rig.gone(CH0);
-    rig.reconnecting(Down::Unresponsive);
-    rig.reconnect();
-    assert_eq!(rig.started(), (id, CH0));
-}
-
-#[test]
-fn first_login_failure_is_final() {
-    let mut rig = Rig::connecting(2);
-    rig.session.begin_login(CH0);
-    let mut rej = [0; 148];
-    rej[0] = 0xc2;
-    rej[4..8].copy_from_slice(&0x0001_0001u32.to_be_bytes());
-    rig.session.handle_rejected(CH0, 28, &rej, rig.now);
-    let output = rig.next();
-    let Output::Event(SessionEvent::Closed(Down::Connect(ConnectError::Login(error)))) = output
-    else {
-        panic!("{output:?}");
-    };
-    assert!(error.to_string().contains("lacks resources"));
-    assert_eq!(rig.session.state(), SessionState::Closed);
-    let spec = spec(&rig, Effect::None);
-    assert_eq!(rig.session.submit(spec, rig.now), Err(SubmitError::Closed));
-}
-
-#[test]
-fn login_without_response_times_out() {
-    let mut rig = Rig::connecting(1);
-    let id = rig.submit(Effect::None);
-    rig.session.begin_login(CH0);
-    rig.advance(5 * SEC);
-    rig.gone(CH0);
-    assert_eq!(rig.completed(id), Err(RequestError::Closed));
-    assert_eq!(
-        rig.next(),
-        Output::Event(SessionEvent::Closed(ConnectError::TimedOut.into()))
-    );
-}
-
-#[test]
 fn malformed_login_response_closes_channel() {
     let mut rig = Rig::connecting(1);
     rig.session.begin_login(CH0);
@@ -407,7 +462,7 @@ fn malformed_login_response_closes_channel() {
             SrpLoginError::Fault(_)
         ))))
     ));
-    rig.idle();
+    rig.expect_idle();
 }
 
 fn states() -> [ConnState; 4] {
@@ -432,8 +487,7 @@ fn connection_transitions_match_diagram() {
 fn connection_transition_coverage_is_complete() {
     assert_all_taken(&states(), || {
         let mut rig = Rig::live(1);
-        rig.session.handle_channel_error(CH0, rig.now);
-        rig.gone(CH0);
+        rig.lose_connection();
         let mut late = Rig::connecting(1);
         late.advance(5 * SEC);
         late.gone(CH0);
@@ -443,19 +497,6 @@ fn connection_transition_coverage_is_complete() {
             .session
             .handle_connect_failed(CH0, error, unreachable.now);
     });
-}
-
-/// A REJ may be received late.
-#[test]
-fn late_rejection_breaks_connection() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::None);
-    rig.started();
-    rig.session.handle_rejected(CH0, 28, &[], rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
-    rig.reconnect();
-    assert_eq!(rig.started().0, id);
 }
 
 /// An engine that shuts down closes a session before it has started to connect.
@@ -493,45 +534,16 @@ fn rejected_second_channel_keeps_first() {
     let login = rig.session.begin_login(CH1);
     assert_eq!(login.multi_channel, MultiChannelAction::Multi);
     rig.session.handle_rejected(CH1, 28, &[], rig.now);
-    rig.idle();
+    rig.expect_idle();
     rig.submit(Effect::None);
     assert_eq!(rig.started().1, CH0);
-}
-
-#[test]
-fn queued_requests_are_bounded_and_ordered() {
-    let mut rig = Rig::live(1);
-    let ids: Vec<_> = (0..16).map(|_| rig.submit(Effect::None)).collect();
-    let one_more = spec(&rig, Effect::None);
-    assert_eq!(
-        rig.session.submit(one_more, rig.now),
-        Err(SubmitError::Full)
-    );
-    for &id in &ids[..4] {
-        assert_eq!(rig.started().0, id);
-    }
-    rig.idle();
-    rig.answer(ids[2], 0, &[]);
-    assert!(rig.completed(ids[2]).is_ok());
-    assert_eq!(rig.started().0, ids[4]);
-}
-
-#[test]
-fn queued_request_times_out_unsent() {
-    let mut rig = Rig::connecting(1);
-    let mut short = spec(&rig, Effect::None);
-    short.deadline = rig.now + SEC;
-    let id = rig.session.submit(short, rig.now).unwrap();
-    assert!(rig.session.next_deadline().unwrap() <= rig.now + SEC);
-    rig.advance(SEC);
-    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
 }
 
 /// The target responds, but accepts no more commands, so not even a ping can be sent.
 #[test]
 fn exhausted_request_limit_causes_reconnect() {
     let mut rig = Rig::live(2);
-    let take_limit = |rig: &mut Rig, channel: ChannelIndex| {
+    let consume_limit = |rig: &mut Rig, channel: ChannelIndex| {
         // SRP_CRED_REQ with a delta that leaves one credit, for task management.
         let mut iu = [0; 16];
         iu[0] = 0x81;
@@ -541,8 +553,8 @@ fn exhausted_request_limit_causes_reconnect() {
     };
     let slow = rig.submit(Effect::None);
     let (_, channel) = rig.started();
-    take_limit(&mut rig, CH0);
-    take_limit(&mut rig, CH1);
+    consume_limit(&mut rig, CH0);
+    consume_limit(&mut rig, CH1);
     let submit = |rig: &mut Rig| {
         let mut spec = spec(rig, Effect::None);
         spec.deadline = rig.now + SEC;
@@ -550,8 +562,8 @@ fn exhausted_request_limit_causes_reconnect() {
     };
     let waits = submit(&mut rig);
     rig.advance(SEC);
-    assert_eq!(rig.completed(waits), Err(RequestError::TimedOut));
-    rig.idle();
+    assert_eq!(rig.expect_completion(waits), Err(RequestError::TimedOut));
+    rig.expect_idle();
     // The response to the outstanding command could have granted a credit, but does not.
     let tag = rig.sent[0].2;
     let mut iu = [0; 36];
@@ -559,108 +571,14 @@ fn exhausted_request_limit_causes_reconnect() {
     iu[8..16].copy_from_slice(&tag.to_be_bytes());
     rig.session.handle_iu(channel, &iu, rig.now);
     rig.retire(slow);
-    rig.completed(slow).unwrap();
+    rig.expect_completion(slow).unwrap();
     let waits = submit(&mut rig);
     rig.advance(SEC);
     rig.gone(CH0);
     assert!(matches!(rig.next(), Output::Disconnect(CH1, None)));
-    assert_eq!(rig.completed(waits), Err(RequestError::TimedOut));
+    assert_eq!(rig.expect_completion(waits), Err(RequestError::TimedOut));
     rig.session.handle_channel_closed(CH1, rig.now);
-    rig.reconnecting(Down::Unresponsive);
-}
-
-#[test]
-fn busy_is_retried_with_delay_until_deadline() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::None);
-    let deadline = spec(&rig, Effect::None).deadline;
-    for pause in [5, 10, 20, 40, 80, 160, 320, 640, 640] {
-        rig.started();
-        rig.answer(id, BUSY, &[]);
-        rig.idle();
-        rig.advance((pause - 1) * MS);
-        rig.idle();
-        rig.advance(MS);
-    }
-    while rig.now + 640 * MS < deadline {
-        rig.started();
-        rig.answer(id, BUSY, &[]);
-        rig.advance(640 * MS);
-    }
-    // The target's status is more informative than a timeout.
-    rig.started();
-    rig.answer(id, BUSY, &[]);
-    assert_eq!(rig.completed(id).unwrap().status, BUSY);
-}
-
-#[test]
-fn unit_attention_is_retried_unless_disabled() {
-    let attention = [0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0];
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::Other);
-    rig.started();
-    rig.answer(id, 2, &attention);
-    assert_eq!(rig.started().0, id);
-    rig.answer(id, 0, &[]);
-    assert_eq!(rig.completed(id).unwrap().status, 0);
-    let mut raw = spec(&rig, Effect::Other);
-    raw.retry = Retry::Never;
-    let id = rig.session.submit(raw, rig.now).unwrap();
-    rig.started();
-    rig.answer(id, 2, &attention);
-    let answer = rig.completed(id).unwrap();
-    assert_eq!(answer.sense().unwrap().additional.code, 0x29);
-}
-
-#[test]
-fn other_errors_are_reported() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::None);
-    rig.started();
-    rig.answer(id, 2, &[0x72, 0x03, 0x11, 0, 0, 0, 0, 0]);
-    assert_eq!(rig.completed(id).unwrap().status, 2);
-}
-
-#[test]
-fn silent_command_is_aborted_and_retried() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(write(0, 8));
-    rig.started();
-    rig.advance(10 * SEC);
-    let (iu, channel) = rig.tsk_mgmt();
-    assert_eq!(iu[30], 1, "ABORT TASK");
-    assert_eq!(iu[32..40], rig.sent[0].2.to_be_bytes());
-    rig.idle();
-    rig.answer_tsk_mgmt(channel, &iu, 0);
-    rig.retire(id);
-    assert_eq!(rig.started().0, id);
-    rig.answer(id, 0, &[]);
-    assert!(rig.completed(id).is_ok());
-}
-
-#[test]
-fn unreplayable_command_times_out_after_abort() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::Other);
-    rig.started();
-    rig.advance(10 * SEC);
-    let (iu, channel) = rig.tsk_mgmt();
-    rig.answer_tsk_mgmt(channel, &iu, 0);
-    rig.retire(id);
-    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
-}
-
-#[test]
-fn response_crossing_abort_is_accepted() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::None);
-    rig.started();
-    rig.advance(10 * SEC);
-    let (iu, channel) = rig.tsk_mgmt();
-    rig.answer(id, 0, &[]);
-    assert!(rig.completed(id).is_ok());
-    rig.answer_tsk_mgmt(channel, &iu, 5);
-    rig.idle();
+    rig.expect_reconnecting(Down::Unresponsive);
 }
 
 #[test]
@@ -680,74 +598,19 @@ fn failed_abort_resets_unit_and_its_commands() {
     let (abort_a, on_a) = rig.tsk_mgmt();
     let (abort_b, on_b) = rig.tsk_mgmt();
     assert_ne!(on_a, on_b);
-    rig.answer_tsk_mgmt(on_a, &abort_a, 5);
+    rig.respond_to_tsk_mgmt(on_a, &abort_a, 5);
     let (reset, on) = rig.tsk_mgmt();
     assert_eq!((reset[30], on), (8, on_a), "LOGICAL UNIT RESET");
-    rig.answer_tsk_mgmt(on, &reset, 0);
+    rig.respond_to_tsk_mgmt(on, &reset, 0);
     rig.retire(a);
     // The reset does not apply to the other channel, but its own abort does.
-    rig.idle();
-    rig.answer_tsk_mgmt(on_b, &abort_b, 0);
+    rig.expect_idle();
+    rig.respond_to_tsk_mgmt(on_b, &abort_b, 0);
     rig.retire(b);
     assert_eq!(rig.started().0, a);
-    assert_eq!(rig.completed(b), Err(RequestError::TimedOut));
-    rig.answer(c, 0, &[]);
-    assert!(rig.completed(c).is_ok());
-}
-
-fn unit_attention(asc: u8, ascq: u8) -> [u8; 18] {
-    let mut sense = [0; 18];
-    (sense[0], sense[2], sense[7]) = (0x70, 6, 10);
-    (sense[12], sense[13]) = (asc, ascq);
-    sense
-}
-
-#[test]
-fn retries_wait_for_unit_check() {
-    for (asc, ascq) in [
-        (0x29, 0x00),
-        (0x3f, 0x03),
-        (0x3f, 0x0e),
-        (0x2a, 0x09),
-        (0x2a, 0x01),
-    ] {
-        let mut rig = Rig::live(1);
-        rig.session.set_guarded(true);
-        let id = rig.submit(write(0, 8));
-        rig.started();
-        rig.answer_with(id, 2, &unit_attention(asc, ascq));
-        let event = rig.next();
-        assert!(
-            matches!(event, Output::Event(SessionEvent::UnitEvent { .. })),
-            "{event:?}"
-        );
-        rig.retire(id);
-        rig.idle();
-        let mut probe = spec(&rig, Effect::None);
-        probe.retry = Retry::Probe;
-        let probe = rig.session.submit(probe, rig.now).unwrap();
-        assert_eq!(rig.started().0, probe);
-        rig.answer(probe, 0, &[]);
-        assert!(rig.completed(probe).is_ok());
-        rig.idle();
-        rig.session.release(true, rig.now);
-        assert_eq!(rig.started().0, id);
-    }
-}
-
-#[test]
-fn login_holds_commands_until_unit_check() {
-    let mut rig = Rig::live(1);
-    rig.session.set_guarded(true);
-    let id = rig.submit(write(0, 8));
-    rig.started();
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
-    rig.reconnect();
-    rig.idle();
-    rig.session.release(true, rig.now);
-    assert_eq!(rig.started().0, id);
+    assert_eq!(rig.expect_completion(b), Err(RequestError::TimedOut));
+    rig.respond_and_retire(c, 0, &[]);
+    assert!(rig.expect_completion(c).is_ok());
 }
 
 #[test]
@@ -756,32 +619,15 @@ fn untrusted_target_gets_settle_time() {
     rig.session.set_guarded(true);
     let id = rig.submit(write(0, 8));
     rig.started();
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
+    rig.lose_connection();
+    rig.expect_reconnecting(Down::ConnectionLost);
     let lost_at = rig.now;
     rig.reconnect();
     rig.session.release(false, rig.now);
-    rig.idle();
+    rig.expect_idle();
     rig.now = lost_at + 15 * SEC - MS;
     rig.session.handle_timeout(rig.now);
-    rig.idle();
-    rig.now += MS;
-    rig.session.handle_timeout(rig.now);
-    assert_eq!(rig.started().0, id);
-}
-
-/// The first session of a process does not know the commands of its predecessor.
-#[test]
-fn takeover_waits_for_commands_of_dead_process() {
-    let mut rig = Rig::live(1);
-    rig.session.set_guarded(true);
-    rig.session.recover(rig.now);
-    let id = rig.submit(write(0, 8));
-    rig.idle();
-    rig.now += 15 * SEC - MS;
-    rig.session.handle_timeout(rig.now);
-    rig.idle();
+    rig.expect_idle();
     rig.now += MS;
     rig.session.handle_timeout(rig.now);
     assert_eq!(rig.started().0, id);
@@ -793,97 +639,12 @@ fn commands_without_effect_need_no_settle_time() {
     rig.session.set_guarded(true);
     let id = rig.submit(Effect::None);
     rig.started();
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
+    rig.lose_connection();
+    rig.expect_reconnecting(Down::ConnectionLost);
     rig.reconnect();
-    rig.idle();
+    rig.expect_idle();
     rig.session.release(false, rig.now);
     assert_eq!(rig.started().0, id);
-}
-
-#[test]
-fn missing_unit_increases_backoff() {
-    let mut rig = Rig::live(1);
-    rig.session.set_guarded(true);
-    for wait in [100, 200, 400, 400] {
-        rig.session
-            .abandon_connection(Down::NoIdentity, false, rig.now);
-        rig.gone(CH0);
-        rig.reconnecting(Down::NoIdentity);
-        let until = rig.now + wait * MS;
-        assert_eq!(rig.session.state(), SessionState::Backoff { until });
-        rig.reconnect();
-    }
-    rig.session.release(true, rig.now);
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    let until = rig.now + 100 * MS;
-    assert_eq!(rig.session.state(), SessionState::Backoff { until });
-}
-
-#[test]
-fn foreign_reset_causes_immediate_retry() {
-    let mut rig = Rig::live(1);
-    let silent = rig.submit(write(0, 8));
-    rig.started();
-    let next = rig.submit(write(100, 108));
-    rig.started();
-    rig.answer_with(next, 2, &unit_attention(0x2f, 0x00));
-    let (abort, on) = rig.tsk_mgmt();
-    assert_eq!(abort[30], 1, "ABORT TASK");
-    rig.retire(next);
-    assert_eq!(rig.started().0, next);
-    rig.answer_tsk_mgmt(on, &abort, 0);
-    rig.retire(silent);
-    assert_eq!(rig.started().0, silent);
-}
-
-/// A command is retried while its first abort is outstanding, and then must be aborted again: the
-/// response to the first abort does not apply to the second attempt, which the target is still
-/// executing.
-#[test]
-fn late_abort_response_spares_next_attempt() {
-    let mut rig = Rig::live(1);
-    let first = rig.submit(write(0, 8));
-    rig.started();
-    let second = rig.submit(write(100, 108));
-    rig.started();
-    rig.answer_with(second, 2, &unit_attention(0x29, 0x03));
-    let (abort, on) = rig.tsk_mgmt();
-    assert!(matches!(rig.next(), Output::Retire { request, .. } if request == second));
-    // Its response crosses the abort: another reset.
-    rig.answer(first, 2, &unit_attention(0x29, 0x03));
-    assert_eq!(rig.started().0, first);
-    let third = rig.submit(write(200, 208));
-    rig.started();
-    rig.answer_with(third, 2, &unit_attention(0x29, 0x03));
-    assert!(matches!(rig.next(), Output::Retire { request, .. } if request == third));
-    rig.answer_tsk_mgmt(on, &abort, 0);
-    let (abort, on) = rig.tsk_mgmt();
-    assert_eq!(abort[30], 1, "ABORT TASK");
-    rig.idle();
-    rig.answer_tsk_mgmt(on, &abort, 0);
-    rig.retire(first);
-    assert_eq!(rig.started().0, first);
-}
-
-#[test]
-fn commands_wait_for_reset_completion() {
-    let mut rig = Rig::live(1);
-    let late = rig.submit(write(0, 8));
-    rig.started();
-    rig.advance(10 * SEC);
-    let (abort, on) = rig.tsk_mgmt();
-    rig.answer_tsk_mgmt(on, &abort, 5);
-    let (reset, on) = rig.tsk_mgmt();
-    assert_eq!(reset[30], 8, "LOGICAL UNIT RESET");
-    let after = rig.submit(write(100, 108));
-    rig.idle();
-    rig.answer_tsk_mgmt(on, &reset, 0);
-    rig.retire(late);
-    assert_eq!(rig.started().0, after);
-    assert_eq!(rig.started().0, late);
 }
 
 #[test]
@@ -897,81 +658,21 @@ fn reset_aborts_other_channels_separately() {
     assert_ne!(here, there);
     rig.advance(5 * SEC);
     let (abort, on) = rig.tsk_mgmt();
-    rig.answer_tsk_mgmt(on, &abort, 5);
+    rig.respond_to_tsk_mgmt(on, &abort, 5);
     let (reset, on) = rig.tsk_mgmt();
     assert_eq!((reset[30], on), (8, here), "LOGICAL UNIT RESET");
-    rig.answer_tsk_mgmt(on, &reset, 0);
+    rig.respond_to_tsk_mgmt(on, &reset, 0);
     rig.retire(late);
     // The reset may have been executed before or after the other channel's command, but its abort
     // follows it.
     let (abort, on) = rig.tsk_mgmt();
     assert_eq!((abort[30], on), (1, there), "ABORT TASK");
-    rig.idle();
-    rig.answer(other, 0, &[]);
-    assert!(rig.completed(other).is_ok());
-    rig.idle();
-    rig.answer_tsk_mgmt(on, &abort, 5);
+    rig.expect_idle();
+    rig.respond_and_retire(other, 0, &[]);
+    assert!(rig.expect_completion(other).is_ok());
+    rig.expect_idle();
+    rig.respond_to_tsk_mgmt(on, &abort, 5);
     assert_eq!(rig.started().0, late);
-}
-
-#[test]
-fn unresponsive_target_causes_reconnect() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(write(0, 8));
-    rig.started();
-    rig.advance(10 * SEC);
-    assert_eq!(rig.tsk_mgmt().0[30], 1);
-    rig.advance(SEC);
-    assert_eq!(rig.tsk_mgmt().0[30], 8);
-    rig.advance(SEC);
-    rig.gone(CH0);
-    rig.reconnecting(Down::Unresponsive);
-    rig.reconnect();
-    assert_eq!(rig.started().0, id);
-}
-
-#[test]
-fn reconnect_replays_safe_commands_in_order() {
-    let mut rig = Rig::live(1);
-    let first = rig.submit(write(0, 8));
-    let other = rig.submit(Effect::Other);
-    let overlapping = rig.submit(write(4, 6));
-    let apart = rig.submit(write(100, 108));
-    for _ in 0..4 {
-        rig.started();
-    }
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    assert_eq!(rig.completed(other), Err(RequestError::ConnectionLost));
-    rig.reconnecting(Down::ConnectionLost);
-    rig.idle();
-    rig.reconnect();
-    assert_eq!(rig.started().0, first);
-    rig.idle();
-    rig.answer(first, 0, &[]);
-    assert!(rig.completed(first).is_ok());
-    assert_eq!(rig.started().0, overlapping, "after the one it overlaps");
-    assert_eq!(rig.started().0, apart);
-}
-
-#[test]
-fn session_without_reconnect_returns_requests() {
-    let mut rig = Rig::with(SessionConfig {
-        reconnect: false,
-        ..config(1)
-    });
-    rig.log_in(CH0);
-    assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
-    let sent = rig.submit(write(0, 8));
-    rig.started();
-    rig.session.handle_channel_error(CH0, rig.now);
-    assert!(matches!(rig.next(), Output::Disconnect(CH0, _)));
-    rig.session.handle_channel_closed(CH0, rig.now);
-    assert_eq!(rig.completed(sent), Err(RequestError::Closed));
-    let closed = SessionEvent::Closed(Down::ConnectionLost);
-    assert_eq!(rig.next(), Output::Event(closed));
-    rig.idle();
-    assert_eq!(rig.session.next_deadline(), None);
 }
 
 impl Rig {
@@ -1012,23 +713,23 @@ fn silent_target_is_pinged_repeatedly() {
     let mut rig = Rig::pinging();
     for _ in 0..3 {
         rig.wait(5 * SEC - MS);
-        rig.idle();
+        rig.expect_idle();
         rig.wait(MS);
         let ping = rig.ping();
-        rig.answer(ping, 0, &[]);
-        rig.completed(ping).unwrap();
+        rig.respond_and_retire(ping, 0, &[]);
+        rig.expect_completion(ping).unwrap();
     }
     // Any message from the target counts.
     rig.wait(4 * SEC);
     let sent = rig.submit(Effect::None);
     rig.started();
-    rig.answer(sent, 0, &[]);
-    rig.completed(sent).unwrap();
+    rig.respond_and_retire(sent, 0, &[]);
+    rig.expect_completion(sent).unwrap();
     rig.wait(5 * SEC - MS);
-    rig.idle();
+    rig.expect_idle();
     rig.wait(5 * SEC);
     assert_eq!(rig.next(), Output::Ping);
-    rig.idle();
+    rig.expect_idle();
 }
 
 /// The target may have been killed after it acknowledged the command's packets.
@@ -1038,14 +739,14 @@ fn silent_target_is_pinged_while_command_waits() {
     let sent = rig.submit(Effect::None);
     rig.started();
     rig.wait(5 * SEC - MS);
-    rig.idle();
+    rig.expect_idle();
     rig.wait(MS);
     rig.ping();
     // One ping at a time.
     rig.wait(4 * SEC);
-    rig.idle();
-    rig.answer(sent, 0, &[]);
-    rig.completed(sent).unwrap();
+    rig.expect_idle();
+    rig.respond_and_retire(sent, 0, &[]);
+    rig.expect_completion(sent).unwrap();
 }
 
 /// For example with a disk that needs longer for the ping than a command may take.
@@ -1057,12 +758,12 @@ fn late_ping_is_aborted_keeping_connection() {
     rig.wait(10 * SEC);
     let (abort, on) = rig.tsk_mgmt();
     assert_eq!(abort[30], 1, "ABORT TASK");
-    rig.answer_tsk_mgmt(on, &abort, 0);
+    rig.respond_to_tsk_mgmt(on, &abort, 0);
     rig.retire(ping);
     assert_eq!(rig.started().0, ping, "again");
-    rig.answer(ping, 0, &[]);
-    rig.completed(ping).unwrap();
-    rig.idle();
+    rig.respond_and_retire(ping, 0, &[]);
+    rig.expect_completion(ping).unwrap();
+    rig.expect_idle();
     assert_eq!(rig.session.state(), SessionState::Live);
 }
 
@@ -1075,7 +776,7 @@ fn unabortable_ping_reconnects_without_reset() {
         rig.wait(10 * SEC);
         let (abort, on) = rig.tsk_mgmt();
         match answer {
-            Some(code) => rig.answer_tsk_mgmt(on, &abort, code),
+            Some(code) => rig.respond_to_tsk_mgmt(on, &abort, code),
             None => rig.wait(SEC),
         }
         assert_eq!(rig.next(), Output::Disconnect(CH0, None));
@@ -1085,62 +786,6 @@ fn unabortable_ping_reconnects_without_reset() {
             SessionState::TearingDown { why, last: false }
         );
     }
-}
-
-#[test]
-fn response_before_disconnect_is_kept() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(Effect::Other);
-    rig.started();
-    rig.answer_with(id, 0, &[]);
-    assert!(matches!(rig.next(), Output::Retire { .. }));
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    assert!(rig.completed(id).is_ok());
-}
-
-#[test]
-fn reconnecting_waits_longer_each_time() {
-    let mut rig = Rig::live(1);
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
-    for wait in [100, 200, 400, 400] {
-        rig.advance((wait - 1) * MS);
-        rig.idle();
-        rig.advance(MS);
-        assert_eq!(rig.next(), Output::Connect(CH0));
-        rig.session
-            .handle_connect_failed(CH0, ConnectError::Unreachable, rig.now);
-        rig.reconnecting(ConnectError::Unreachable.into());
-    }
-}
-
-#[test]
-fn slow_login_gets_longer_timeout() {
-    let mut rig = Rig::live(1);
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
-    for patience in [5, 10, 15, 15] {
-        rig.advance(400 * MS);
-        assert_eq!(rig.next(), Output::Connect(CH0));
-        rig.session.begin_login(CH0);
-        rig.advance(patience * SEC - MS);
-        rig.idle();
-        rig.advance(MS);
-        rig.gone(CH0);
-        rig.reconnecting(ConnectError::TimedOut.into());
-    }
-    rig.reconnect();
-    // Once the target has responded, the next login starts with the default timeout.
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
-    rig.advance(100 * MS);
-    assert_eq!(rig.next(), Output::Connect(CH0));
-    rig.advance(5 * SEC);
-    rig.gone(CH0);
 }
 
 #[test]
@@ -1156,78 +801,6 @@ fn target_logout_and_violation_cause_reconnect() {
         };
         assert_eq!(matches!(why, Down::Logout(_)), lasting);
     }
-}
-
-#[test]
-fn close_logs_out_and_completes_requests() {
-    let mut rig = Rig::live(1);
-    let a = rig.submit(write(0, 8));
-    rig.started();
-    rig.session.close(rig.now);
-    let output = rig.next();
-    let Output::Disconnect(CH0, Some(iu)) = output else {
-        panic!("{output:?}");
-    };
-    assert_eq!(iu[0], 3, "SRP_I_LOGOUT");
-    rig.session.handle_channel_closed(CH0, rig.now);
-    assert_eq!(rig.completed(a), Err(RequestError::Closed));
-    assert_eq!(
-        rig.next(),
-        Output::Event(SessionEvent::Closed(Down::Closed))
-    );
-    rig.session.close(rig.now);
-    rig.idle();
-}
-
-/// The device may have received the command before another initiator aborted it.
-#[test]
-fn foreign_abort_retries_only_safe_commands() {
-    let mut rig = Rig::live(1);
-    let safe = rig.submit(write(0, 4));
-    assert_eq!(rig.started().0, safe);
-    rig.answer(safe, TASK_ABORTED, &[]);
-    assert_eq!(rig.started().0, safe);
-    rig.answer(safe, 0, &[]);
-    assert_eq!(rig.completed(safe).unwrap().status, 0);
-    let other = rig.submit(Effect::Other);
-    assert_eq!(rig.started().0, other);
-    rig.answer(other, TASK_ABORTED, &[]);
-    assert_eq!(rig.completed(other).unwrap().status, TASK_ABORTED);
-}
-
-#[test]
-fn close_during_backoff_is_immediate() {
-    let mut rig = Rig::live(1);
-    let id = rig.submit(write(0, 8));
-    rig.started();
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
-    rig.session.close(rig.now);
-    assert_eq!(rig.completed(id), Err(RequestError::Closed));
-    assert_eq!(rig.session.state(), SessionState::Closed);
-}
-
-/// As on iSER: a connection has as many slots as commands in the queue, and a slot is in use until
-/// its memory is retired. If a command had to wait for a slot there, its abort would overtake it.
-#[test]
-fn slot_is_reused_after_memory_is_retired() {
-    let mut rig = Rig::live(1);
-    let first = rig.submit(Effect::None);
-    rig.started();
-    for _ in 1..4 {
-        rig.submit(Effect::None);
-        rig.started();
-    }
-    let waiting = rig.submit(Effect::None);
-    rig.idle();
-    rig.answer_with(first, 0, &[]);
-    assert!(matches!(rig.next(), Output::Retire { .. }));
-    rig.idle();
-    rig.session.handle_retired(first, rig.now);
-    assert!(rig.completed(first).is_ok());
-    assert_eq!(rig.started().0, waiting);
-    rig.idle();
 }
 
 impl Rig {
@@ -1248,7 +821,7 @@ impl Rig {
         };
         let waiting = rig.session.submit(waiting, rig.now).unwrap();
         rig.no_room(waiting);
-        rig.idle();
+        rig.expect_idle();
         (rig, sent, waiting)
     }
 
@@ -1276,18 +849,18 @@ fn unsent_command_is_not_aborted() {
     rig.advance(10 * SEC);
     let (iu, channel) = rig.tsk_mgmt();
     assert_eq!(iu[32..40], rig.sent[0].2.to_be_bytes());
-    rig.answer_tsk_mgmt(channel, &iu, 0);
+    rig.respond_to_tsk_mgmt(channel, &iu, 0);
     rig.retire(sent);
     // In order of submission, even if the other one was tried earlier.
     assert_eq!(rig.started().0, sent);
     assert_eq!(rig.started().0, waiting);
-    rig.idle();
+    rig.expect_idle();
     rig.advance(9 * SEC);
-    rig.idle();
-    rig.answer(waiting, 0, &[]);
-    assert!(rig.completed(waiting).is_ok());
-    rig.answer(sent, 0, &[]);
-    assert!(rig.completed(sent).is_ok());
+    rig.expect_idle();
+    rig.respond_and_retire(waiting, 0, &[]);
+    assert!(rig.expect_completion(waiting).is_ok());
+    rig.respond_and_retire(sent, 0, &[]);
+    assert!(rig.expect_completion(sent).is_ok());
     // The target must still return the credit of the aborted command.
     assert_eq!(rig.request_limit(), 31);
     assert_eq!(rig.session.unreturned(), 1);
@@ -1298,18 +871,18 @@ fn reset_does_not_affect_unsent_command() {
     let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
     rig.advance(10 * SEC);
     let (iu, channel) = rig.tsk_mgmt();
-    rig.answer_tsk_mgmt(channel, &iu, 5);
+    rig.respond_to_tsk_mgmt(channel, &iu, 5);
     let (iu, channel) = rig.tsk_mgmt();
     assert_eq!(iu[30], 8, "LOGICAL UNIT RESET");
-    rig.idle();
-    rig.answer_tsk_mgmt(channel, &iu, 0);
+    rig.expect_idle();
+    rig.respond_to_tsk_mgmt(channel, &iu, 0);
     rig.retire(sent);
     assert_eq!(rig.started().0, sent);
-    rig.answer(sent, 0, &[]);
-    assert!(rig.completed(sent).is_ok());
+    rig.respond_and_retire(sent, 0, &[]);
+    assert!(rig.expect_completion(sent).is_ok());
     assert_eq!(rig.started().0, waiting);
-    rig.answer(waiting, 0, &[]);
-    assert!(rig.completed(waiting).is_ok());
+    rig.respond_and_retire(waiting, 0, &[]);
+    assert!(rig.expect_completion(waiting).is_ok());
 }
 
 #[test]
@@ -1324,12 +897,12 @@ fn unsent_command_waits_for_reset_completion() {
     rig.no_room(waiting);
     rig.advance(9 * SEC);
     let (iu, channel) = rig.tsk_mgmt();
-    rig.answer_tsk_mgmt(channel, &iu, 5);
+    rig.respond_to_tsk_mgmt(channel, &iu, 5);
     let (reset, channel) = rig.tsk_mgmt();
-    rig.answer(sent, 0, &[]);
-    assert!(rig.completed(sent).is_ok());
-    rig.idle();
-    rig.answer_tsk_mgmt(channel, &reset, 0);
+    rig.respond_and_retire(sent, 0, &[]);
+    assert!(rig.expect_completion(sent).is_ok());
+    rig.expect_idle();
+    rig.respond_to_tsk_mgmt(channel, &reset, 0);
     rig.retire(late);
     assert_eq!([rig.started().0, rig.started().0], [waiting, late]);
 }
@@ -1337,28 +910,27 @@ fn unsent_command_waits_for_reset_completion() {
 #[test]
 fn unsent_command_times_out_without_abort() {
     let (mut rig, sent, waiting) = Rig::crowded_within(write(4, 8), 5 * SEC);
-    rig.answer_with(sent, 0, &[]);
+    rig.respond(sent, 0, &[]);
     assert!(matches!(rig.next(), Output::Retire { .. }));
     rig.advance(5 * SEC);
-    assert_eq!(rig.completed(waiting), Err(RequestError::TimedOut));
-    rig.idle();
+    assert_eq!(rig.expect_completion(waiting), Err(RequestError::TimedOut));
+    rig.expect_idle();
     rig.session.handle_retired(sent, rig.now);
-    assert!(rig.completed(sent).is_ok());
+    assert!(rig.expect_completion(sent).is_ok());
     assert_eq!(rig.request_limit(), 32);
-    rig.idle();
+    rig.expect_idle();
 }
 
 /// A command that was not sent cannot have been executed.
 #[test]
 fn unsent_command_survives_connection_loss() {
     let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
-    rig.session.handle_channel_error(CH0, rig.now);
-    rig.gone(CH0);
-    rig.reconnecting(Down::ConnectionLost);
+    rig.lose_connection();
+    rig.expect_reconnecting(Down::ConnectionLost);
     rig.reconnect();
     assert_eq!(rig.started().0, sent);
-    rig.answer(sent, 0, &[]);
-    assert!(rig.completed(sent).is_ok());
+    rig.respond_and_retire(sent, 0, &[]);
+    assert!(rig.expect_completion(sent).is_ok());
     assert_eq!(rig.started().0, waiting);
 }
 
@@ -1372,8 +944,8 @@ fn close_completes_unsent_command() {
         "{output:?}"
     );
     rig.session.handle_channel_closed(CH0, rig.now);
-    assert_eq!(rig.completed(sent), Err(RequestError::Closed));
-    assert_eq!(rig.completed(waiting), Err(RequestError::Closed));
+    assert_eq!(rig.expect_completion(sent), Err(RequestError::Closed));
+    assert_eq!(rig.expect_completion(waiting), Err(RequestError::Closed));
 }
 
 #[test]
@@ -1395,7 +967,7 @@ fn oversized_command_on_idle_connection_fails() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::None);
     rig.no_room(id);
-    let result = rig.completed(id);
+    let result = rig.expect_completion(id);
     assert!(
         matches!(result, Err(RequestError::NotStarted(_))),
         "{result:?}"
@@ -1517,7 +1089,7 @@ fn run(actions: Vec<Action>) {
                     rig.sent.push((id, exposed[&id], 0));
                     let tag = exposed_tag(&rig.session, id);
                     rig.sent.last_mut().unwrap().2 = tag.unwrap_or(0);
-                    rig.answer_with(id, [0, 2, 8, 0x28][usize::from(status)], &[]);
+                    rig.respond(id, [0, 2, 8, 0x28][usize::from(status)], &[]);
                     rig.sent.pop();
                 }
             }
@@ -1551,7 +1123,7 @@ fn run(actions: Vec<Action>) {
             }
             Action::AnswerTskMgmt(code) if !tmfs.is_empty() => {
                 let (c, iu): (ChannelIndex, [u8; 48]) = tmfs.remove(0);
-                rig.answer_tsk_mgmt(c, &iu, code % 6);
+                rig.respond_to_tsk_mgmt(c, &iu, code % 6);
             }
             Action::Crowd(n) => without_room = n,
             _ => {}

@@ -173,7 +173,8 @@ impl<B: Backend> Round<B> {
                 }
                 Message::Host(service) => self.services.push(service),
                 Message::Drive(workload) => {
-                    self.workloads.start(workload, &mut self.backend, now);
+                    self.workloads
+                        .start_workload(workload, &mut self.backend, now);
                 }
                 Message::Close => self.backend.close(),
             }

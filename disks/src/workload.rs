@@ -40,7 +40,7 @@ impl Workloads {
     }
 
     /// Starts a workload.
-    pub(super) fn start(
+    pub(super) fn start_workload(
         &mut self,
         workload: Box<dyn Workload>,
         backend: &mut impl Backend,

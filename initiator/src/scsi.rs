@@ -86,12 +86,12 @@ impl BlockRange {
     fn effect(self) -> Effect {
         Effect::Blocks {
             start: self.lba,
-            end: self.end(),
+            end: self.end_lba(),
         }
     }
 
     /// First block after the range.
-    fn end(self) -> u64 {
+    fn end_lba(self) -> u64 {
         self.lba.saturating_add(self.blocks.into())
     }
 }
@@ -222,7 +222,7 @@ impl Command {
         const SIXTEEN: &Opcode = Opcode::named("READ (16)");
         let effect = Effect::Read {
             start: range.lba,
-            end: range.end(),
+            end: range.end_lba(),
         };
         let cdb = range.cdb_of(size, TEN, SIXTEEN);
         Self::new(cdb, DataLen::In(len), effect)

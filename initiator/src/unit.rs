@@ -215,7 +215,7 @@ impl Check {
     /// void. It does not before the first response, because all names are queried after it.
     /// However, that response may have been sent earlier and received on another channel, so the
     /// capacity is queried again.
-    pub fn doubt(&mut self) -> bool {
+    pub fn invalidate(&mut self) -> bool {
         self.is_doubtful = true;
         self.step != Step::Capacity
     }
@@ -617,7 +617,7 @@ mod tests {
     #[test]
     fn doubtful_capacity_must_be_confirmed() {
         let mut check = Check::default();
-        assert!(!check.doubt(), "nothing is answered yet");
+        assert!(!check.invalidate(), "nothing is answered yet");
         let mut blocks = [0_u8; 32];
         (blocks[7], blocks[10]) = (99, 2);
         assert!(check.process_response(&blocks));
@@ -658,9 +658,9 @@ mod tests {
     fn unknown_capacity_is_queried_again() {
         let mut check = Check::default();
         let capacity = check.command();
-        assert!(!check.doubt());
+        assert!(!check.invalidate());
         assert!(check.process_response(&[]));
-        assert!(check.doubt());
+        assert!(check.invalidate());
         assert!(check.process_response(&[0; 96]), "its names");
         for _ in 0..4 {
             assert!(check.process_response(&[]));
@@ -674,7 +674,7 @@ mod tests {
 
     fn seen(attentions: &[u8]) -> Evidence {
         let mut evidence = Evidence::default();
-        see(&mut evidence, attentions);
+        report_attentions(&mut evidence, attentions);
         evidence
     }
 
@@ -683,7 +683,7 @@ mod tests {
         AdditionalSense { code, qualifier }
     }
 
-    fn see(evidence: &mut Evidence, attentions: &[u8]) {
+    fn report_attentions(evidence: &mut Evidence, attentions: &[u8]) {
         for qualifier in attentions {
             evidence.on_attention(reset(*qualifier), false);
         }
@@ -705,7 +705,7 @@ mod tests {
         let after = |attentions: &[u8], outage| {
             let mut evidence = Evidence::default();
             evidence.on_login(Some(Duration::from_secs(outage)));
-            see(&mut evidence, attentions);
+            report_attentions(&mut evidence, attentions);
             evidence
         };
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
@@ -731,7 +731,7 @@ mod tests {
         // A following login does not invalidate it.
         let mut reset = seen(&[0]);
         reset.on_login(Some(Duration::from_millis(1)));
-        see(&mut reset, &[7]);
+        report_attentions(&mut reset, &[7]);
         assert!(is_lost(reset));
     }
 
@@ -758,20 +758,20 @@ mod tests {
         away.on_login(Some(Duration::from_secs(60)));
         // The unit was not ready yet.
         away.on_login(Some(Duration::from_secs(61)));
-        see(&mut away, &[7]);
+        report_attentions(&mut away, &[7]);
         assert!(is_lost(away));
         let mut refused = Evidence::default();
         refused.on_down(Down::Connect(ConnectError::Tcp(111)));
         refused.on_login(Some(Duration::from_secs(1)));
         refused.on_login(Some(Duration::from_secs(2)));
-        see(&mut refused, &[7]);
+        report_attentions(&mut refused, &[7]);
         assert!(is_lost(refused));
         // A target that was running throughout.
         let mut there = Evidence::default();
         there.on_login(Some(Duration::from_secs(60)));
-        see(&mut there, &[7]);
+        report_attentions(&mut there, &[7]);
         there.on_login(Some(Duration::from_secs(61)));
-        see(&mut there, &[7]);
+        report_attentions(&mut there, &[7]);
         assert!(!is_lost(there));
     }
 

@@ -104,7 +104,7 @@ impl FileBackend {
         })
     }
 
-    fn start(&mut self, operation: Operation) {
+    fn start_operation(&mut self, operation: Operation) {
         if matches!(operation.command, Command::Flush) {
             if let Some(error) = self.flush_record.failure() {
                 return operation.complete(Err(error.clone()));
@@ -266,7 +266,7 @@ impl FileBackend {
     }
 
     /// Completes operations executed by the helper thread. Returns whether there were any.
-    fn take_results(&mut self) -> bool {
+    fn complete_offloaded(&mut self) -> bool {
         let mut any = false;
         while let Some((Token(key), result)) = self.helper.poll_result() {
             any = true;
@@ -307,7 +307,7 @@ impl Backend for FileBackend {
             return operation.complete(Err(error));
         }
         if self.waiting.is_empty() && self.in_flight.len() < CAPACITY {
-            self.start(operation);
+            self.start_operation(operation);
         } else {
             self.waiting.push_back(operation);
         }
@@ -317,7 +317,7 @@ impl Backend for FileBackend {
         while self.in_flight.len() < CAPACITY
             && let Some(operation) = self.waiting.pop_front()
         {
-            self.start(operation);
+            self.start_operation(operation);
         }
         if std::mem::take(&mut self.has_queued)
             && self.failed.is_none()
@@ -338,7 +338,7 @@ impl Backend for FileBackend {
             self.on_completion(completion.token.0 as usize, completion.outcome());
         }
         self.completions = completions;
-        worked |= self.take_results();
+        worked |= self.complete_offloaded();
         if let Err(error) = reaped {
             self.fail(&error);
         }
@@ -352,7 +352,7 @@ impl Backend for FileBackend {
         // New completions after this will prevent the sleep.
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
         self.helper_waker.clear();
-        let has_results = self.take_results();
+        let has_results = self.complete_offloaded();
         // Parking without a timeout lets the kernel run deferred work, which doesn't happen on
         // submit, and it also queues the waker's read again.
         let submitted = self.ring.park(Some(Duration::ZERO));

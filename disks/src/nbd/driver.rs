@@ -101,7 +101,7 @@ impl NbdBackend {
         }
     }
 
-    fn start(&mut self, operation: Operation, now: Instant) {
+    fn start_operation(&mut self, operation: Operation, now: Instant) {
         if self.requests.in_flight() == 0 {
             self.oldest = now;
         }
@@ -320,7 +320,7 @@ impl Backend for NbdBackend {
         }
         // Keep the order: add it after the operations that are already queued.
         if self.waiting.is_empty() && self.requests.in_flight() < MAX_IN_FLIGHT {
-            self.start(operation, now);
+            self.start_operation(operation, now);
         } else {
             self.waiting.push_back(operation);
         }
@@ -330,7 +330,7 @@ impl Backend for NbdBackend {
         while self.requests.in_flight() < MAX_IN_FLIGHT
             && let Some(operation) = self.waiting.pop_front()
         {
-            self.start(operation, now);
+            self.start_operation(operation, now);
         }
         let is_idle = self.requests.in_flight() == 0;
         if self.is_closing && is_idle && !self.has_disconnected && self.failed.is_none() {

@@ -212,7 +212,7 @@ pub(super) struct Target {
     sent: Vec<Completion>,
 }
 
-fn take(counter: &AtomicU32) -> bool {
+fn decrement(counter: &AtomicU32) -> bool {
     counter
         .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1))
         .is_ok()
@@ -284,9 +284,9 @@ impl Target {
                 CmEventKind::Rejected { .. } => {
                     count(&self.knobs.withdrawn);
                     self.waiting.retain(|(_, id, _)| *id != event.id);
-                    self.forget(event.id);
+                    self.remove_connection(event.id);
                 }
-                CmEventKind::Disconnected => self.forget(event.id),
+                CmEventKind::Disconnected => self.remove_connection(event.id),
                 _ => {}
             }
         }
@@ -319,7 +319,7 @@ impl Target {
         worked
     }
 
-    fn forget(&mut self, id: CmId) {
+    fn remove_connection(&mut self, id: CmId) {
         if let Some(qp) = self.ids.remove(&id)
             && let Some(channel) = self.channels.remove(&qp)
         {
@@ -347,7 +347,7 @@ impl Target {
         }
         if login.multi_channel == MultiChannelAction::Single {
             for old in self.ids.keys().copied().collect::<Vec<_>>() {
-                self.forget(old);
+                self.remove_connection(old);
             }
         }
         let memory = Memory::new(REPLY + 64 * REPLY_LEN).unwrap();
@@ -406,7 +406,7 @@ impl Target {
         if accepted {
             count(&self.knobs.logins);
         } else {
-            self.forget(id);
+            self.remove_connection(id);
         }
     }
 
@@ -567,12 +567,12 @@ impl Target {
         if self.knobs.aborted.lock().unwrap().contains(&cmd.tag.0) {
             count(&self.knobs.behind_abort);
         }
-        if take(&self.knobs.swallow) {
+        if decrement(&self.knobs.swallow) {
             return;
         }
         if self.knobs.disconnect.swap(false, Ordering::SeqCst) {
             let id = self.channels[&qp].id;
-            return self.forget(id);
+            return self.remove_connection(id);
         }
         let attention = [0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0];
         let not_ready = [0x70, 0, 2, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x04, 0, 0, 0, 0, 0];
@@ -587,11 +587,11 @@ impl Target {
             response: None,
             sense: None,
         };
-        if take(&self.knobs.busy) {
+        if decrement(&self.knobs.busy) {
             rsp.status = 8;
-        } else if take(&self.knobs.attention) {
+        } else if decrement(&self.knobs.attention) {
             (rsp.status, rsp.sense) = (2, Some(&attention[..]));
-        } else if cmd.cdb[..2] == [0x12, 1] && take(&self.knobs.no_pages) {
+        } else if cmd.cdb[..2] == [0x12, 1] && decrement(&self.knobs.no_pages) {
             (rsp.status, rsp.sense) = (2, Some(&not_ready[..]));
         } else if cmd.cdb[..2] == [0x12, 1] && self.knobs.vanishes.swap(false, Ordering::SeqCst) {
             (rsp.status, rsp.sense) = (2, Some(&illegal[..]));

@@ -71,13 +71,13 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
         .collect()
 }
 
-fn put(lun: &Lun, offset: u64, data: &[u8]) {
+fn write_bytes(lun: &Lun, offset: u64, data: &[u8]) {
     let buffer = block_on(lun.buffers().take_buffer(data.len()));
     buffer.slice().write(0, data);
     block_on(lun.write(offset, buffer, false)).unwrap();
 }
 
-fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
+fn read_bytes(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
     let buffer = block_on(lun.buffers().take_buffer(len));
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
@@ -96,8 +96,8 @@ fn disk_is_discovered_written_and_read() {
     assert!(info.caching.write_cache && info.provisioning.write_same);
     for (seed, offset, len) in [(1, 0, 512), (2, 4096, 4096), (3, 65536, 512 << 10)] {
         let data = pattern(seed, len);
-        put(&lun, offset, &data);
-        assert_eq!(get(&lun, offset, len), data);
+        write_bytes(&lun, offset, &data);
+        assert_eq!(read_bytes(&lun, offset, len), data);
         let at = offset as usize;
         assert_eq!(rig.target.disk.lock().unwrap()[at..at + len], data);
     }
@@ -105,7 +105,7 @@ fn disk_is_discovered_written_and_read() {
     assert_eq!(rig.target.knobs.logins.load(Ordering::SeqCst), 2);
     block_on(lun.flush()).unwrap();
     block_on(lun.write_zeroes(512..8192, Default::default())).unwrap();
-    assert_eq!(get(&lun, 4096, 4096), vec![0; 4096]);
+    assert_eq!(read_bytes(&lun, 4096, 4096), vec![0; 4096]);
     block_on(lun.discard(0..512)).unwrap();
     let buffer = block_on(lun.buffers().take_buffer(512));
     assert_eq!(
@@ -202,8 +202,8 @@ fn full_session_still_checks_unit() {
     let (mut first, second) = (begin(write(0)), write(1));
     block_on(&mut first).unwrap();
     block_on(second).unwrap();
-    assert_eq!(get(&lun, 0, BLOCK), pattern(0, BLOCK));
-    assert_eq!(get(&lun, BLOCK as u64, BLOCK), pattern(1, BLOCK));
+    assert_eq!(read_bytes(&lun, 0, BLOCK), pattern(0, BLOCK));
+    assert_eq!(read_bytes(&lun, BLOCK as u64, BLOCK), pattern(1, BLOCK));
     assert!(session.status().reconnects() >= 1);
 }
 
@@ -247,7 +247,7 @@ fn simultaneous_timeouts_spare_waiting_commands() {
     }
     for block in [2, 3] {
         assert_eq!(
-            get(&lun, (block * BLOCK) as u64, BLOCK),
+            read_bytes(&lun, (block * BLOCK) as u64, BLOCK),
             pattern(block, BLOCK)
         );
     }
@@ -288,9 +288,9 @@ fn busy_is_retried_and_errors_are_returned() {
     let lun = block_on(rig.session.lun(0)).unwrap();
     let knobs = &rig.target.knobs;
     knobs.busy.store(3, Ordering::SeqCst);
-    put(&lun, 0, &pattern(1, 512));
+    write_bytes(&lun, 0, &pattern(1, 512));
     knobs.attention.store(1, Ordering::SeqCst);
-    assert_eq!(get(&lun, 0, 512), pattern(1, 512));
+    assert_eq!(read_bytes(&lun, 0, 512), pattern(1, 512));
     let cdb = Cdb::new(&[0xff, 0, 0, 0, 0, 0]).unwrap();
     let end = block_on(lun.scsi(cdb, DataLen::None, IoData::None));
     let answer = end.result.unwrap();
@@ -299,8 +299,8 @@ fn busy_is_retried_and_errors_are_returned() {
         (2, 0x20)
     );
     knobs.ask_credit.store(true, Ordering::SeqCst);
-    get(&lun, 0, 512);
-    get(&lun, 0, 512);
+    read_bytes(&lun, 0, 512);
+    read_bytes(&lun, 0, 512);
     eventually("two answers", || {
         knobs.credits_asked.load(Ordering::SeqCst) >= 2
     });
@@ -316,9 +316,9 @@ fn silent_command_is_aborted_and_retried() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
-    put(&lun, 0, &pattern(5, 16384));
+    write_bytes(&lun, 0, &pattern(5, 16384));
     assert!(rig.target.knobs.aborts.load(Ordering::SeqCst) >= 1);
-    assert_eq!(get(&lun, 0, 16384), pattern(5, 16384));
+    assert_eq!(read_bytes(&lun, 0, 16384), pattern(5, 16384));
 }
 
 /// A connection has regions for only one of these commands at a time. The first gets no response.
@@ -352,7 +352,7 @@ fn command_never_follows_its_own_abort() {
     assert!(rig.target.knobs.aborts.load(Ordering::SeqCst) >= 1);
     for i in 0..18 {
         let at = (i * BLOCK) as u64;
-        assert_eq!(get(&lun, at, BLOCK), pattern(i, BLOCK), "block {i}");
+        assert_eq!(read_bytes(&lun, at, BLOCK), pattern(i, BLOCK), "block {i}");
     }
 }
 
@@ -361,11 +361,11 @@ fn unresponsive_target_causes_reconnect() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
     // After the check of a newly found unit.
-    get(&lun, 0, 4096);
+    read_bytes(&lun, 0, 4096);
     rig.target.knobs.deaf.store(true, Ordering::SeqCst);
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
-    put(&lun, 0, &pattern(6, 4096));
-    assert_eq!(get(&lun, 0, 4096), pattern(6, 4096));
+    write_bytes(&lun, 0, &pattern(6, 4096));
+    assert_eq!(read_bytes(&lun, 0, 4096), pattern(6, 4096));
     // On a busy machine, it may reconnect more than once.
     assert!(rig.session.status().reconnects() >= 1);
     let tried = rig.target.knobs.aborts.load(Ordering::SeqCst);
@@ -381,10 +381,10 @@ fn broken_connection_reconnects_and_retries_commands() {
         .enumerate()
     {
         knob.store(true, Ordering::SeqCst);
-        put(&lun, 0, &pattern(round, 8192));
-        put(&lun, 65536, &pattern(round + 9, 65536));
-        assert_eq!(get(&lun, 0, 8192), pattern(round, 8192));
-        assert_eq!(get(&lun, 65536, 65536), pattern(round + 9, 65536));
+        write_bytes(&lun, 0, &pattern(round, 8192));
+        write_bytes(&lun, 65536, &pattern(round + 9, 65536));
+        assert_eq!(read_bytes(&lun, 0, 8192), pattern(round, 8192));
+        assert_eq!(read_bytes(&lun, 65536, 65536), pattern(round + 9, 65536));
     }
     assert!(rig.session.status().reconnects() >= 2);
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
@@ -401,8 +401,8 @@ fn unit_without_names_is_checked_again() {
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.no_pages.store(3, Ordering::SeqCst);
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
-    put(&lun, 0, &pattern(1, 8192));
-    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+    write_bytes(&lun, 0, &pattern(1, 8192));
+    assert_eq!(read_bytes(&lun, 0, 8192), pattern(1, 8192));
     assert_eq!(rig.target.knobs.no_pages.load(Ordering::SeqCst), 0);
 }
 
@@ -415,8 +415,8 @@ fn unlisted_pages_identify_unit() {
     assert_eq!(lun.info().identity.serial.as_deref(), Some("S1"));
     assert!(lun.info().provisioning.write_same, "a page that is listed");
     knobs.disconnect.store(true, Ordering::SeqCst);
-    put(&lun, 0, &pattern(1, 8192));
-    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192), "the same unit");
+    write_bytes(&lun, 0, &pattern(1, 8192));
+    assert_eq!(read_bytes(&lun, 0, 8192), pattern(1, 8192), "the same unit");
     knobs.exchanged.store(true, Ordering::SeqCst);
     knobs.disconnect.store(true, Ordering::SeqCst);
     let buffer = block_on(lun.buffers().take_buffer(8192));
@@ -441,8 +441,8 @@ fn discovery_fails_while_pages_are_unreadable() {
     }
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
-    put(&lun, 0, &pattern(1, 8192));
-    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+    write_bytes(&lun, 0, &pattern(1, 8192));
+    assert_eq!(read_bytes(&lun, 0, 8192), pattern(1, 8192));
 }
 
 /// Pages from before and after a reconnect would be combined into the identity of a unit that does
@@ -456,8 +456,8 @@ fn identity_uses_responses_of_single_login() {
     let again = block_on(rig.session.lun(0)).unwrap();
     assert_eq!(lun.info().identity, again.info().identity);
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
-    put(&lun, 0, &pattern(1, 8192));
-    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192), "the same unit");
+    write_bytes(&lun, 0, &pattern(1, 8192));
+    assert_eq!(read_bytes(&lun, 0, 8192), pattern(1, 8192), "the same unit");
 }
 
 /// Events are not reported for a unit that is not watched yet.
@@ -465,7 +465,7 @@ fn identity_uses_responses_of_single_login() {
 fn unit_is_checked_before_first_use() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    put(&lun, 0, &pattern(1, 512));
+    write_bytes(&lun, 0, &pattern(1, 512));
     let info = lun.info();
     let mut unit = crate::unit::Snapshot {
         inquiry: Some(info.inquiry.clone()),
@@ -479,7 +479,7 @@ fn unit_is_checked_before_first_use() {
         block_on(rig.session.watch_unit(info.lun, unit, info.caching, weak)).unwrap();
     };
     watch(unit.clone());
-    put(&lun, 0, &pattern(2, 512));
+    write_bytes(&lun, 0, &pattern(2, 512));
     unit.identity.serial = Some("S0".to_owned());
     let buffer = block_on(lun.buffers().take_buffer(512));
     buffer.slice().fill(0, 512, 0xee);
@@ -514,7 +514,7 @@ fn rejected_login_is_retried() {
     });
     rig.target.knobs.refuse.store(false, Ordering::SeqCst);
     block_on(writing).unwrap();
-    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+    assert_eq!(read_bytes(&lun, 0, 8192), pattern(1, 8192));
     let why = rig.session.status().last_down();
     let is_refused = matches!(why, Some(Down::Connect(ConnectError::Login(_))));
     assert!(is_refused, "an attempt was stuck: {why:?}");
@@ -525,7 +525,7 @@ fn rejected_login_is_retried() {
 fn completed_command_memory_is_inaccessible() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    put(&lun, 0, &pattern(1, 16384));
+    write_bytes(&lun, 0, &pattern(1, 16384));
     let buffer = block_on(lun.buffers().take_buffer(16384));
     let buffer = block_on(lun.read(0, buffer)).unwrap();
     let knobs = &rig.target.knobs;
@@ -536,7 +536,7 @@ fn completed_command_memory_is_inaccessible() {
     assert_eq!(knobs.attacks.1.load(Ordering::SeqCst), 1, "repelled");
     assert_eq!(buffer.slice().to_vec(), pattern(1, 16384));
     assert_eq!(
-        get(&lun, 0, 16384),
+        read_bytes(&lun, 0, 16384),
         pattern(1, 16384),
         "after a reconnection"
     );
@@ -548,7 +548,7 @@ fn completed_command_memory_is_inaccessible() {
 fn unsolicited_invalidation_closes_connection_without_losses() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    put(&lun, 0, &pattern(1, 16384));
+    write_bytes(&lun, 0, &pattern(1, 16384));
     rig.target.knobs.invalidate.store(true, Ordering::SeqCst);
     let buffer = block_on(lun.buffers().take_buffer(16384));
     let wait = rig
@@ -573,8 +573,8 @@ fn lossy_network_preserves_data() {
     let lun = block_on(session.lun(0)).unwrap();
     for round in 0..20 {
         let data = pattern(round, 65536 + 512 * round);
-        put(&lun, 4096 * round as u64, &data);
-        assert_eq!(get(&lun, 4096 * round as u64, data.len()), data);
+        write_bytes(&lun, 4096 * round as u64, &data);
+        assert_eq!(read_bytes(&lun, 4096 * round as u64, data.len()), data);
     }
     drop((lun, session, client));
 }
@@ -624,14 +624,14 @@ fn unreachable_target_does_not_extend_timeout() {
     assert_eq!(rig.session.status().link(), LinkState::Reconnecting);
     rig.target.knobs.refuse.store(false, Ordering::SeqCst);
     let lun = lun.with_timeout(Duration::from_secs(60));
-    assert_eq!(get(&lun, 0, 512), vec![0; 512]);
+    assert_eq!(read_bytes(&lun, 0, 512), vec![0; 512]);
 }
 
 #[test]
 fn zeroing_needs_no_pool_buffer() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    put(&lun, 0, &pattern(1, 512 << 10));
+    write_bytes(&lun, 0, &pattern(1, 512 << 10));
     let held: Vec<Buffer> = std::iter::from_fn(|| lun.buffers().try_take(1)).collect();
     assert_eq!(lun.buffers().free(), 0);
     let zero = |range, options| block_on(lun.write_zeroes(range, options));
@@ -652,8 +652,8 @@ fn zeroing_needs_no_pool_buffer() {
     );
     drop(held);
     let end = 131_072 + 300 * 1024;
-    assert!(get(&lun, 0, end) == vec![0; end]);
-    assert!(get(&lun, end as u64, 4096) == pattern(1, 512 << 10)[end..end + 4096]);
+    assert!(read_bytes(&lun, 0, end) == vec![0; end]);
+    assert!(read_bytes(&lun, end as u64, 4096) == pattern(1, 512 << 10)[end..end + 4096]);
 }
 
 #[test]
@@ -941,11 +941,11 @@ fn close_completes_outstanding_commands() {
 fn reset_counts_even_if_check_reconnects() {
     let rig = rig("");
     let lun = block_on(rig.session.lun(0)).unwrap();
-    put(&lun, 0, &pattern(1, 512));
+    write_bytes(&lun, 0, &pattern(1, 512));
     // The disk was reset and has no names yet.
     rig.target.knobs.no_pages.store(1, Ordering::SeqCst);
     rig.target.knobs.attention.store(1, Ordering::SeqCst);
-    get(&lun, 0, 512);
+    read_bytes(&lun, 0, 512);
     assert!(rig.session.status().reconnects() >= 1);
     let error = block_on(lun.flush()).unwrap_err();
     assert_eq!(error, LunError::Request(RequestError::CacheLost));

@@ -16,7 +16,7 @@ pub enum Access {
 impl Access {
     /// Returns the access for an ASYMMETRIC ACCESS STATE (SPC-4 table 312).
     #[must_use]
-    pub fn of(state: u8) -> Self {
+    pub fn from_state(state: u8) -> Self {
         const NON_OPTIMIZED: u8 = 0x1;
         const LBA_DEPENDENT: u8 = 0x4;
         match state & 0x0f {
@@ -60,7 +60,7 @@ pub fn of_group(data: &[u8], group: u16) -> Option<Access> {
     let mut rest = &body[..declared.min(body.len())];
     while let [state, _, _, _, _, _, _, ports, tail @ ..] = rest {
         if be16(rest, 2..=3)? == group {
-            return Some(Access::of(*state));
+            return Some(Access::from_state(*state));
         }
         rest = tail.get(4 * usize::from(*ports)..)?;
     }

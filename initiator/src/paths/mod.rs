@@ -291,7 +291,7 @@ impl Paths {
     /// or still will be.
     fn on_lost(&mut self, index: u32, path: usize, now: Instant) {
         if self.paths[path].stage == Stage::Live {
-            self.end_session(path);
+            self.on_session_closed(path);
         }
         let request = &mut self.requests[index as usize];
         if request.spec.effect.is_change() {

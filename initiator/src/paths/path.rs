@@ -104,7 +104,7 @@ impl Paths {
     }
 
     fn close_path(&mut self, index: usize) {
-        self.end_session(index);
+        self.on_session_closed(index);
         self.outputs
             .push_back(Output::Close(PathIndex(index as u8)));
     }
@@ -243,7 +243,7 @@ impl Paths {
 
     /// Called when the session of a path has closed, or must be closed. If it was in use, its
     /// commands may still be executed by the target.
-    pub(super) fn end_session(&mut self, index: usize) {
+    pub(super) fn on_session_closed(&mut self, index: usize) {
         let path = &mut self.paths[index];
         let was_live = path.stage == Stage::Live;
         if path.stage != Stage::Closing {
@@ -288,7 +288,7 @@ impl Paths {
     /// Called when the session of a path has closed and returned its requests.
     pub fn handle_closed(&mut self, path: PathIndex, why: Down, now: Instant) {
         let index = usize::from(path.0);
-        self.end_session(index);
+        self.on_session_closed(index);
         let path = &mut self.paths[index];
         if why != Down::Closed {
             path.why = Some(why);

@@ -74,7 +74,7 @@ impl Rig {
             now: Instant::now(),
             seen: Vec::new(),
         };
-        rig.take();
+        rig.collect_outputs();
         for path in 0..count {
             assert!(rig.seen.contains(&open(PathIndex(path), PathIndex(path))));
         }
@@ -84,35 +84,35 @@ impl Rig {
     /// Returns two live paths to the same group.
     fn live() -> Self {
         let mut rig = Self::new(2);
-        rig.come(A, None);
+        rig.activate(A, None);
         assert!(!rig.saw(&Output::Event(SessionEvent::Live)), "B is awaited");
-        rig.come(B, None);
+        rig.activate(B, None);
         assert!(rig.saw(&Output::Event(SessionEvent::Live)));
         rig
     }
 
     /// A path logs in, and leads to the expected unit.
-    fn come(&mut self, path: PathIndex, access: Option<Access>) {
+    fn activate(&mut self, path: PathIndex, access: Option<Access>) {
         self.paths.handle_live(path, GROUP);
-        self.take();
+        self.collect_outputs();
         assert!(self.saw(&Output::Check(path)));
         self.check(path, Ok(found(access)));
     }
 
-    /// Same as [`Self::come`], for a target with a cache generation.
-    fn come_with_cache(&mut self, path: PathIndex, port: Option<PortTag>) {
+    /// Same as [`Self::activate`], for a target with a cache generation.
+    fn activate_with_cache(&mut self, path: PathIndex, port: Option<PortTag>) {
         self.paths.handle_live(path, port);
-        self.take();
+        self.collect_outputs();
         let mut found = found(None);
         found.unit.cache = Some([1; 16]);
         self.check(path, Ok(found));
     }
 
-    /// Same as [`Self::come`], for an SRP target with this cache generation.
-    fn come_by_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
+    /// Same as [`Self::activate`], for an SRP target with this cache generation.
+    fn activate_on_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
         let port = PortTag::Port(TargetPortId([7; 16]));
         self.paths.handle_live(path, Some(port));
-        self.take();
+        self.collect_outputs();
         let mut found = found(None);
         found.unit.cache = cache;
         self.check(path, Ok(found));
@@ -120,10 +120,10 @@ impl Rig {
 
     fn check(&mut self, path: PathIndex, found: Result<UnitReport, Down>) {
         self.paths.handle_checked(path, found, self.now);
-        self.take();
+        self.collect_outputs();
     }
 
-    fn take(&mut self) {
+    fn collect_outputs(&mut self) {
         self.seen.clear();
         while let Some(output) = self.paths.poll_output() {
             self.seen.push(output);
@@ -137,7 +137,7 @@ impl Rig {
     fn wait(&mut self, span: Duration) {
         self.now += span;
         self.paths.handle_timeout(self.now);
-        self.take();
+        self.collect_outputs();
     }
 
     fn submit(&mut self, effect: Effect) -> RequestId {
@@ -151,17 +151,17 @@ impl Rig {
             effect,
         };
         let request = self.paths.submit(spec, self.now).unwrap();
-        self.take();
+        self.collect_outputs();
         request
     }
 
-    fn end(&mut self, request: RequestId, result: RequestResult) {
+    fn complete_with(&mut self, request: RequestId, result: RequestResult) {
         self.paths.handle_completed(request, result, self.now);
-        self.take();
+        self.collect_outputs();
     }
 
-    fn answer(&mut self, request: RequestId) {
-        self.end(request, good());
+    fn complete_good(&mut self, request: RequestId) {
+        self.complete_with(request, good());
         assert!(self.saw(&Output::Complete(request, good())));
     }
 
@@ -169,7 +169,7 @@ impl Rig {
     fn lose(&mut self, path: PathIndex, requests: &[RequestId]) {
         let mut seen = Vec::new();
         for request in requests {
-            self.end(*request, Err(RequestError::Closed));
+            self.complete_with(*request, Err(RequestError::Closed));
             seen.append(&mut self.seen);
         }
         self.close(path, Down::ConnectionLost);
@@ -178,7 +178,7 @@ impl Rig {
 
     fn close(&mut self, path: PathIndex, why: Down) {
         self.paths.handle_closed(path, why, self.now);
-        self.take();
+        self.collect_outputs();
     }
 
     fn started(&self) -> Vec<(RequestId, PathIndex)> {
@@ -247,11 +247,11 @@ fn requests_use_least_loaded_path() {
     assert_eq!(rig.started(), [(first, B)]);
     let second = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(second, A)]);
-    rig.answer(first);
+    rig.complete_good(first);
     let third = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(third, B)]);
-    rig.answer(second);
-    rig.answer(third);
+    rig.complete_good(second);
+    rig.complete_good(third);
     assert_eq!(rig.states(), [PathState::Live; 2]);
 }
 
@@ -262,9 +262,9 @@ fn lost_write_waits_for_fence_unlike_read() {
     let write_a = rig.submit(write(0, 8));
     let read_b = rig.submit(READ);
     assert_eq!(rig.started(), [(read_b, B)]);
-    rig.answer(read);
+    rig.complete_good(read);
     let read_a = rig.submit(READ);
-    rig.answer(read_b);
+    rig.complete_good(read_b);
     let lost: Vec<_> = [write_a, read_a].into();
     rig.lose(A, &lost[..1]);
     assert_eq!(rig.started(), []);
@@ -275,20 +275,20 @@ fn lost_write_waits_for_fence_unlike_read() {
     let over = rig.submit(write(7, 9));
     assert_eq!(rig.started(), []);
     rig.paths.handle_live(A, GROUP);
-    rig.take();
+    rig.collect_outputs();
     assert_eq!(rig.started(), [(write_a, B)]);
     assert!(rig.saw(&Output::Close(A)));
     // This write overlaps with both.
-    rig.answer(write_a);
+    rig.complete_good(write_a);
     assert_eq!(rig.started(), []);
-    rig.answer(elsewhere);
+    rig.complete_good(elsewhere);
     assert_eq!(rig.started(), [(over, B)]);
     // The path recovers at its own portal.
     rig.close(A, Down::Closed);
     assert_eq!(rig.states(), [PathState::Lost, PathState::Live]);
     rig.wait(ms(200));
     assert!(rig.saw(&open(A, A)));
-    rig.come(A, None);
+    rig.activate(A, None);
     assert_eq!(rig.states(), [PathState::Live; 2]);
     assert_eq!(rig.paths.views().next().unwrap().losses, 1);
 }
@@ -303,14 +303,14 @@ fn lost_read_retries_without_login() {
     assert_eq!(rig.started(), [(on_a, B)]);
     // Nothing requires a fence: the next attempt uses the path's own portal.
     assert!(!rig.saw(&open(A, B)));
-    rig.answer(on_a);
-    rig.answer(on_b);
+    rig.complete_good(on_a);
+    rig.complete_good(on_b);
 }
 
 #[test]
 fn login_in_other_group_never_fences() {
     let mut rig = Rig::new(2);
-    rig.come(A, None);
+    rig.activate(A, None);
     rig.paths.handle_live(B, Some(PortTag::Group(2)));
     rig.check(B, Ok(found(None)));
     rig.submit(Effect::None);
@@ -322,7 +322,7 @@ fn login_in_other_group_never_fences() {
     assert!(rig.saw(&open(A, A)));
     // A login is no proof either before the unit was identified.
     rig.paths.handle_live(A, GROUP);
-    rig.take();
+    rig.collect_outputs();
     assert_eq!(rig.started(), []);
     rig.check(A, Ok(found(None)));
     assert_eq!(rig.started(), [(lost, A)]);
@@ -336,7 +336,7 @@ fn fence_requires_unchanged_group() {
     rig.lose(A, &[lost]);
     assert!(rig.saw(&open(A, B)));
     rig.paths.handle_live(A, Some(PortTag::Group(7)));
-    rig.take();
+    rig.collect_outputs();
     assert!(rig.saw(&Output::Close(A)));
     assert_eq!(rig.started(), []);
     rig.close(A, Down::Closed);
@@ -346,14 +346,14 @@ fn fence_requires_unchanged_group() {
     rig.close(A, ConnectError::Unreachable.into());
     assert!(rig.saw(&open(A, B)));
     rig.paths.handle_live(A, GROUP);
-    rig.take();
+    rig.collect_outputs();
     assert_eq!(rig.started(), [(lost, B)]);
 }
 
 #[test]
 fn timed_out_write_blocks_conflicting_requests() {
     let mut rig = Rig::new(2);
-    rig.come(A, None);
+    rig.activate(A, None);
     rig.paths.handle_live(B, Some(PortTag::Group(2)));
     rig.check(B, Ok(found(None)));
     rig.submit(Effect::None);
@@ -368,7 +368,7 @@ fn timed_out_write_blocks_conflicting_requests() {
     assert_eq!(rig.started(), [], "the stale copy may still land");
     let free = rig.submit(Effect::Read { start: 8, end: 9 });
     assert_eq!(rig.started(), [(free, B)], "it sees nothing of that");
-    rig.answer(free);
+    rig.complete_good(free);
     let elsewhere = rig.submit(write(8, 9));
     assert_eq!(
         rig.started(),
@@ -377,15 +377,15 @@ fn timed_out_write_blocks_conflicting_requests() {
     );
     assert!(rig.saw(&open(A, A)) || rig.paths.next_deadline().is_some());
     rig.paths.handle_live(A, GROUP);
-    rig.take();
+    rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     let started: Vec<_> = rig.started().into_iter().map(|(id, _)| id).collect();
     assert_eq!(started, [newer, read]);
-    rig.answer(newer);
+    rig.complete_good(newer);
     assert_eq!(rig.started().len(), 1);
-    rig.answer(raw);
+    rig.complete_good(raw);
     assert_eq!(rig.started().len(), 1);
-    rig.answer(elsewhere);
+    rig.complete_good(elsewhere);
 }
 
 #[test]
@@ -403,7 +403,7 @@ fn unrepeatable_request_fails_and_blocks_io() {
     let inquiry = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(inquiry, B)]);
     rig.paths.handle_live(A, GROUP);
-    rig.take();
+    rig.collect_outputs();
     assert_eq!(rig.started(), [(newer, B), (read, B)]);
 }
 
@@ -416,12 +416,12 @@ fn conflicting_writes_are_never_outstanding_together() {
     assert_eq!(rig.started(), []);
     let apart = rig.submit(write(100, 101));
     assert_eq!(rig.started().len(), 1);
-    rig.answer(first);
+    rig.complete_good(first);
     assert_eq!(rig.started().len(), 1);
-    rig.answer(second);
+    rig.complete_good(second);
     assert_eq!(rig.started().len(), 1);
-    rig.answer(third);
-    rig.answer(apart);
+    rig.complete_good(third);
+    rig.complete_good(apart);
 }
 
 #[test]
@@ -441,7 +441,7 @@ fn returning_path_fences_remaining_lost_path() {
     assert!(rig.saw(&open(A, A)) && rig.saw(&open(B, B)));
     // B responds; A is silent, and its attempt is aborted.
     rig.paths.handle_live(B, GROUP);
-    rig.take();
+    rig.collect_outputs();
     rig.check(B, Ok(found(None)));
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
     assert!(rig.saw(&Output::Close(A)));
@@ -449,14 +449,14 @@ fn returning_path_fences_remaining_lost_path() {
     rig.close(A, Down::Closed);
     assert!(rig.saw(&open(A, B)));
     rig.paths.handle_live(A, GROUP);
-    rig.take();
+    rig.collect_outputs();
     assert_eq!(rig.started(), [(on_a, B)]);
 }
 
 #[test]
 fn opening_fails_on_other_unit() {
     let mut rig = Rig::new(2);
-    rig.come(A, None);
+    rig.activate(A, None);
     rig.paths.handle_live(B, GROUP);
     let other = UnitReport {
         unit: unit("two"),
@@ -506,7 +506,7 @@ fn path_to_other_unit_is_retried() {
     }
     rig.wait(ms(5000));
     assert!(rig.saw(&open(A, A)));
-    rig.come(A, None);
+    rig.activate(A, None);
     assert_eq!(rig.states(), [PathState::Live; 2]);
 }
 
@@ -515,7 +515,7 @@ fn opening_fails_if_all_paths_fail() {
     let mut rig = Rig::new(2);
     let refused: Down = ConnectError::Unreachable.into();
     rig.close(A, refused);
-    rig.come(B, None);
+    rig.activate(B, None);
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
     assert_eq!(rig.states(), [PathState::Lost, PathState::Live]);
     let mut rig = Rig::new(2);
@@ -544,9 +544,9 @@ fn login_timeout_doubles_patience() {
 fn access_states_select_paths() {
     let mut rig = Rig::new(3);
     let c = PathIndex(2);
-    rig.come(A, Some(Access::None));
-    rig.come(B, Some(Access::NonOptimized));
-    rig.come(c, Some(Access::Optimized));
+    rig.activate(A, Some(Access::None));
+    rig.activate(B, Some(Access::NonOptimized));
+    rig.activate(c, Some(Access::Optimized));
     let standby = PathState::Standby;
     assert_eq!(rig.states(), [standby, PathState::Live, PathState::Live]);
     let requests: Vec<_> = (0..3).map(|_| rig.submit(Effect::None)).collect();
@@ -560,7 +560,7 @@ fn access_states_select_paths() {
         transferred: 0,
         overflow: 0,
     };
-    rig.end(requests[0], Ok(refusal));
+    rig.complete_with(requests[0], Ok(refusal));
     assert_eq!(rig.started(), [(requests[0], B)]);
     rig.wait(ms(0));
     assert!(rig.saw(&Output::Check(A)) && rig.saw(&Output::Check(B)));
@@ -577,11 +577,11 @@ fn close_completes_requests_after_sessions() {
     let on_b = rig.submit(write(0, 8));
     let waits = rig.submit(write(0, 8));
     rig.paths.close(rig.now);
-    rig.take();
+    rig.collect_outputs();
     assert!(rig.saw(&Output::Close(A)) && rig.saw(&Output::Close(B)));
     rig.close(A, Down::Closed);
     let closed = || Err(RequestError::Closed);
-    rig.end(on_b, closed());
+    rig.complete_with(on_b, closed());
     assert!(rig.saw(&Output::Complete(on_b, closed())));
     rig.close(B, Down::Closed);
     assert!(rig.saw(&Output::Complete(waits, closed())));
@@ -594,16 +594,16 @@ fn close_completes_requests_after_sessions() {
 #[test]
 fn request_completes_before_closed_event() {
     let mut rig = Rig::new(1);
-    rig.come(A, None);
+    rig.activate(A, None);
     let request = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(request, A)]);
     rig.paths.close(rig.now);
-    rig.take();
+    rig.collect_outputs();
     rig.close(A, Down::ConnectionLost);
     let over = Output::Event(SessionEvent::Closed(Down::Closed));
     assert!(!rig.saw(&over));
     let closed = || Err(RequestError::Closed);
-    rig.end(request, closed());
+    rig.complete_with(request, closed());
     assert_eq!(rig.seen, [Output::Complete(request, closed()), over]);
 }
 
@@ -685,7 +685,7 @@ fn simulate(seed: u64) {
                 let (request, block, value) = held[at].swap_remove(place);
                 disk.insert(block, value);
                 if is_up[at] && random(4) > 0 {
-                    rig.end(request, good());
+                    rig.complete_with(request, good());
                 } else if is_up[at] {
                     // The response is lost with the connection.
                     held[at].push((request, block, value));
@@ -704,7 +704,7 @@ fn simulate(seed: u64) {
                     held[at].clear();
                     if usize::from(through.0) == at || is_up[usize::from(through.0)] {
                         rig.paths.handle_live(path, GROUP);
-                        rig.take();
+                        rig.collect_outputs();
                     } else {
                         rig.close(path, ConnectError::Unreachable.into());
                     }
@@ -739,7 +739,7 @@ fn missing_unit_moves_commands_to_other_path() {
         transferred: 0,
         overflow: 0,
     };
-    rig.end(id, Ok(answer));
+    rig.complete_with(id, Ok(answer));
     assert!(rig.saw(&Output::Close(path)));
     let other = if path == A { B } else { A };
     assert_eq!(rig.started(), [(id, other)]);
@@ -749,7 +749,7 @@ fn missing_unit_moves_commands_to_other_path() {
 fn srp(cache: Option<[u8; 16]>) -> Rig {
     let mut rig = Rig::new(2);
     for path in [A, B] {
-        rig.come_by_srp(path, cache);
+        rig.activate_on_srp(path, cache);
     }
     rig
 }
@@ -776,7 +776,7 @@ fn srp_login_fences_with_cache_generation() {
     // Without the login there is no proof, regardless of the time.
     rig.wait(ms(40_000));
     assert_eq!(rig.started(), []);
-    rig.come_by_srp(A, Some([1; 16]));
+    rig.activate_on_srp(A, Some([1; 16]));
     assert_eq!(rig.started().len(), 1);
 }
 
@@ -788,14 +788,14 @@ fn unproven_srp_login_fences_after_delay() {
     let gone = rig.submit(Effect::None);
     rig.lose(A, &[lost]);
     rig.wait(ms(100));
-    rig.come_by_srp(A, None);
+    rig.activate_on_srp(A, None);
     assert_eq!(rig.started(), [], "the old session's write may be held up");
     rig.wait(ms(14_800));
     assert_eq!(rig.started(), []);
     rig.wait(ms(200));
     assert_eq!(rig.started().len(), 1);
     assert_eq!(rig.started()[0].0, lost);
-    rig.answer(gone);
+    rig.complete_good(gone);
 }
 
 /// The settle time of an earlier loss expires while the session is being closed.
@@ -807,7 +807,7 @@ fn earlier_loss_fences_no_later_session() {
     assert_eq!(rig.started(), [(lost, A)]);
     rig.lose(A, &[lost]);
     rig.wait(ms(100));
-    rig.come_by_srp(A, None);
+    rig.activate_on_srp(A, None);
     let late = rig.submit(write(8, 16));
     assert_eq!(rig.started(), [(late, A)]);
     rig.wait(ms(14_800));
@@ -830,7 +830,7 @@ fn changed_group_fences_after_delay() {
     rig.close(A, ConnectError::Unreachable.into());
     rig.wait(ms(200));
     rig.paths.handle_live(A, Some(PortTag::Group(7)));
-    rig.take();
+    rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     assert_eq!(rig.states(), [PathState::Live; 2]);
     assert_eq!(
@@ -850,18 +850,18 @@ fn changed_group_fences_after_delay() {
 #[test]
 fn login_fences_only_sessions_in_group() {
     let mut rig = Rig::new(1);
-    rig.come(A, None);
+    rig.activate(A, None);
     let first = rig.submit(write(0, 8));
     rig.lose(A, &[first]);
     rig.wait(ms(200));
     rig.paths.handle_live(A, Some(PortTag::Group(7)));
-    rig.take();
+    rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     let second = rig.submit(write(8, 16));
     assert_eq!(rig.started(), [(second, A)]);
     rig.lose(A, &[second]);
     rig.wait(ms(200));
-    rig.come(A, None);
+    rig.activate(A, None);
     assert_eq!(rig.started(), []);
     rig.wait(ms(15_000));
     assert_eq!(rig.started(), [(first, A), (second, A)]);
@@ -871,7 +871,7 @@ fn login_fences_only_sessions_in_group() {
 fn takeover_writes_after_fencing_all_paths() {
     let mut rig = Rig::new(2);
     rig.paths.recover(rig.now);
-    rig.come_with_cache(A, GROUP);
+    rig.activate_with_cache(A, GROUP);
     rig.close(B, ConnectError::Unreachable.into());
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
     let write = rig.submit(write(0, 8));
@@ -882,7 +882,7 @@ fn takeover_writes_after_fencing_all_paths() {
     rig.wait(ms(200));
     assert_eq!(rig.started(), []);
     assert!(rig.saw(&open(B, B)), "{:?}", rig.seen);
-    rig.come_with_cache(B, Some(PortTag::Group(2)));
+    rig.activate_with_cache(B, Some(PortTag::Group(2)));
     let started = rig.started().into_iter().map(|(request, _)| request);
     assert_eq!(started.collect::<Vec<_>>(), [write, read]);
 }
@@ -892,8 +892,8 @@ fn takeover_writes_after_fencing_all_paths() {
 fn takeover_trusts_no_unknown_group() {
     let mut rig = Rig::new(2);
     rig.paths.recover(rig.now);
-    rig.come(A, None);
-    rig.come(B, None);
+    rig.activate(A, None);
+    rig.activate(B, None);
     let write = rig.submit(write(0, 8));
     rig.wait(ms(14_900));
     assert_eq!(rig.started(), []);
@@ -919,7 +919,7 @@ fn path_waits_for_time2wait() {
 fn takeover_delays_writes_for_absent_path() {
     let mut rig = Rig::new(2);
     rig.paths.recover(rig.now);
-    rig.come(A, None);
+    rig.activate(A, None);
     rig.close(B, ConnectError::Unreachable.into());
     let write = rig.submit(write(0, 8));
     rig.wait(ms(14_900));

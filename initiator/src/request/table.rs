@@ -295,7 +295,13 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Called when a queued request is sent. Returns the time at which its attempt times out.
-    pub(crate) fn start(&mut self, index: u32, channel: u8, tag: T, now: Instant) -> Instant {
+    pub(crate) fn start_attempt(
+        &mut self,
+        index: u32,
+        channel: u8,
+        tag: T,
+        now: Instant,
+    ) -> Instant {
         let until = now + self.limits.attempt;
         let queue = self.queue_of(self.at(index).spec.retry);
         let at = queue.iter().position(|&i| i == index);
@@ -699,7 +705,7 @@ mod tests {
     fn started(now: Instant) -> (Requests<u16>, u32) {
         let mut requests = Requests::new(LIMITS);
         let RequestId(index) = requests.insert(spec(now)).unwrap();
-        requests.start(index, 0, 7, now);
+        requests.start_attempt(index, 0, 7, now);
         (requests, index)
     }
 
@@ -730,14 +736,14 @@ mod tests {
             let (mut requests, index) = started(now);
             requests.requeue_unsent(index);
             // Lost with the connection, before and during its abort.
-            requests.start(index, 0, 8, now);
+            requests.start_attempt(index, 0, 8, now);
             let settled = requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
             assert_eq!(settled, Settled::Queued);
-            requests.start(index, 0, 9, now);
+            requests.start_attempt(index, 0, 9, now);
             assert_eq!(requests.begin_abort(index), Some((0, 9)));
             requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
             // Aborted.
-            requests.start(index, 0, 10, now);
+            requests.start_attempt(index, 0, 10, now);
             requests.begin_abort(index);
             requests.retire_attempt(index, 0, AttemptOutcome::Aborted, now);
             requests.finish_attempt(index, AttemptOutcome::Aborted, false, now);
@@ -747,7 +753,7 @@ mod tests {
             let settled = requests.finish_attempt(index, answered(BUSY), false, now);
             assert_eq!(settled, Settled::Later(now + LIMITS.busy));
             requests.enqueue(index);
-            requests.start(index, 0, 11, now);
+            requests.start_attempt(index, 0, 11, now);
             requests.retire_attempt(index, 0, answered(GOOD), now);
             let settled = requests.finish_attempt(index, answered(GOOD), false, now);
             assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
@@ -782,12 +788,12 @@ mod tests {
                 "{attempt}: {settled:?}"
             );
             requests.enqueue(index);
-            requests.start(index, 0, 8, now);
+            requests.start_attempt(index, 0, 8, now);
         }
         requests.retire_attempt(index, 0, answered(TASK_ABORTED), now);
         let settled = requests.finish_attempt(index, answered(TASK_ABORTED), false, now);
         assert_eq!(settled, Settled::Queued);
-        requests.start(index, 0, 9, now);
+        requests.start_attempt(index, 0, 9, now);
         requests.retire_attempt(index, 0, answered(BUSY), now);
         let late = now + Duration::from_secs(61);
         let settled = requests.finish_attempt(index, answered(BUSY), false, late);
@@ -806,13 +812,13 @@ mod tests {
         };
         // A write to unit 1 that may have been executed, and for which the unit requests a wait.
         let RequestId(first) = requests.insert(write(1, 600)).unwrap();
-        requests.start(first, 0, 7, now);
+        requests.start_attempt(first, 0, 7, now);
         requests.retire_attempt(first, 0, AttemptOutcome::Lost, now);
         assert_eq!(
             requests.finish_attempt(first, AttemptOutcome::Lost, false, now),
             Settled::Queued
         );
-        requests.start(first, 0, 8, now);
+        requests.start_attempt(first, 0, 8, now);
         // Another write to the same blocks, and a write to unit 2.
         let RequestId(_) = requests.insert(write(1, 600)).unwrap();
         let RequestId(other) = requests.insert(write(2, 60)).unwrap();
@@ -828,7 +834,7 @@ mod tests {
                 return;
             }
             requests.enqueue(first);
-            requests.start(first, 0, 9, at);
+            requests.start_attempt(first, 0, 9, at);
         }
         panic!("unit 2 has waited {:?}", at - now);
     }
@@ -845,7 +851,7 @@ mod tests {
             ..spec(now)
         };
         let RequestId(index) = requests.insert(spec).unwrap();
-        requests.start(index, 0, 7, now);
+        requests.start_attempt(index, 0, 7, now);
         requests.retire_attempt(index, 0, answered(GOOD), now);
         requests.finish_attempt(index, answered(GOOD), false, now)
     }
@@ -899,7 +905,7 @@ mod tests {
         });
         let mut at = now;
         loop {
-            requests.start(index, 0, 7, at);
+            requests.start_attempt(index, 0, 7, at);
             requests.retire_attempt(index, 0, answer.clone(), at);
             match requests.finish_attempt(index, answer.clone(), false, at) {
                 Settled::Later(until) => at = until,

@@ -36,7 +36,7 @@ pub(crate) enum Expired {
     /// Abort the request, which is outstanding on this channel.
     Abort(u8),
     /// The abort timed out, or the connection did not retire the memory: close the connection.
-    Leave,
+    Disconnect,
 }
 
 /// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED that a unit may report because of our own reset.
@@ -295,7 +295,9 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
                 self.requests.begin_abort(late.index);
                 return Expired::Abort(channel);
             }
-            RequestState::Aborting { .. } | RequestState::Retiring { .. } => return Expired::Leave,
+            RequestState::Aborting { .. } | RequestState::Retiring { .. } => {
+                return Expired::Disconnect;
+            }
         }
         Expired::Nothing
     }

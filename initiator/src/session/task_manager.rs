@@ -71,7 +71,7 @@ pub(crate) trait TaskManager: Machine {
                     self.core().functions.queue_abort(channel, late);
                     self.pump_functions(channel, now);
                 }
-                Expired::Leave => self.tear_down(Down::Unresponsive, false),
+                Expired::Disconnect => self.tear_down(Down::Unresponsive, false),
             }
         }
     }

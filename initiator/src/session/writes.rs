@@ -50,7 +50,7 @@ mod tests {
 
     /// Returns whether each of several writes carries its data, for these numbers of outstanding
     /// writes.
-    fn carry(reads: u8, outstanding: &[usize]) -> Vec<bool> {
+    fn plan_writes(reads: u8, outstanding: &[usize]) -> Vec<bool> {
         let mut policy = WritePolicy::new(reads);
         let all = outstanding.iter();
         all.map(|count| policy.carries_data(*count)).collect()
@@ -59,20 +59,20 @@ mod tests {
     #[test]
     fn target_fetches_data_of_many_writes() {
         assert_eq!(
-            carry(16, &[1, 2, 3, 4, 5]),
+            plan_writes(16, &[1, 2, 3, 4, 5]),
             [true, true, true, false, false]
         );
-        assert_eq!(carry(16, &[1, 1, 1, 1]), [true; 4]);
-        assert_eq!(carry(16, &[32, 32]), [false; 2]);
+        assert_eq!(plan_writes(16, &[1, 1, 1, 1]), [true; 4]);
+        assert_eq!(plan_writes(16, &[32, 32]), [false; 2]);
     }
 
     #[test]
     fn policy_changes_with_load_only() {
         // Between the bounds, the decision does not change.
-        assert_eq!(carry(16, &[3, 3, 3]), [true; 3]);
-        assert_eq!(carry(16, &[4, 3, 3, 4, 3]), [false; 5]);
+        assert_eq!(plan_writes(16, &[3, 3, 3]), [true; 3]);
+        assert_eq!(plan_writes(16, &[4, 3, 3, 4, 3]), [false; 5]);
         assert_eq!(
-            carry(16, &[4, 2, 3, 3, 4]),
+            plan_writes(16, &[4, 2, 3, 3, 4]),
             [false, true, true, true, false]
         );
     }
@@ -80,8 +80,8 @@ mod tests {
     #[test]
     fn serial_reader_receives_data_with_writes() {
         for reads in 0..MANY as u8 {
-            assert_eq!(carry(reads, &[1, 4, 32]), [true; 3], "{reads}");
+            assert_eq!(plan_writes(reads, &[1, 4, 32]), [true; 3], "{reads}");
         }
-        assert_eq!(carry(MANY as u8, &[1, 4, 32]), [true, false, false]);
+        assert_eq!(plan_writes(MANY as u8, &[1, 4, 32]), [true, false, false]);
     }
 }

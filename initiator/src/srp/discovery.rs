@@ -2,7 +2,7 @@
 //!
 //! [`Discovery`] queries the I/O unit, then the profile and services of each controller, one at a
 //! time, and repeats queries without a response. Its owner sends the MADs of
-//! [`Discovery::poll_question`] to queue pair 1 of the address, and passes received MADs to it.
+//! [`Discovery::poll_query`] to queue pair 1 of the address, and passes received MADs to it.
 //!
 //! Bound: [`MAX_CONTROLLERS`] controllers with 255 services each, even if a peer reports more.
 
@@ -115,7 +115,7 @@ impl Discovery {
     }
 
     /// Returns the MAD to send now, if any.
-    pub fn poll_question(&mut self, now: Instant) -> Option<[u8; MAD_LEN]> {
+    pub fn poll_query(&mut self, now: Instant) -> Option<[u8; MAD_LEN]> {
         if self.until.is_some_and(|t| t > now) {
             return None;
         }
@@ -124,7 +124,7 @@ impl Discovery {
             // A silent controller is skipped; an address without any response is an error.
             self.failed |= self.step == Step::IoUnit;
             self.next_controller();
-            return self.poll_question(now);
+            return self.poll_query(now);
         }
         self.tries += 1;
         self.until = Some(now + PATIENCE);
@@ -137,7 +137,7 @@ impl Discovery {
         Some(header.emit(&[]))
     }
 
-    /// Returns the time for the next [`Self::poll_question`], or `None` once there is a result.
+    /// Returns the time for the next [`Self::poll_query`], or `None` once there is a result.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         self.until.filter(|_| self.step != Step::Done)
@@ -183,12 +183,12 @@ impl Discovery {
                 }
                 _ => self.next_controller(),
             },
-            Step::Services { slot, first } => self.take_services(slot, first, data, ok),
+            Step::Services { slot, first } => self.handle_services(slot, first, data, ok),
             Step::Done => {}
         }
     }
 
-    fn take_services(&mut self, slot: u8, first: u8, data: &[u8], ok: bool) {
+    fn handle_services(&mut self, slot: u8, first: u8, data: &[u8], ok: bool) {
         let Some(profile) = self.profile.as_ref().filter(|_| ok) else {
             return self.next_controller();
         };
@@ -313,9 +313,9 @@ mod tests {
         let now = Instant::now();
         let mut discovery = Discovery::new(100);
         let mut questions = 0;
-        while let Some(question) = discovery.poll_question(now) {
+        while let Some(question) = discovery.poll_query(now) {
             questions += 1;
-            assert_eq!(discovery.poll_question(now), None, "one at a time");
+            assert_eq!(discovery.poll_query(now), None, "one at a time");
             discovery.handle_mad(&build_response(&question, &units));
         }
         assert_eq!(questions, 1 + 3 + 2 + 1);
@@ -336,11 +336,11 @@ mod tests {
         let mut now = Instant::now();
         let mut discovery = Discovery::new(1);
         for _ in 0..TRIES {
-            assert!(discovery.poll_question(now).is_some());
+            assert!(discovery.poll_query(now).is_some());
             assert!(discovery.poll_result().is_none());
             now = discovery.deadline().unwrap();
         }
-        assert_eq!(discovery.poll_question(now), None);
+        assert_eq!(discovery.poll_query(now), None);
         assert_eq!(discovery.poll_result(), Some(Err(DiscoveryError::NoAnswer)));
         assert_eq!(discovery.deadline(), None);
     }
@@ -349,7 +349,7 @@ mod tests {
     fn foreign_and_late_responses_are_ignored() {
         let now = Instant::now();
         let mut discovery = Discovery::new(50);
-        let question = discovery.poll_question(now).unwrap();
+        let question = discovery.poll_query(now).unwrap();
         let good = build_response(&question, &[]);
         let mut other = good;
         other[15] ^= 1;
@@ -368,7 +368,7 @@ mod tests {
             let now = Instant::now();
             let mut discovery = Discovery::new(9);
             let mut questions = 0;
-            while let Some(mut mad) = discovery.poll_question(now) {
+            while let Some(mut mad) = discovery.poll_query(now) {
                 mad[3] = 0x81;
                 mad[4..6].copy_from_slice(&(status / 2).to_be_bytes());
                 for (at, byte) in mad[64..].iter_mut().enumerate() {

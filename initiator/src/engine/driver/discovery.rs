@@ -157,7 +157,7 @@ impl Agent {
             if self.sends == DEPTH {
                 break;
             }
-            if let Some(mad) = self.searches[at].machine.poll_question(now) {
+            if let Some(mad) = self.searches[at].machine.poll_query(now) {
                 worked = true;
                 self.send_query(provider, self.searches[at].gid, &mad);
             }

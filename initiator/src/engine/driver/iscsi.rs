@@ -128,11 +128,11 @@ impl IscsiLink {
             let (machine, mover) = self.on_iser()?;
             let is_full_feature = machine.params().is_some();
             let reposted = mover.repost(is_full_feature, cx)?;
-            self.take_error(reposted, cx.now);
+            self.handle_mover_result(reposted, cx.now);
         }
     }
 
-    fn take_error(&mut self, moved: Result<(), MoverError>, now: Instant) {
+    fn handle_mover_result(&mut self, moved: Result<(), MoverError>, now: Instant) {
         match moved {
             Ok(()) => {}
             Err(MoverError::Fault(fault)) => self.machine.handle_fault(fault),
@@ -157,8 +157,10 @@ impl IscsiLink {
                 mover.enter_full_feature(params)
             }
             (Output::FullFeature(_), Datamover::Iser(mover)) => mover.enter_full_feature(cx),
-            (Output::Start(request), Datamover::Tcp(mover)) => mover.start(request),
-            (Output::Start(request), Datamover::Iser(mover)) => mover.start(request, machine, cx),
+            (Output::Start(request), Datamover::Tcp(mover)) => mover.start_command(request),
+            (Output::Start(request), Datamover::Iser(mover)) => {
+                mover.start_command(request, machine, cx)
+            }
             (Output::SendData(order), Datamover::Tcp(mover)) => mover.send_data(order),
             // The target reads the data with RDMA and must not solicit it.
             (Output::SendData(_), Datamover::Iser(_)) => Err(MoverError::Fault(IscsiFault::R2t)),
@@ -194,7 +196,7 @@ impl IscsiLink {
             }
             (Output::Event(event), _) => return Some(Report::Event(event)),
         };
-        self.take_error(moved, cx.now);
+        self.handle_mover_result(moved, cx.now);
         None
     }
 
@@ -262,7 +264,7 @@ impl IscsiLink {
     ) {
         if let Some((machine, mover)) = self.on_iser() {
             let moved = mover.handle_completion(completion, machine, cx);
-            self.take_error(moved, cx.now);
+            self.handle_mover_result(moved, cx.now);
         }
     }
 

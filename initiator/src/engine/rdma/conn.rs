@@ -510,7 +510,7 @@ impl<const R: usize> RdmaConn<R> {
         completion: &Completion,
         now: Instant,
     ) -> Completed {
-        let Some(work) = WorkRequest::of(completion.wr_id) else {
+        let Some(work) = WorkRequest::from_id(completion.wr_id) else {
             return Completed::Nothing;
         };
         if !completion.status.is_ok() {

@@ -34,7 +34,7 @@ impl WorkRequest {
         WrId(kind << 56 | u64::from(key) << 16 | u64::from(slot))
     }
 
-    pub(in crate::engine) fn of(id: WrId) -> Option<Self> {
+    pub(in crate::engine) fn from_id(id: WrId) -> Option<Self> {
         let slot = id.0 as u16;
         Some(match id.0 >> 56 {
             0 => Self::Recv(slot),
@@ -63,8 +63,8 @@ mod tests {
             WorkRequest::Message(0),
             WorkRequest::Probe,
         ] {
-            assert_eq!(WorkRequest::of(work.id()), Some(work));
+            assert_eq!(WorkRequest::from_id(work.id()), Some(work));
         }
-        assert_eq!(WorkRequest::of(WrId(u64::MAX)), None);
+        assert_eq!(WorkRequest::from_id(WrId(u64::MAX)), None);
     }
 }

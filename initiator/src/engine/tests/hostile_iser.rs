@@ -199,7 +199,7 @@ impl Hostile {
                 }
             }
         }
-        self.look();
+        self.poll_completions();
     }
 
     fn submit(&mut self) {
@@ -283,14 +283,14 @@ impl Hostile {
             self.peer.nic.progress(now);
             while self.peer.nic.poll_cm_event().is_some() {}
             if let Some(message) = self.peer.poll(self.qp) {
-                self.take(&message);
+                self.record_command(&message);
                 self.peer.post_recv(self.qp);
             }
             world::step(Some(now + Duration::from_micros(100)));
         }
     }
 
-    fn take(&mut self, message: &[u8]) {
+    fn record_command(&mut self, message: &[u8]) {
         let Ok(Message::Control { buffers, frame }) = Message::parse(message) else {
             panic!("the initiator sends what is legal: {message:02x?}");
         };
@@ -304,22 +304,22 @@ impl Hostile {
     }
 
     /// Polls for completed commands. Their memory belongs to the user again, who writes to it.
-    fn look(&mut self) {
+    fn poll_completions(&mut self) {
         let mut cx = Context::from_waker(Waker::noop());
         self.futures.retain_mut(|future| {
             let Poll::Ready(end) = future.as_mut().poll(&mut cx) else {
                 return true;
             };
-            self.returned.extend(own(end));
+            self.returned.extend(reclaim_buffer(end));
             false
         });
     }
 
     /// Verifies that all commands complete, and that the target has not written to returned memory.
-    fn end(mut self) {
+    fn shut_down(mut self) {
         self.client.shutdown();
         for future in std::mem::take(&mut self.futures) {
-            self.returned.extend(own(block_on(future)));
+            self.returned.extend(reclaim_buffer(block_on(future)));
         }
         for buffer in &self.returned {
             assert!(buffer.slice().to_vec() == [OWN; LEN], "written to later");
@@ -330,8 +330,8 @@ impl Hostile {
 }
 
 /// Returns the memory of a completed command, after its user has written to it.
-fn own(end: IoCompletion) -> Option<Buffer> {
-    let IoData::One(buffer) = end.data else {
+fn reclaim_buffer(completion: IoCompletion) -> Option<Buffer> {
+    let IoData::One(buffer) = completion.data else {
         panic!("the memory that was given comes back");
     };
     buffer.slice().fill(0, LEN, OWN);
@@ -354,7 +354,7 @@ fn run(acts: &[Act]) {
     for act in acts.iter().take(32) {
         hostile.act(act);
     }
-    hostile.end();
+    hostile.shut_down();
     world::clear();
 }
 
@@ -394,6 +394,6 @@ fn target_can_complete_read() {
     assert_eq!(buffer.slice().to_vec(), [OWN; LEN]);
     hostile.futures.clear();
     drop(end);
-    hostile.end();
+    hostile.shut_down();
     world::clear();
 }

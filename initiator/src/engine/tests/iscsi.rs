@@ -119,7 +119,7 @@ impl Peer {
 
     /// Solicits the remaining data of a write; returns the command's header and the length of its
     /// immediate data.
-    fn ask_for_data(&mut self) -> ([u8; BHS_LEN], u32) {
+    fn solicit_data(&mut self) -> ([u8; BHS_LEN], u32) {
         let (command, immediate) = self.pdu();
         assert_eq!(command[0] & 0x3f, 0x01, "a command");
         self.exp_cmd_sn += 1;
@@ -136,7 +136,7 @@ impl Peer {
     }
 
     /// Completes a command with CONFLICT.
-    fn answer(&mut self, command: &[u8; BHS_LEN]) {
+    fn complete_command(&mut self, command: &[u8; BHS_LEN]) {
         let mut response = [0; BHS_LEN];
         (response[0], response[1], response[3]) = (0x21, 0x80, CONFLICT);
         response[16..20].copy_from_slice(&command[16..20]);
@@ -149,7 +149,7 @@ fn word(bhs: &[u8; BHS_LEN], at: usize) -> u32 {
 }
 
 /// Advances the world for a while.
-fn pass(wait: Duration) {
+fn run_world(wait: Duration) {
     let until = world::now() + wait;
     while world::now() < until {
         world::step(Some(until));
@@ -196,7 +196,7 @@ impl Written {
             Duration::from_secs(60),
         );
         let mut write = begin(session.submit(io));
-        let (command, immediate) = peer.ask_for_data();
+        let (command, immediate) = peer.solicit_data();
         Self {
             command,
             immediate,
@@ -222,7 +222,7 @@ fn write_does_not_time_out_while_sending() {
     let begun = world::now();
     let mut data = 0;
     loop {
-        pass(Duration::from_millis(100));
+        run_world(Duration::from_millis(100));
         written.peer.read(2048);
         let peer = &mut written.peer;
         while let Some((bhs, len)) = peer.next_pdu() {
@@ -241,8 +241,8 @@ fn write_does_not_time_out_while_sending() {
     }
     let took = world::now() - begun;
     assert!(took > 4 * timing().attempt, "they leave slowly: {took:?}");
-    written.peer.answer(&written.command);
-    pass(Duration::from_millis(10));
+    written.peer.complete_command(&written.command);
+    run_world(Duration::from_millis(10));
     let end = (written.end)().expect("it is answered");
     assert_eq!(end.result.unwrap().status, CONFLICT);
     assert!(world::accept_tcp().is_none(), "there is one connection");
@@ -270,10 +270,10 @@ fn write_times_out_after_data_was_sent() {
 #[test]
 fn slow_data_out_keeps_connection() {
     let mut written = Written::new();
-    written.peer.answer(&written.command);
+    written.peer.complete_command(&written.command);
     let begun = world::now();
     let end = loop {
-        pass(Duration::from_millis(100));
+        run_world(Duration::from_millis(100));
         written.peer.read(2048);
         if let Some(end) = (written.end)() {
             break end;
@@ -294,7 +294,7 @@ fn slow_data_out_keeps_connection() {
 #[test]
 fn blocked_data_out_breaks_connection() {
     let mut written = Written::new();
-    written.peer.answer(&written.command);
+    written.peer.complete_command(&written.command);
     let begun: Instant = world::now();
     Peer::accept();
     let took = world::now() - begun;
@@ -310,7 +310,7 @@ fn acknowledging_host_does_not_prove_liveness() {
     while data < LEN {
         data += written.peer.pdu().1;
     }
-    written.peer.answer(&written.command);
+    written.peer.complete_command(&written.command);
     let begun = world::now();
     let mut next = None;
     eventually("another connection", || {
@@ -353,7 +353,7 @@ fn slow_data_in_keeps_connection() {
     peer.stat_sn -= 1;
     let begun = world::now();
     for part in pdu.chunks(8192) {
-        pass(Duration::from_millis(500));
+        run_world(Duration::from_millis(500));
         peer.stream.write_all(part).unwrap();
         assert_eq!(peer.read(8192), 0, "{:?} later", world::now() - begun);
     }
@@ -362,7 +362,7 @@ fn slow_data_in_keeps_connection() {
         took > 2 * crate::session::PING,
         "they arrive slowly: {took:?}"
     );
-    peer.answer(&command);
+    peer.complete_command(&command);
     let end = block_on(read.as_mut());
     assert_eq!(end.result.unwrap().status, CONFLICT);
     assert!(world::accept_tcp().is_none(), "there is one connection");

@@ -31,7 +31,7 @@ fn session(queue_size: u16) -> Rig {
     }
 }
 
-fn pass(time: Duration) {
+fn run_world(time: Duration) {
     let until = world::now() + time;
     while world::now() < until {
         world::step(Some(until));
@@ -60,7 +60,7 @@ fn time_until_left(session: &Session, target: IpAddr) -> Duration {
 #[test]
 fn vanished_target_is_detected_while_idle() {
     let rig = session(64);
-    pass(Duration::from_secs(60));
+    run_world(Duration::from_secs(60));
     let took = time_until_left(&rig.session, rig.target.addr.ip());
     assert!(took < BOUND, "{took:?}");
     rig.client.shutdown();
@@ -85,7 +85,7 @@ fn vanished_target_is_detected_after_acknowledged_commands() {
     let rig = session(2);
     rig.target.knobs.swallow.store(64, Ordering::SeqCst);
     let commands: Vec<_> = (0..64).map(|_| submit(&rig.session)).collect();
-    pass(Duration::from_secs(1));
+    run_world(Duration::from_secs(1));
     let took = time_until_left(&rig.session, rig.target.addr.ip());
     assert!(took < BOUND, "{took:?}");
     drop(commands);
@@ -98,7 +98,7 @@ fn acknowledging_target_stays_live() {
     let rig = session(2);
     rig.target.knobs.swallow.store(2, Ordering::SeqCst);
     let commands = [submit(&rig.session), submit(&rig.session)];
-    pass(Duration::from_secs(20));
+    run_world(Duration::from_secs(20));
     assert_eq!(rig.session.status().link(), LinkState::Live);
     assert_eq!(rig.target.knobs.logins.load(Ordering::SeqCst), 1);
     assert_eq!(rig.target.knobs.aborts.load(Ordering::SeqCst), 0);

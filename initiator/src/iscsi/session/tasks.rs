@@ -34,7 +34,7 @@ impl IscsiSession {
         };
         let cmd_sn = self.numbers.assign_cmd_sn();
         let itt = self.tasks.insert(index, len, cmd_sn, unsolicited);
-        let until = self.core.requests.start(index, 0, itt, now);
+        let until = self.core.requests.start_attempt(index, 0, itt, now);
         self.core.arm(until);
         self.core.outputs.push_back(Output::Start(RequestId(index)));
     }

@@ -388,7 +388,7 @@ impl InitiatorChannel {
     }
 
     /// Abandons the task-management request; a late response is [`Received::Stale`].
-    pub fn give_up_tsk_mgmt(&mut self) {
+    pub fn abandon_tsk_mgmt(&mut self) {
         self.tmf = None;
     }
 

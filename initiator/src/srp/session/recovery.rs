@@ -49,7 +49,7 @@ impl SrpSession {
     /// Called when a queued request timed out. If no channel has a command that could time out, or
     /// room in its request limit for a ping, nothing else would detect that the target is unusable.
     /// A new login grants a new limit.
-    fn leave_if_starved(&mut self) {
+    fn tear_down_if_starved(&mut self) {
         let is_live = self.state() == SessionState::Live;
         let is_stuck = |m: &Member| match m.conn {
             ConnState::Established => m.channel.is_starved(),
@@ -119,10 +119,10 @@ impl TaskManager for SrpSession {
 
     fn on_function_timeout(&mut self, channel: u8) {
         let member = &mut self.members[usize::from(channel)];
-        member.channel.give_up_tsk_mgmt();
+        member.channel.abandon_tsk_mgmt();
     }
 
     fn on_queue_timeout(&mut self) {
-        self.leave_if_starved();
+        self.tear_down_if_starved();
     }
 }

@@ -26,7 +26,7 @@ impl SrpSession {
             return;
         }
         while let (Some(index), Some(channel)) = (self.core.requests.next(), self.pick_channel()) {
-            self.start(index, channel, now);
+            self.start_request(index, channel, now);
         }
     }
 
@@ -39,7 +39,7 @@ impl SrpSession {
         Some(index as u8)
     }
 
-    pub(super) fn start(&mut self, index: u32, channel: u8, now: Instant) {
+    pub(super) fn start_request(&mut self, index: u32, channel: u8, now: Instant) {
         let len = self.core.requests.at(index).spec.len;
         let member = &mut self.members[usize::from(channel)];
         let tag = member
@@ -55,7 +55,7 @@ impl SrpSession {
             }
             _ => false,
         };
-        let until = self.core.requests.start(index, channel, tag, now);
+        let until = self.core.requests.start_attempt(index, channel, tag, now);
         self.core.arm(until);
         self.core.outputs.push_back(Output::Start {
             request: RequestId(index),

@@ -151,7 +151,7 @@ impl Rig {
     }
 
     /// Expects closing a channel as the next output, and closes it immediately.
-    fn gone(&mut self, channel: ChannelIndex) {
+    fn expect_channel_disconnect(&mut self, channel: ChannelIndex) {
         let output = self.next();
         assert!(
             matches!(output, Output::Disconnect(c, None) if c == channel),
@@ -270,7 +270,7 @@ impl script::Rig for Rig {
     }
 
     fn expect_disconnect(&mut self) {
-        self.gone(CH0);
+        self.expect_channel_disconnect(CH0);
     }
 
     fn expect_logout(&mut self) {
@@ -283,7 +283,7 @@ impl script::Rig for Rig {
     }
 
     fn expect_abandonment(&mut self) {
-        self.gone(CH0);
+        self.expect_channel_disconnect(CH0);
     }
 
     fn expect_last_disconnect(&mut self) {
@@ -455,7 +455,7 @@ fn malformed_login_response_closes_channel() {
     let mut rig = Rig::connecting(1);
     rig.session.begin_login(CH0);
     rig.session.handle_connected(CH0, &[0xc0; 20], 16, rig.now);
-    rig.gone(CH0);
+    rig.expect_channel_disconnect(CH0);
     assert!(matches!(
         rig.next(),
         Output::Event(SessionEvent::Closed(Down::Connect(ConnectError::Login(
@@ -490,7 +490,7 @@ fn connection_transition_coverage_is_complete() {
         rig.lose_connection();
         let mut late = Rig::connecting(1);
         late.advance(5 * SEC);
-        late.gone(CH0);
+        late.expect_channel_disconnect(CH0);
         let mut unreachable = Rig::connecting(1);
         let error = ConnectError::Unreachable;
         unreachable
@@ -574,7 +574,7 @@ fn exhausted_request_limit_causes_reconnect() {
     rig.expect_completion(slow).unwrap();
     let waits = submit(&mut rig);
     rig.advance(SEC);
-    rig.gone(CH0);
+    rig.expect_channel_disconnect(CH0);
     assert!(matches!(rig.next(), Output::Disconnect(CH1, None)));
     assert_eq!(rig.expect_completion(waits), Err(RequestError::TimedOut));
     rig.session.handle_channel_closed(CH1, rig.now);
@@ -793,8 +793,8 @@ fn target_logout_and_violation_cause_reconnect() {
     for (iu, lasting) in [([0x80; 16], true), ([0xee; 16], false)] {
         let mut rig = Rig::live(2);
         rig.session.handle_iu(CH1, &iu, rig.now);
-        rig.gone(CH0);
-        rig.gone(CH1);
+        rig.expect_channel_disconnect(CH0);
+        rig.expect_channel_disconnect(CH1);
         let output = rig.next();
         let Output::Event(SessionEvent::Reconnecting(why)) = output else {
             panic!("{output:?}");

@@ -113,7 +113,7 @@ impl IserMover {
 
     /// Sends a command. If it was aborted in the meantime, its CmdSN will never be sent, and only a
     /// new connection can recover from this.
-    pub(super) fn start<E: Env>(
+    pub(super) fn start_command<E: Env>(
         &mut self,
         request: RequestId,
         machine: &IscsiSession,

@@ -337,7 +337,7 @@ impl<E: Env> Driver<E> {
             Output::Check(path) => {
                 let member = link.member(path);
                 // If a check is in progress and has received a response, repeat it from the start.
-                member.is_stale = member.check.doubt();
+                member.is_stale = member.check.invalidate();
                 if member.buffer.is_some() {
                     member.start_check();
                     if !link.awaits_others(path) {

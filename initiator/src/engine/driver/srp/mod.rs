@@ -102,7 +102,7 @@ impl SrpLink {
                 request,
                 channel,
                 immediate,
-            } => self.start(channel, request, immediate, cx),
+            } => self.start_command(channel, request, immediate, cx),
             Output::Retire { request, channel } => self.retire(channel, request, cx),
             Output::SendTskMgmt(channel, iu) => {
                 let conn = self.conn(channel);
@@ -121,7 +121,7 @@ impl SrpLink {
         None
     }
 
-    fn start<E: Env>(
+    fn start_command<E: Env>(
         &mut self,
         channel: ChannelIndex,
         request: RequestId,

@@ -50,9 +50,9 @@ impl TcpMover {
 
     fn push(&mut self, item: Item) -> Result<(), MoverError> {
         let conn = self.conn.as_mut();
-        let is_taken = conn.is_none_or(|conn| conn.outgoing.push(item));
+        let is_accepted = conn.is_none_or(|conn| conn.outgoing.push(item));
         let flood = MoverError::Fault(IscsiFault::Flood);
-        is_taken.then_some(()).ok_or(flood)
+        is_accepted.then_some(()).ok_or(flood)
     }
 
     pub(super) fn send(&mut self, pdu: ControlPdu) -> Result<(), MoverError> {
@@ -71,7 +71,7 @@ impl TcpMover {
         self.push(Item::Params(params.digests, params.max_send_segment))
     }
 
-    pub(super) fn start(&mut self, request: RequestId) -> Result<(), MoverError> {
+    pub(super) fn start_command(&mut self, request: RequestId) -> Result<(), MoverError> {
         self.push(Item::Command(request))
     }
 

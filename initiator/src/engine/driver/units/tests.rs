@@ -236,7 +236,7 @@ fn cache_loss_after_takeover_is_detected() {
 }
 
 /// Returns whether the session would resume now.
-fn goes_on(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> bool {
+fn releases_requests(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> bool {
     driver.sessions[key.index].units.heard = Some(now);
     driver.release_checked(key.index, now);
     driver.sessions[key.index].units.heard.is_none()
@@ -269,16 +269,19 @@ fn session_is_live_after_unit_checks() {
 fn session_waits_for_all_due_checks() {
     let now = Instant::now();
     let (mut driver, key) = driver(now);
-    assert!(!goes_on(&mut driver, key, now), "a unit was just found");
+    assert!(
+        !releases_requests(&mut driver, key, now),
+        "a unit was just found"
+    );
     driver.inputs.clear();
-    assert!(goes_on(&mut driver, key, now));
+    assert!(releases_requests(&mut driver, key, now));
     // A unit has not responded yet.
     driver.sessions[key.index].units.units[0].is_checking = true;
-    assert!(!goes_on(&mut driver, key, now));
+    assert!(!releases_requests(&mut driver, key, now));
     driver.sessions[key.index].units.units[0].is_checking = false;
     // An event occurred after its response.
     driver.inputs.push_back(Input::Check(key));
-    assert!(!goes_on(&mut driver, key, now));
+    assert!(!releases_requests(&mut driver, key, now));
     // The event concerns another session.
     driver.inputs.clear();
     let other = SessionKey {
@@ -286,7 +289,7 @@ fn session_waits_for_all_due_checks() {
         ..key
     };
     driver.inputs.push_back(Input::Check(other));
-    assert!(goes_on(&mut driver, key, now));
+    assert!(releases_requests(&mut driver, key, now));
 }
 
 /// Writes to unit 0, which returns GOOD.

@@ -2,6 +2,9 @@
 
 use crate::data::designator::Naa;
 
+/// Size of the protection information of a block, in bytes.
+pub(crate) const TUPLE_LEN: u32 = 8;
+
 /// The size of a logical block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum BlockSize {
@@ -43,6 +46,51 @@ pub enum Provisioning {
         /// OPTIMAL UNMAP GRANULARITY in blocks, must be at least 1.
         granularity: u32,
     },
+}
+
+/// Type of protection information (SBC-4 4.21.2).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ProtectionType {
+    /// The reference tag contains the least significant 32 bits of the LBA.
+    Type1,
+    /// The expected tags are sent with each command, using a 32-byte CDB.
+    Type2,
+    /// The reference tag is not defined, and is owned by the application client together with the
+    /// application tag.
+    Type3,
+}
+
+/// Protection information that is stored for each logical block. The protection interval is always
+/// a logical block.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Protection {
+    /// Type of the protection information.
+    pub protection_type: ProtectionType,
+    /// The application tag is owned by the application client (ATO bit in the Control mode page).
+    ///
+    /// If this is set, a block written without protection information gets an application tag of
+    /// FFFFh, so it will not be checked by a read. Otherwise the tag is zero, and the guard of this
+    /// block is checked by each read, but expected application tags in a CDB are ignored.
+    pub client_owns_tag: bool,
+}
+
+impl Protection {
+    /// Creates protection of the given type, with an application tag that is owned by the
+    /// application client.
+    #[must_use]
+    pub const fn new(protection_type: ProtectionType) -> Self {
+        Self {
+            protection_type,
+            client_owns_tag: true,
+        }
+    }
+
+    /// Returns whether this is type 2, which requires 32-byte CDBs to transfer protection
+    /// information.
+    #[must_use]
+    pub const fn is_type_2(self) -> bool {
+        matches!(self.protection_type, ProtectionType::Type2)
+    }
 }
 
 /// Default T10 VENDOR IDENTIFICATION, if not set in the configuration. Also used for LUNs without a
@@ -117,6 +165,8 @@ pub struct Config {
     pub blocks: u64,
     /// Size of a logical block.
     pub block_size: BlockSize,
+    /// Protection information stored with each block, or `None` if this is not supported.
+    pub protection: Option<Protection>,
     /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT, e.g. 3 for 512-byte blocks on a disk with
     /// 4096-byte sectors.
     pub physical_exponent: u8,
@@ -207,6 +257,9 @@ impl Config {
         if limits.window.checked_add(limits.segment).is_none() {
             return Err(ConfigError::Limit("window"));
         }
+        if self.protection.is_some() {
+            self.validate_protection()?;
+        }
         if let Provisioning::Thin { granularity } = self.provisioning {
             limit(granularity, 1, "granularity")?;
         }
@@ -223,12 +276,63 @@ impl Config {
             .ok_or(ConfigError::Naa)
     }
 
+    /// Checks that the limits are large enough for at least one block with its protection
+    /// information.
+    fn validate_protection(&self) -> Result<(), ConfigError> {
+        let block = self.block_size.bytes();
+        let limits = &self.limits;
+        // The protection information is transferred in addition to MAXIMUM TRANSFER LENGTH.
+        let blocks = limits.max_transfer / block;
+        if blocks.checked_mul(block + TUPLE_LEN).is_none() {
+            return Err(ConfigError::Limit("max_transfer"));
+        }
+        if self.window_blocks() == 0 {
+            return Err(ConfigError::Limit("window"));
+        }
+        if self.segment_blocks() == 0 {
+            return Err(ConfigError::Limit("segment"));
+        }
+        Ok(())
+    }
+
+    /// Returns the number of blocks of a transfer that fit into a window.
+    ///
+    /// With protection information, each of these blocks needs space for the information that is
+    /// transferred with it, and for the same information separated from the block.
+    pub(crate) fn window_blocks(&self) -> u32 {
+        let block = self.block_size.bytes();
+        match self.protection {
+            None => self.limits.window / block,
+            Some(_) => self.align(self.limits.window / (block + 2 * TUPLE_LEN)),
+        }
+    }
+
+    /// Returns the number of blocks that fit into a segment, with their protection information.
+    pub(crate) fn segment_blocks(&self) -> u32 {
+        let block = self.block_size.bytes();
+        match self.protection {
+            None => self.limits.segment / block,
+            Some(_) => self.align(self.limits.segment / (block + TUPLE_LEN)),
+        }
+    }
+
+    /// Rounds a number of blocks down to a multiple of 4096 bytes, unless it is smaller. The backend
+    /// may have to read and write more than the blocks of a piece if the next one is not aligned.
+    fn align(&self, blocks: u32) -> u32 {
+        let unit = 4096 / self.block_size.bytes();
+        if blocks < unit {
+            return blocks;
+        }
+        blocks - blocks % unit
+    }
+
     /// Returns the MAXIMUM COMPARE AND WRITE LENGTH in blocks. This is the configured limit, but
     /// must be small enough for the data to compare and the data to write to fit into a single
     /// transfer and a single window, because this command is never split.
     pub(crate) fn max_compare_write(&self) -> u8 {
         let limits = &self.limits;
-        let fit = limits.max_transfer.min(limits.window) / (2 * self.block_size.bytes());
+        let transfer = limits.max_transfer / self.block_size.bytes();
+        let fit = transfer.min(self.window_blocks()) / 2;
         let fit = u8::try_from(fit).unwrap_or(u8::MAX);
         limits.max_compare_write_blocks.min(fit)
     }

@@ -1,9 +1,10 @@
 //! A SCSI implementation that is independent of the transport, and the wire formats of SCSI
 //! transports.
 //!
-//! The main type is a direct-access logical unit according to SAM-5, SPC-4 and SBC-3. It does not
-//! perform any I/O. A transport creates a [`Request`], and the resulting [`Command`] returns the
-//! steps to be executed with a data buffer and a backend. The last step is a [`Response`].
+//! The main type is a direct-access logical unit according to SAM-5, SPC-4 and SBC-3, with optional
+//! [protection information](protection) according to SBC-4. It does not perform any I/O. A
+//! transport creates a [`Request`], and the resulting [`Command`] returns the steps to be executed
+//! with a data buffer and a backend. The last step is a [`Response`].
 //!
 //! ```text
 //!   transport                     this crate                     backend
@@ -30,6 +31,7 @@
 //! | [`data`] | layouts of parameter data, used by initiators and targets |
 //! | [`config`], [`attention`], [`reservation`] | configuration of a unit, and state per nexus |
 //! | [`access`], [`step`] | interface between command, transport and backend |
+//! | [`protection`] | protection information of logical blocks |
 //! | [`lu`] | the logical unit: state shared between commands |
 //! | `commands` | planning and execution of commands, with a module for each family |
 //! | [`opcode`] | the table used for parsing and reporting |
@@ -52,13 +54,16 @@
 //!   size.
 //! - The buffer size of a command is never more than MAXIMUM TRANSFER LENGTH plus a segment, or 64
 //!   KiB for a parameter list, and is known before the first step.
-//! - READ and WRITE don't allocate any memory, and only need a lock if a unit attention is pending.
+//! - READ and WRITE only need a lock if a unit attention is pending, and don't allocate any memory
+//!   unless the LU has protection information.
+//! - With protection information, a READ never sends a block for which a check has failed.
 //!
 //! # Not implemented
 //!
-//! Asymmetric access commands, third-party copy, protection information, auto contingent
-//! allegiance, removable media, power conditions other than active, and saved mode pages. These
-//! commands are refused as specified in SPC-4.
+//! Asymmetric access commands, third-party copy, auto contingent allegiance, removable media, power
+//! conditions other than active, and saved mode pages. FORMAT UNIT, which could change the type of
+//! protection information, and the Application Tag mode page. These commands are refused as
+//! specified in SPC-4.
 //!
 //! [`Request`]: device_server::Request
 //! [`Response`]: step::Response
@@ -81,6 +86,7 @@ pub mod lu;
 pub mod lun;
 pub mod nexus;
 pub mod opcode;
+pub mod protection;
 pub mod reservation;
 pub mod sense;
 pub mod srp;

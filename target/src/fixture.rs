@@ -8,6 +8,7 @@ pub(crate) fn unit_config(blocks: u64) -> Config {
     Config {
         blocks,
         block_size: BlockSize::B512,
+        protection: None,
         physical_exponent: 0,
         read_only: false,
         provisioning: Provisioning::Thick,

@@ -92,6 +92,7 @@ fn unit() -> Arc<Unit> {
     let lu = LogicalUnit::new(Config {
         blocks: 2048,
         block_size: BlockSize::B512,
+        protection: None,
         physical_exponent: 0,
         read_only: false,
         provisioning: Provisioning::Thick,

@@ -40,6 +40,7 @@ fn logical_unit() -> LogicalUnit {
     let lu = LogicalUnit::new(Config {
         blocks: 1 << 12,
         block_size: BlockSize::B512,
+        protection: None,
         physical_exponent: 3,
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 8 },

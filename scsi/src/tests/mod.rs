@@ -132,6 +132,7 @@ pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
     Config {
         blocks,
         block_size,
+        protection: None,
         physical_exponent: if block_size == BlockSize::B512 { 3 } else { 0 },
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 1 },

@@ -53,6 +53,7 @@ impl Device {
         let config = Config {
             blocks: BLOCKS,
             block_size: BlockSize::B512,
+            protection: None,
             physical_exponent: 3,
             read_only: false,
             provisioning: Provisioning::Thin { granularity: 1 },

@@ -1,15 +1,16 @@
 //! Access to the fields of a command descriptor block.
 //!
 //! A [`Cdb`] is only created after the length has been checked against the opcode table, so reading
-//! a field cannot fail. Block commands use one of four layouts, depending on the length (SPC-4
-//! 4.2.2), which are all handled in [`Cdb::extent`].
+//! a field cannot fail. Block commands use one of five layouts, depending on the length (SPC-4
+//! 4.2.2), which are all handled in [`Cdb::extent`]. The flags of a block command are always in the
+//! same byte, except for a 32-byte CDB.
 
-use crate::data::cdb::block_16;
+use crate::data::cdb::{block_16, block_32};
 use crate::data::field::{Field, Value};
 use crate::sense::Sense;
 
 /// Maximum length of a CDB in the opcode table, in bytes.
-pub(crate) const CDB_MAX: usize = 16;
+pub(crate) const CDB_MAX: usize = 32;
 
 /// Mask for the SERVICE ACTION field in byte 1.
 pub(crate) const ACTION_MASK: u8 = 0x1f;
@@ -17,8 +18,8 @@ pub(crate) const ACTION_MASK: u8 = 0x1f;
 /// Length and CDB usage bitmap of a command (SPC-4 6.35).
 ///
 /// A bit is set in the bitmap if we evaluate it. All other bits must be zero in the CDB, which is
-/// the only check needed to refuse any field that is not supported (RDPROTECT, GROUP NUMBER,
-/// ANCHOR, NACA etc.). We still allow obsolete bits that are set by old initiators (FUA_NV,
+/// the only check needed to refuse any field that is not supported (GROUP NUMBER, ANCHOR, NACA
+/// etc., and RDPROTECT for an LU without protection information). We still allow obsolete bits that are set by old initiators (FUA_NV,
 /// SYNC_NV).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Usage {
@@ -34,13 +35,14 @@ impl Usage {
     };
 
     /// Creates the usage for an operation code. The length is based on the group code (SPC-4
-    /// 4.2.5.1). `rest` is the bitmap after the operation code, as a hex string.
+    /// 4.2.5.1), and all commands with a variable length use 32 bytes. `rest` is the bitmap after the operation code, as a hex string.
     pub(crate) const fn new(code: u8, rest: &str) -> Self {
         let len = match code >> 5 {
             0 => 6,
             1 | 2 => 10,
             4 => 16,
             5 => 12,
+            3 if code == block_32::VARIABLE_LENGTH => CDB_MAX,
             _ => panic!("operation code group without a fixed length"),
         };
         let mut bytes = [0; CDB_MAX];
@@ -63,6 +65,29 @@ impl Usage {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
+
+    /// Returns the same usage, with a field to select the checks of protection information.
+    pub(crate) fn with_protect(mut self) -> Self {
+        self.bytes[flags_byte(self.len)] |= PROTECT_MASK;
+        self
+    }
+}
+
+/// Mask of RDPROTECT, WRPROTECT, VRPROTECT or ORPROTECT in the byte with the flags.
+const PROTECT_MASK: u8 = 0xe0;
+
+/// Returns the offset of the flags in a CDB with this length.
+fn flags_byte(len: usize) -> usize {
+    if len == CDB_MAX { 10 } else { 1 }
+}
+
+/// Number of bytes to compare at once.
+const HALF: usize = 16;
+
+/// Returns one of the halves as a big-endian number.
+fn number(bytes: &[u8; CDB_MAX], half: usize) -> u128 {
+    let bytes = bytes[half * HALF..].first_chunk();
+    u128::from_be_bytes(*bytes.expect("CDB_MAX is two halves"))
 }
 
 /// A CDB with a known length.
@@ -93,9 +118,14 @@ impl Cdb {
         // Point to the first byte after the end if the CDB is too short.
         let cdb = Self::from_received(received, usage.len)
             .ok_or(Sense::cdb_field(received.len() as u16, None))?;
+        let reserved = |half| number(&cdb.bytes, half) & !number(&usage.bytes, half);
         // Use a single comparison for all bytes except for the operation code.
-        let reserved =
-            u128::from_be_bytes(cdb.bytes) & !u128::from_be_bytes(usage.bytes) & (u128::MAX >> 8);
+        let first = reserved(0) & (u128::MAX >> 8);
+        let (reserved, start) = if first == 0 && usage.len > HALF {
+            (reserved(1), HALF as u32)
+        } else {
+            (first, 0)
+        };
         if reserved == 0 {
             return Ok(cdb);
         }
@@ -103,7 +133,7 @@ impl Cdb {
         // invalid bit.
         let position = reserved.leading_zeros();
         Err(Sense::cdb_field(
-            (position / 8) as u16,
+            (start + position / 8) as u16,
             Some(7 - (position % 8) as u8),
         ))
     }
@@ -112,8 +142,9 @@ impl Cdb {
     /// Returns `None` if it's too short.
     pub(crate) fn masked(received: &[u8], usage: &Usage) -> Option<Self> {
         let mut cdb = Self::from_received(received, usage.len)?;
-        let used = u128::from_be_bytes(cdb.bytes) & u128::from_be_bytes(usage.bytes);
-        cdb.bytes = used.to_be_bytes();
+        for (byte, used) in cdb.bytes.iter_mut().zip(&usage.bytes) {
+            *byte &= used;
+        }
         Some(cdb)
     }
 
@@ -121,7 +152,13 @@ impl Cdb {
     pub(crate) fn new(code: u8, service_action: Option<u8>, usage: &Usage) -> Self {
         let mut bytes = [0; CDB_MAX];
         bytes[0] = code;
-        bytes[1] = service_action.unwrap_or(0);
+        let action = service_action.unwrap_or(0);
+        if code == block_32::VARIABLE_LENGTH {
+            block_32::ADDITIONAL_LENGTH.set(&mut bytes, block_32::ADDITIONAL_LEN);
+            block_32::SERVICE_ACTION.set(&mut bytes, action.into());
+        } else {
+            bytes[1] = action;
+        }
         Self {
             bytes,
             len: usage.len,
@@ -153,6 +190,42 @@ impl Cdb {
         let mut bytes = [0; CDB_MAX];
         bytes[..len].copy_from_slice(received.get(..len)?);
         Some(Self { bytes, len })
+    }
+
+    /// Returns whether this is a 32-byte CDB, which contains the expected tags of the first block.
+    pub(crate) fn has_expected_tags(&self) -> bool {
+        self.len == CDB_MAX
+    }
+
+    /// Returns the offset of the flags of a block command.
+    pub(crate) fn flags_byte(&self) -> usize {
+        flags_byte(self.len)
+    }
+
+    /// Returns a flag of a block command. `field` is the location in CDBs that are shorter than 32
+    /// bytes.
+    pub(crate) fn flag(&self, field: Field<bool>) -> bool {
+        debug_assert_eq!(field.at(), flags_byte(0));
+        self.bit(self.flags_byte(), field.highest_bit())
+    }
+
+    /// Returns the FUA bit of a READ or WRITE. For a 6-byte CDB, this bit is part of the LBA.
+    pub(crate) fn fua(&self) -> bool {
+        self.len != 6 && self.flag(block_16::FUA)
+    }
+
+    /// Returns the BYTCHK field of a VERIFY or WRITE AND VERIFY.
+    pub(crate) fn byte_check(&self) -> u8 {
+        (self.byte(self.flags_byte()) >> 1) & 0x3
+    }
+
+    /// Returns the RDPROTECT, WRPROTECT, VRPROTECT or ORPROTECT field. A 6-byte CDB does not have
+    /// this field, which is handled as zero.
+    pub(crate) fn protect(&self) -> u8 {
+        match self.len {
+            6 => 0,
+            _ => (self.byte(self.flags_byte()) & PROTECT_MASK) >> 5,
+        }
     }
 
     pub(crate) fn byte(&self, index: usize) -> u8 {
@@ -194,6 +267,11 @@ impl Cdb {
                 blocks: u64::from(self.be32(6)),
                 length_byte: 6,
             },
+            CDB_MAX => Extent {
+                lba: self.get(block_32::LOGICAL_BLOCK_ADDRESS),
+                blocks: u64::from(self.get(block_32::TRANSFER_LENGTH)),
+                length_byte: block_32::TRANSFER_LENGTH.at() as u16,
+            },
             _ => Extent {
                 lba: self.get(block_16::LOGICAL_BLOCK_ADDRESS),
                 blocks: u64::from(self.get(block_16::TRANSFER_LENGTH)),
@@ -234,6 +312,12 @@ mod tests {
             extent(&[0x88, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 0]),
             (0x0102_0304_0506_0708, 0x090a_0b0c, 10)
         );
+        // READ(32), LBA 0102030405060708h, 090a0b0ch blocks.
+        let mut long = [0; 32];
+        long[0] = 0x7f;
+        long[12..20].copy_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8]);
+        long[28..].copy_from_slice(&[9, 10, 11, 12]);
+        assert_eq!(extent(&long), (0x0102_0304_0506_0708, 0x090a_0b0c, 28));
     }
 
     #[test]
@@ -245,5 +329,19 @@ mod tests {
             Cdb::parse(&[0x28, 0], &usage),
             Err(Sense::cdb_field(2, None))
         );
+        let protected = usage.with_protect();
+        assert_eq!(Cdb::parse(&cdb, &protected).map(|cdb| cdb.protect()), Ok(1));
+        // READ (32): bits in both halves.
+        let usage = Usage::new(
+            0x7f,
+            "00 00000000 00 18 ffff 1a 00 ffffffffffffffff ffffffff ffff ffff fffffff0",
+        );
+        let mut cdb = [0; 32];
+        cdb[31] = 0x08;
+        assert_eq!(Cdb::parse(&cdb, &usage), Err(Sense::cdb_field(31, Some(3))));
+        cdb[10] = 0x40;
+        assert_eq!(Cdb::parse(&cdb, &usage), Err(Sense::cdb_field(10, Some(6))));
+        (cdb[10], cdb[31]) = (0x08, 0x10);
+        assert!(Cdb::parse(&cdb, &usage).is_ok_and(|cdb| cdb.fua()));
     }
 }

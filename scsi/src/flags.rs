@@ -37,5 +37,10 @@ bitflags! {
         const RESERVATIONS = 1 << 9;
         /// Writes the same block of data to each of its blocks.
         const REPEATS = 1 << 10;
+        /// Has a field that selects the checks of protection information (RDPROTECT, WRPROTECT,
+        /// VRPROTECT or ORPROTECT).
+        const PROTECT = 1 << 11;
+        /// Only supported by LUs with type 2 protection.
+        const TYPE_2 = 1 << 12;
     }
 }

@@ -4,14 +4,41 @@ use super::field::{Field, be16, be32, be64, bit, bits, byte};
 
 /// 16-byte CDB of a block command, e.g. READ (16) (SBC-3 5.11).
 pub mod block_16 {
-    use super::{Field, be32, be64, bit};
+    use super::{Field, be32, be64, bit, bits};
 
     /// FUA, also used in a 10-byte or 12-byte CDB.
     pub const FUA: Field<bool> = bit(1, 3);
+    /// RDPROTECT, WRPROTECT, VRPROTECT or ORPROTECT, also used in a 10-byte or 12-byte CDB.
+    pub const PROTECT: Field<u8> = bits(1, 7, 5);
     /// LOGICAL BLOCK ADDRESS, 8 bytes.
     pub const LOGICAL_BLOCK_ADDRESS: Field<u64> = be64(2);
     /// TRANSFER LENGTH or NUMBER OF LOGICAL BLOCKS.
     pub const TRANSFER_LENGTH: Field<u32> = be32(10);
+}
+
+/// 32-byte CDB of a block command, e.g. READ (32) (SBC-4 5.19).
+pub mod block_32 {
+    use super::{Field, be16, be32, be64, byte};
+
+    /// OPERATION CODE of all commands with a variable length.
+    pub const VARIABLE_LENGTH: u8 = 0x7f;
+    /// Value of ADDITIONAL CDB LENGTH: number of bytes after byte 7.
+    pub const ADDITIONAL_LEN: u8 = 0x18;
+
+    /// ADDITIONAL CDB LENGTH.
+    pub const ADDITIONAL_LENGTH: Field<u8> = byte(7);
+    /// SERVICE ACTION.
+    pub const SERVICE_ACTION: Field<u16> = be16(8);
+    /// LOGICAL BLOCK ADDRESS, 8 bytes.
+    pub const LOGICAL_BLOCK_ADDRESS: Field<u64> = be64(12);
+    /// EXPECTED INITIAL LOGICAL BLOCK REFERENCE TAG of the first block.
+    pub const EXPECTED_REFERENCE_TAG: Field<u32> = be32(20);
+    /// EXPECTED LOGICAL BLOCK APPLICATION TAG.
+    pub const EXPECTED_APPLICATION_TAG: Field<u16> = be16(24);
+    /// LOGICAL BLOCK APPLICATION TAG MASK: the bits of the application tag to check.
+    pub const APPLICATION_TAG_MASK: Field<u16> = be16(26);
+    /// TRANSFER LENGTH or NUMBER OF LOGICAL BLOCKS.
+    pub const TRANSFER_LENGTH: Field<u32> = be32(28);
 }
 
 /// 10-byte CDB of a block command, e.g. READ (10) (SBC-3 5.8).

@@ -10,7 +10,6 @@ mod command;
 pub use absent::respond_absent;
 pub use command::Command;
 
-use crate::cdb::Cdb;
 use crate::commands::machine::Machine;
 use crate::commands::plan::{Next, PlanResult, Planner, Refusal};
 use crate::flags::CommandFlags;
@@ -83,7 +82,7 @@ impl LogicalUnit {
         }
         // Don't receive any data if the command will be refused. The sense data will be created
         // when it's started, because some other check may have to be reported first.
-        let cdb = Cdb::parse(request.cdb, &row.usage).ok()?;
+        let cdb = row.parse(request.cdb, self.config()).ok()?;
         // For a command with Data-Out, planning doesn't change any state. It does for RESERVE and
         // START STOP UNIT, but these have a different direction.
         let plan = (row.plan)(&request.planner(self), &cdb).ok()?;
@@ -136,11 +135,11 @@ fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> 
         return Err(Refusal::conflict());
     }
     // Refuse this as an unknown command, and do it before we check the CDB: the operation code is
-    // not defined for a fully provisioned LU.
-    if flags.contains(CommandFlags::THIN) && !lu.config().is_thin() {
+    // not defined for this LU.
+    if !row.is_supported(lu.config()) {
         return Err(row.unsupported().into());
     }
-    let cdb = Cdb::parse(request.cdb, &row.usage)?;
+    let cdb = row.parse(request.cdb, lu.config())?;
     let needs_reservations =
         CommandFlags::RESERVATIONS | CommandFlags::SETTINGS | CommandFlags::CHANGES;
     // If the reservations could not be loaded, we don't know which nexus may change the LU. We also

@@ -13,7 +13,8 @@ mod table;
 
 use crate::cdb::{ACTION_MASK, Cdb, Usage};
 use crate::commands::machine::PlanFn;
-use crate::data::cdb::{inquiry, unmap};
+use crate::config::{Config, Protection};
+use crate::data::cdb::{block_32, inquiry, unmap};
 use crate::data::vpd;
 use crate::flags::CommandFlags;
 use crate::sense::{AdditionalSense, Sense};
@@ -81,13 +82,26 @@ pub struct Opcode {
 }
 
 /// Used for all operation codes that are not in the table.
-static UNKNOWN: Opcode =
-    unknown(|_, _| Err(Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE).into()));
+static UNKNOWN: Opcode = unknown(|_, _| Err(INVALID_OPERATION_CODE.into()));
 
 /// Used for an operation code that is in the table, but without this service action.
 static UNKNOWN_ACTION: Opcode = unknown(|_, _| Err(INVALID_ACTION.into()));
 
+/// Used for a 32-byte CDB with an unknown service action.
+static UNKNOWN_LONG_ACTION: Opcode = unknown(|planner, _| {
+    // Without type 2 protection, there are no service actions at all.
+    let protection = planner.lu.config().protection;
+    match protection.is_some_and(Protection::is_type_2) {
+        true => Err(Sense::cdb_field(block_32::SERVICE_ACTION.at() as u16, Some(7)).into()),
+        false => Err(INVALID_OPERATION_CODE.into()),
+    }
+});
+
 const INVALID_ACTION: Sense = Sense::cdb_field(1, Some(4));
+const INVALID_OPERATION_CODE: Sense = Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE);
+
+/// Largest value of RDPROTECT, WRPROTECT, VRPROTECT and ORPROTECT that is not reserved.
+const PROTECT_MAX: u8 = 0b101;
 
 /// Creates a new row for a command that is always refused, even if the LU is reserved by another
 /// nexus, but after any pending unit attention has been reported.
@@ -129,6 +143,14 @@ fn with_code(code: u8) -> impl Iterator<Item = &'static Opcode> {
         .take_while(move |row| row.code == code)
 }
 
+/// Returns the SERVICE ACTION of a CDB, or `None` if the CDB is too short.
+fn service_action(cdb: &[u8]) -> Option<u16> {
+    match cdb.first()? {
+        &block_32::VARIABLE_LENGTH => block_32::SERVICE_ACTION.get(cdb),
+        _ => cdb.get(1).map(|byte| u16::from(byte & ACTION_MASK)),
+    }
+}
+
 const INQUIRY: &Opcode = Opcode::named("INQUIRY");
 const START_STOP_UNIT: &Opcode = Opcode::named("START STOP UNIT");
 
@@ -155,10 +177,14 @@ impl Opcode {
             Some(_) => {
                 // If the CDB is too short for a service action, it's handled as an unknown service
                 // action.
-                let action = cdb.get(1).map(|byte| byte & ACTION_MASK);
+                let action = service_action(cdb);
+                let unknown = match code {
+                    block_32::VARIABLE_LENGTH => &UNKNOWN_LONG_ACTION,
+                    _ => &UNKNOWN_ACTION,
+                };
                 with_code(code)
-                    .find(|row| row.service_action == action)
-                    .unwrap_or(&UNKNOWN_ACTION)
+                    .find(|row| row.service_action.map(u16::from) == action)
+                    .unwrap_or(unknown)
             }
         }
     }
@@ -168,8 +194,10 @@ impl Opcode {
     #[must_use]
     pub fn sent(cdb: &[u8]) -> &'static Self {
         let row = Self::of(cdb);
-        let action = cdb.get(1).map(|byte| byte & ACTION_MASK);
-        let is_sent = |row: &&Self| cdb.first() == Some(&row.code) && row.service_action == action;
+        let action = service_action(cdb);
+        let is_sent = |row: &&Self| {
+            cdb.first() == Some(&row.code) && row.service_action.map(u16::from) == action
+        };
         match row.is_known() {
             true => row,
             false => table::FOREIGN.iter().find(is_sent).unwrap_or(row),
@@ -207,7 +235,8 @@ impl Opcode {
     /// Returns whether this is a row in the table.
     #[must_use]
     pub fn is_known(&self) -> bool {
-        !self.is(&UNKNOWN) && !self.is(&UNKNOWN_ACTION)
+        let unknown = [&UNKNOWN, &UNKNOWN_ACTION, &UNKNOWN_LONG_ACTION];
+        !unknown.iter().any(|row| self.is(row))
     }
 
     /// Returns whether this is the given row.
@@ -216,8 +245,9 @@ impl Opcode {
         std::ptr::eq(self, row)
     }
 
-    /// Returns the CDB usage bitmap, which has the same size as the CDB (SPC-4 6.35). A bit is set
-    /// if we evaluate it, and must be zero in the CDB otherwise.
+    /// Returns the CDB usage bitmap for an LU without protection information, which has the same
+    /// size as the CDB (SPC-4 6.35). A bit is set if we evaluate it, and must be zero in the CDB
+    /// otherwise.
     #[must_use]
     pub fn usage(&self) -> &[u8] {
         self.usage.bytes()
@@ -244,11 +274,66 @@ impl Opcode {
 
     /// Returns the sense data if this command is not supported by an LU.
     pub(crate) fn unsupported(&self) -> Sense {
-        if self.service_action.is_some() {
+        // All 32-byte CDBs are supported by the same LUs, so for other LUs the operation code is
+        // unknown.
+        if self.service_action.is_some() && !self.flags.contains(CommandFlags::TYPE_2) {
             INVALID_ACTION
         } else {
-            Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE)
+            INVALID_OPERATION_CODE
         }
+    }
+
+    /// Returns whether this command is supported by an LU with this configuration.
+    pub(crate) fn is_supported(&self, config: &Config) -> bool {
+        let flags = self.flags & (CommandFlags::THIN | CommandFlags::TYPE_2);
+        // Most commands are supported by all LUs.
+        if flags.is_empty() {
+            return true;
+        }
+        (!flags.contains(CommandFlags::THIN) || config.is_thin())
+            && (!flags.contains(CommandFlags::TYPE_2)
+                || config.protection.is_some_and(Protection::is_type_2))
+    }
+
+    /// Returns the protection of an LU, if this command has a field to select the checks.
+    fn protection(&self, config: &Config) -> Option<Protection> {
+        let has_field = self.flags.contains(CommandFlags::PROTECT);
+        config.protection.filter(|_| has_field)
+    }
+
+    /// Returns the usage bitmap for an LU with this configuration.
+    pub(crate) fn usage_for(&self, config: &Config) -> Usage {
+        match self.protection(config) {
+            // With type 2 protection, the field is only used in 32-byte CDBs.
+            Some(protection) if self.allows_protect(protection) => self.usage.with_protect(),
+            _ => self.usage,
+        }
+    }
+
+    /// Returns whether protection information can be transferred with this command.
+    fn allows_protect(&self, protection: Protection) -> bool {
+        !protection.is_type_2() || self.flags.contains(CommandFlags::TYPE_2)
+    }
+
+    /// Parses a CDB for an LU with this configuration. See [`Cdb::parse`].
+    pub(crate) fn parse(&self, received: &[u8], config: &Config) -> Result<Cdb, Sense> {
+        let Some(protection) = self.protection(config) else {
+            return Cdb::parse(received, &self.usage);
+        };
+        let cdb = Cdb::parse(received, &self.usage.with_protect())?;
+        let protect = cdb.protect();
+        if protect > 0 && !self.allows_protect(protection) {
+            return Err(INVALID_OPERATION_CODE);
+        }
+        if protect > PROTECT_MAX {
+            return Err(Sense::cdb_field(cdb.flags_byte() as u16, Some(7)));
+        }
+        let is_long = self.flags.contains(CommandFlags::TYPE_2);
+        if is_long && cdb.get(block_32::ADDITIONAL_LENGTH) != block_32::ADDITIONAL_LEN {
+            let byte = block_32::ADDITIONAL_LENGTH.at();
+            return Err(Sense::cdb_field(byte as u16, Some(7)));
+        }
+        Ok(cdb)
     }
 
     /// Returns the flags used to check for reservations. A START is always allowed (SPC-4 table
@@ -416,6 +501,7 @@ mod tests {
             let len = match entry.code >> 5 {
                 0 => 6,
                 1 | 2 => 10,
+                3 => 32,
                 4 => 16,
                 5 => 12,
                 group => panic!("group {group} has no fixed length"),
@@ -424,7 +510,8 @@ mod tests {
             assert_eq!(entry.usage()[0], entry.code, "{}", entry.name);
             let mut cdb = vec![0; len];
             cdb[0] = entry.code;
-            cdb[1] = entry.service_action.unwrap_or(0);
+            let action_byte = if len == 32 { 9 } else { 1 };
+            cdb[action_byte] = entry.service_action.unwrap_or(0);
             assert!(Opcode::of(&cdb).is(entry), "{}", entry.name);
             assert_eq!(entry.kind, kind_of(entry.name), "{}", entry.name);
         }
@@ -468,6 +555,7 @@ mod tests {
             "PERSISTENT RESERVE OUT, RELEASE", "PERSISTENT RESERVE OUT, CLEAR",
             "PERSISTENT RESERVE OUT, PREEMPT", "PERSISTENT RESERVE OUT, PREEMPT AND ABORT",
             "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY",
+            "WRITE (32)", "WRITE AND VERIFY (32)", "WRITE SAME (32)",
             "COMPARE AND WRITE", "WRITE (16)", "ORWRITE (16)", "WRITE AND VERIFY (16)",
             "SYNCHRONIZE CACHE (16)", "WRITE SAME (16)", "WRITE (12)", "WRITE AND VERIFY (12)",
         ]);

@@ -5,16 +5,12 @@ use super::{INVALID_ACTION, Opcode, with_code};
 use crate::cdb::{ACTION_MASK, Cdb};
 use crate::commands::plan::{Plan, PlanResult, Planner};
 use crate::config::Config;
-use crate::flags::CommandFlags;
+use crate::data::cdb::block_32;
 use crate::sense::Sense;
 
 /// SUPPORT field: not supported, or supported as in the standard.
 const NOT_SUPPORTED: u8 = 0x1;
 const STANDARD: u8 = 0x3;
-
-fn is_offered(entry: &Opcode, config: &Config) -> bool {
-    !entry.flags.contains(CommandFlags::THIN) || config.is_thin()
-}
 
 /// REPORT SUPPORTED OPERATION CODES.
 pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
@@ -23,9 +19,8 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     let data = match cdb.byte(2) & 0x7 {
         0 => all(config, timeouts),
         option @ 1..=3 => {
-            // A THIN command is in the table, but not supported by a fully provisioned LU.
-            let entry = one(option, cdb.byte(3), cdb.be16(4))?;
-            describe(entry.filter(|entry| is_offered(entry, config)), timeouts)
+            let entry = one(config, option, cdb.byte(3), cdb.be16(4))?;
+            describe(entry, config, timeouts)
         }
         _ => return Err(Sense::cdb_field(2, Some(2)).into()),
     };
@@ -36,9 +31,16 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
 ///
 /// Option 1 is used for opcodes without service actions, option 2 for opcodes with service actions,
 /// and option 3 for both.
-fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sense> {
+fn one(
+    config: &Config,
+    option: u8,
+    code: u8,
+    action: u16,
+) -> Result<Option<&'static Opcode>, Sense> {
+    // A THIN or TYPE_2 command is in the table, but not supported by all LUs.
+    let mut rows = with_code(code).filter(|entry| entry.is_supported(config));
     // An unknown command is not an error. We need to report that it's not supported.
-    let Some(first) = with_code(code).next() else {
+    let Some(first) = rows.next() else {
         return Ok(None);
     };
     let has_actions = first.service_action.is_some();
@@ -53,7 +55,8 @@ fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sen
         // With option 3, a command without service actions must have an action of zero.
         return Ok((option == 1 || action == 0).then_some(first));
     }
-    Ok(with_code(code).find(|entry| entry.service_action.map(u16::from) == Some(action)))
+    let is_requested = |entry: &&Opcode| entry.service_action.map(u16::from) == Some(action);
+    Ok(std::iter::once(first).chain(rows).find(is_requested))
 }
 
 /// Refuses a command that is only sent by initiators.
@@ -73,7 +76,7 @@ fn all(config: &Config, timeouts: bool) -> Vec<u8> {
     let mut data = vec![0; 4];
     for entry in Opcode::all()
         .iter()
-        .filter(|entry| is_offered(entry, config))
+        .filter(|entry| entry.is_supported(config))
     {
         let flags = u8::from(entry.service_action.is_some()) | u8::from(timeouts) << 1;
         data.extend([entry.code, 0]);
@@ -89,18 +92,22 @@ fn all(config: &Config, timeouts: bool) -> Vec<u8> {
     data
 }
 
-fn describe(entry: Option<&Opcode>, timeouts: bool) -> Vec<u8> {
+fn describe(entry: Option<&Opcode>, config: &Config, timeouts: bool) -> Vec<u8> {
     let Some(entry) = entry else {
         return vec![0, NOT_SUPPORTED, 0, 0];
     };
     let mut data = vec![0, STANDARD | u8::from(timeouts) << 7];
-    data.extend((entry.usage().len() as u16).to_be_bytes());
-    let start = data.len();
-    data.extend_from_slice(entry.usage());
+    let mut usage = entry.usage_for(config).bytes().to_vec();
     if let Some(action) = entry.service_action {
-        // Replace the mask with the actual service action in this byte of the bitmap.
-        data[start + 1] = data[start + 1] & !ACTION_MASK | action;
+        // Replace the mask in the bitmap with the actual service action.
+        if entry.code == block_32::VARIABLE_LENGTH {
+            block_32::SERVICE_ACTION.set(&mut usage, action.into());
+        } else {
+            usage[1] = usage[1] & !ACTION_MASK | action;
+        }
     }
+    data.extend((usage.len() as u16).to_be_bytes());
+    data.extend(usage);
     if timeouts {
         data.extend(timeouts_descriptor(entry));
     }

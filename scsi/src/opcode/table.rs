@@ -40,7 +40,7 @@ macro_rules! table {
 ///
 /// This must be an array instead of a slice, because rows are compared by address, which has to be
 /// unique.
-pub(super) static TABLE: [Opcode; 54] = table! {
+pub(super) static TABLE: [Opcode; 59] = table! {
     0x00      None  30 Other   [READY]             unit_state::plan_test_unit_ready          "00 0000 00 00"                      "TEST UNIT READY";
     0x03      In    30 Other   [UNDER_ATTENTION]   unit_state::plan_request_sense            "01 0000 ff 00"                      "REQUEST SENSE";
     0x08      In    30 Read    [READY|READS]       read_write::plan_read                     "1f ffff ff 00"                      "READ (6)";
@@ -52,14 +52,14 @@ pub(super) static TABLE: [Opcode; 54] = table! {
     0x1a      In    30 Other   [READS]             mode_sense::plan_mode_sense_6             "08 ffff ff 00"                      "MODE SENSE (6)";
     0x1b      None  60 Other   [CHANGES|SETTINGS]  unit_state::plan_start_stop_unit          "01 0000 f5 00"                      "START STOP UNIT";
     0x25      In    30 Other   [READY]             capacity::plan_read_capacity_10           "00 00000000 00 0000 00"             "READ CAPACITY (10)";
-    0x28      In    30 Read    [READY|READS]       read_write::plan_read                     "1a ffffffff 00 ffff 00"             "READ (10)";
-    0x2a      Out   30 Write   [READY|WRITES]      read_write::plan_write                    "1a ffffffff 00 ffff 00"             "WRITE (10)";
-    0x2e      Out   30 Write   [READY|WRITES]      read_write::plan_write_and_verify         "16 ffffffff 00 ffff 00"             "WRITE AND VERIFY (10)";
-    0x2f      Out   30 Compare [READY|READS]       verify::plan_verify                       "16 ffffffff 00 ffff 00"             "VERIFY (10)";
+    0x28      In    30 Read    [READY|READS|PROTECT] read_write::plan_read                   "1a ffffffff 00 ffff 00"             "READ (10)";
+    0x2a      Out   30 Write   [READY|WRITES|PROTECT] read_write::plan_write                 "1a ffffffff 00 ffff 00"             "WRITE (10)";
+    0x2e      Out   30 Write   [READY|WRITES|PROTECT] read_write::plan_write_and_verify      "16 ffffffff 00 ffff 00"             "WRITE AND VERIFY (10)";
+    0x2f      Out   30 Compare [READY|READS|PROTECT] verify::plan_verify                     "16 ffffffff 00 ffff 00"             "VERIFY (10)";
     0x34      None  30 Other   [READY|READS]       cache::plan_prefetch                      "02 ffffffff 1f ffff 00"             "PRE-FETCH (10)";
     0x35      None  60 Flush   [READY|CHANGES]     cache::plan_synchronize_cache             "06 ffffffff 00 ffff 00"             "SYNCHRONIZE CACHE (10)";
     0x37      In    30 Other   [READY|READS]       defects::plan_defects_10                  "00 1f 00000000 ffff 00"             "READ DEFECT DATA (10)";
-    0x41      Out  120 Write   [READY|WRITES|REPEATS] write_same::plan_write_same               "08 ffffffff 00 ffff 00"             "WRITE SAME (10)";
+    0x41      Out  120 Write   [READY|WRITES|REPEATS|PROTECT] write_same::plan_write_same    "08 ffffffff 00 ffff 00"             "WRITE SAME (10)";
     0x42      Out  120 Unmap   [READY|WRITES|THIN] unmap::plan_unmap                         "00 00000000 00 ffff 00"             "UNMAP";
     0x55      Out   30 Other   [CHANGES|SETTINGS]  mode_select::plan_mode_select_10          "10 0000000000 ffff 00"              "MODE SELECT (10)";
     0x56      None  30 Other   [SETTINGS]          reserve::plan_reserve                     "00 00000000 00 0000 00"             "RESERVE (10)";
@@ -76,24 +76,29 @@ pub(super) static TABLE: [Opcode; 54] = table! {
     0x5f/0x04 Out   30 Other   [SETTINGS|RESERVATIONS] persistent_reserve::plan_out         "1f ff 0000 ffffffff 00"             "PERSISTENT RESERVE OUT, PREEMPT";
     0x5f/0x05 Out   30 Other   [SETTINGS|RESERVATIONS] persistent_reserve::plan_out         "1f ff 0000 ffffffff 00"             "PERSISTENT RESERVE OUT, PREEMPT AND ABORT";
     0x5f/0x06 Out   30 Other   [SETTINGS|RESERVATIONS] persistent_reserve::plan_out         "1f ff 0000 ffffffff 00"             "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY";
-    0x88      In    30 Read    [READY|READS]       read_write::plan_read                     "1a ffffffffffffffff ffffffff 00 00" "READ (16)";
-    0x89      Out   60 Compare [READY|WRITES|ATOMIC] compare_and_write::plan_compare_and_write "18 ffffffffffffffff 000000ff 00 00" "COMPARE AND WRITE";
-    0x8a      Out   30 Write   [READY|WRITES]      read_write::plan_write                    "1a ffffffffffffffff ffffffff 00 00" "WRITE (16)";
-    0x8b      Out   60 Write   [READY|WRITES|ATOMIC] or_write::plan_or_write                   "18 ffffffffffffffff ffffffff 00 00" "ORWRITE (16)";
-    0x8e      Out   30 Write   [READY|WRITES]      read_write::plan_write_and_verify         "16 ffffffffffffffff ffffffff 00 00" "WRITE AND VERIFY (16)";
-    0x8f      Out   30 Compare [READY|READS]       verify::plan_verify                       "16 ffffffffffffffff ffffffff 00 00" "VERIFY (16)";
+    0x7f/0x09 In    30 Read    [READY|READS|PROTECT|TYPE_2] read_write::plan_read              "00 00000000 00 18 ffff 1a 00 ffffffffffffffff ffffffff ffff ffff ffffffff" "READ (32)";
+    0x7f/0x0a Out   30 Compare [READY|READS|PROTECT|TYPE_2] verify::plan_verify                "00 00000000 00 18 ffff 16 00 ffffffffffffffff ffffffff ffff ffff ffffffff" "VERIFY (32)";
+    0x7f/0x0b Out   30 Write   [READY|WRITES|PROTECT|TYPE_2] read_write::plan_write            "00 00000000 00 18 ffff 1a 00 ffffffffffffffff ffffffff ffff ffff ffffffff" "WRITE (32)";
+    0x7f/0x0c Out   30 Write   [READY|WRITES|PROTECT|TYPE_2] read_write::plan_write_and_verify "00 00000000 00 18 ffff 16 00 ffffffffffffffff ffffffff ffff ffff ffffffff" "WRITE AND VERIFY (32)";
+    0x7f/0x0d Out  120 Write   [READY|WRITES|REPEATS|PROTECT|TYPE_2] write_same::plan_write_same "00 00000000 00 18 ffff 09 00 ffffffffffffffff ffffffff ffff ffff ffffffff" "WRITE SAME (32)";
+    0x88      In    30 Read    [READY|READS|PROTECT] read_write::plan_read                   "1a ffffffffffffffff ffffffff 00 00" "READ (16)";
+    0x89      Out   60 Compare [READY|WRITES|ATOMIC|PROTECT] compare_and_write::plan_compare_and_write "18 ffffffffffffffff 000000ff 00 00" "COMPARE AND WRITE";
+    0x8a      Out   30 Write   [READY|WRITES|PROTECT] read_write::plan_write                 "1a ffffffffffffffff ffffffff 00 00" "WRITE (16)";
+    0x8b      Out   60 Write   [READY|WRITES|ATOMIC|PROTECT] or_write::plan_or_write         "18 ffffffffffffffff ffffffff 00 00" "ORWRITE (16)";
+    0x8e      Out   30 Write   [READY|WRITES|PROTECT] read_write::plan_write_and_verify      "16 ffffffffffffffff ffffffff 00 00" "WRITE AND VERIFY (16)";
+    0x8f      Out   30 Compare [READY|READS|PROTECT] verify::plan_verify                     "16 ffffffffffffffff ffffffff 00 00" "VERIFY (16)";
     0x90      None  30 Other   [READY|READS]       cache::plan_prefetch                      "02 ffffffffffffffff ffffffff 1f 00" "PRE-FETCH (16)";
     0x91      None  60 Flush   [READY|CHANGES]     cache::plan_synchronize_cache             "06 ffffffffffffffff ffffffff 00 00" "SYNCHRONIZE CACHE (16)";
-    0x93      Out  120 Write   [READY|WRITES|REPEATS] write_same::plan_write_same               "09 ffffffffffffffff ffffffff 00 00" "WRITE SAME (16)";
+    0x93      Out  120 Write   [READY|WRITES|REPEATS|PROTECT] write_same::plan_write_same    "09 ffffffffffffffff ffffffff 00 00" "WRITE SAME (16)";
     0x9e/0x10 In    30 Other   [READY]             capacity::plan_read_capacity_16           "1f 0000000000000000 ffffffff 00 00" "READ CAPACITY (16)";
     0x9e/0x12 In    30 Other   [READY|THIN|READS]  lba_status::plan_get_lba_status           "1f ffffffffffffffff ffffffff 00 00" "GET LBA STATUS";
     0xa0      In    30 Other   [UNDER_ATTENTION]   report_luns::plan_report_luns             "00 ff 000000 ffffffff 00 00"        "REPORT LUNS";
     0xa3/0x0c In    30 Other   []                  report::plan_opcodes                      "1f 87 ff ffff ffffffff 00 00"       "REPORT SUPPORTED OPERATION CODES";
     0xa3/0x0d In    30 Other   []                  report::plan_task_functions               "1f 80 000000 ffffffff 00 00"        "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS";
-    0xa8      In    30 Read    [READY|READS]       read_write::plan_read                     "1a ffffffff ffffffff 00 00"         "READ (12)";
-    0xaa      Out   30 Write   [READY|WRITES]      read_write::plan_write                    "1a ffffffff ffffffff 00 00"         "WRITE (12)";
-    0xae      Out   30 Write   [READY|WRITES]      read_write::plan_write_and_verify         "16 ffffffff ffffffff 00 00"         "WRITE AND VERIFY (12)";
-    0xaf      Out   30 Compare [READY|READS]       verify::plan_verify                       "16 ffffffff ffffffff 00 00"         "VERIFY (12)";
+    0xa8      In    30 Read    [READY|READS|PROTECT] read_write::plan_read                   "1a ffffffff ffffffff 00 00"         "READ (12)";
+    0xaa      Out   30 Write   [READY|WRITES|PROTECT] read_write::plan_write                 "1a ffffffff ffffffff 00 00"         "WRITE (12)";
+    0xae      Out   30 Write   [READY|WRITES|PROTECT] read_write::plan_write_and_verify      "16 ffffffff ffffffff 00 00"         "WRITE AND VERIFY (12)";
+    0xaf      Out   30 Compare [READY|READS|PROTECT] verify::plan_verify                     "16 ffffffff ffffffff 00 00"         "VERIFY (12)";
     0xb7      In    30 Other   [READY|READS]       defects::plan_defects_12                  "1f ffffffff ffffffff 00 00"         "READ DEFECT DATA (12)";
 };
 

@@ -547,7 +547,7 @@ fn read_only_unit_refuses_writes() {
     config.read_only = true;
     let mut rig = Rig::with(config);
     for entry in Opcode::all() {
-        if !entry.flags.contains(CommandFlags::WRITES) {
+        if !entry.flags.contains(CommandFlags::WRITES) || !entry.is_supported(rig.lu.config()) {
             continue;
         }
         let mut cdb = vec![0; entry.usage().len()];
@@ -563,10 +563,8 @@ fn read_only_lun_refuses_changes() {
     let mut rig = Rig::with(config(BlockSize::B512, 8));
     rig.read_only = true;
     for entry in Opcode::all() {
-        if !entry
-            .flags
-            .intersects(CommandFlags::WRITES | CommandFlags::SETTINGS)
-        {
+        let changes = CommandFlags::WRITES | CommandFlags::SETTINGS;
+        if !entry.flags.intersects(changes) || !entry.is_supported(rig.lu.config()) {
             continue;
         }
         let mut cdb = vec![0; entry.usage().len()];

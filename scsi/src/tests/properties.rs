@@ -9,11 +9,11 @@ use crate::opcode::Opcode;
 use crate::step::Status;
 
 /// Returns CDBs with random bytes, and CDBs that are almost valid.
-fn any_cdb() -> impl Strategy<Value = Vec<u8>> {
+pub(super) fn any_cdb() -> impl Strategy<Value = Vec<u8>> {
     let wild = proptest::collection::vec(any::<u8>(), 0..20);
     let known = (
         0..Opcode::all().len(),
-        proptest::collection::vec(any::<u8>(), 16),
+        proptest::collection::vec(any::<u8>(), 32),
     )
         .prop_map(|(row, noise)| {
             let entry = &Opcode::all()[row];
@@ -23,13 +23,19 @@ fn any_cdb() -> impl Strategy<Value = Vec<u8>> {
                 .map(|(n, u)| n & u)
                 .collect();
             cdb[0] = entry.code;
-            if let Some(action) = entry.service_action {
-                cdb[1] = action;
+            match entry.service_action {
+                // A 32-byte CDB.
+                Some(action) if entry.code == 0x7f => {
+                    cdb[7..10].copy_from_slice(&[0x18, 0, action]);
+                }
+                Some(action) => cdb[1] = action,
+                None => {}
             }
             // With random values for the high bytes of addresses and lengths, almost all of them
             // would be out of range.
             if noise[15] & 1 == 0 {
-                for byte in cdb.iter_mut().skip(2).filter(|byte| **byte & 3 != 0) {
+                let first = if entry.code == 0x7f { 11 } else { 2 };
+                for byte in cdb.iter_mut().skip(first).filter(|byte| **byte & 3 != 0) {
                     *byte = 0;
                 }
             }

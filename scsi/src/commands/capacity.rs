@@ -2,6 +2,7 @@
 
 use super::plan::{Plan, PlanResult, Planner};
 use crate::cdb::Cdb;
+use crate::config::ProtectionType;
 use crate::data::capacity::{capacity_10, capacity_16};
 use crate::data::cdb::read_capacity_16::ALLOCATION_LENGTH;
 
@@ -15,12 +16,25 @@ pub(crate) fn plan_read_capacity_10<M>(planner: &Planner<'_>, _cdb: &Cdb) -> Pla
 }
 
 pub(crate) fn plan_read_capacity_16<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    use capacity_16::{BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, LEN, PHYSICAL_EXPONENT};
+    use capacity_16::{
+        BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, LEN, P_TYPE, PHYSICAL_EXPONENT, PROT_EN,
+    };
     let config = planner.lu.config();
     let mut data = vec![0; LEN];
     LAST_LBA.set(&mut data, planner.lu.capacity_blocks() - 1);
     BLOCK_LENGTH.set(&mut data, planner.block());
     PHYSICAL_EXPONENT.set(&mut data, config.physical_exponent);
+    if let Some(protection) = config.protection {
+        PROT_EN.set(&mut data, true);
+        P_TYPE.set(
+            &mut data,
+            match protection.protection_type {
+                ProtectionType::Type1 => 0,
+                ProtectionType::Type2 => 1,
+                ProtectionType::Type3 => 2,
+            },
+        );
+    }
     LBPME.set(&mut data, config.is_thin());
     LBPRZ.set(&mut data, config.is_thin());
     Ok(Plan::data(data, cdb.get(ALLOCATION_LENGTH)))

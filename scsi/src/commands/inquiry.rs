@@ -3,12 +3,12 @@
 use super::plan::{Plan, PlanResult, Planner};
 use super::vpd;
 use crate::cdb::Cdb;
-use crate::config::{DEFAULT_PRODUCT, DEFAULT_REVISION, DEFAULT_VENDOR, Identity};
+use crate::config::{Config, DEFAULT_PRODUCT, DEFAULT_REVISION, DEFAULT_VENDOR};
 use crate::data::cdb::inquiry::{ALLOCATION_LENGTH, EVPD, PAGE_CODE};
 use crate::data::inquiry::{
     ADDITIONAL_LENGTH, CMDQUE, HISUP, LEN, MIN_LEN, MULTIP, PERIPHERAL_DEVICE_TYPE,
-    PERIPHERAL_QUALIFIER, PRODUCT, QUALIFIER_INCAPABLE, RESPONSE_DATA_FORMAT, REVISION, TYPE_NONE,
-    VENDOR, VERSION, VERSION_DESCRIPTORS,
+    PERIPHERAL_QUALIFIER, PRODUCT, PROTECT, QUALIFIER_INCAPABLE, RESPONSE_DATA_FORMAT, REVISION,
+    TYPE_NONE, VENDOR, VERSION, VERSION_DESCRIPTORS,
 };
 use crate::lu::NO_MEDIUM;
 use crate::nexus::{Nexus, PortName};
@@ -32,7 +32,7 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
         if page != 0 {
             return Err(Sense::cdb_field(2, Some(7)).into());
         }
-        let data = standard(&planner.lu.config().identity, nexus.as_deref());
+        let data = standard(planner.lu.config(), nexus.as_deref());
         return Ok(Plan::data(data, allocation_length));
     }
     // Initiators use these pages to identify a disk. If we made up a name here, the initiator would
@@ -46,8 +46,10 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
 }
 
 /// Returns the standard INQUIRY data for a connected direct-access LU.
-fn standard(identity: &Identity, nexus: Option<&Nexus>) -> Vec<u8> {
+fn standard(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
+    let identity = &config.identity;
     let mut data = with_len(LEN);
+    PROTECT.set(&mut data, config.protection.is_some());
     // A portal can be added at any time.
     MULTIP.set(&mut data, true);
     CMDQUE.set(&mut data, true);

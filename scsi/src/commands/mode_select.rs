@@ -3,7 +3,7 @@
 //! We check the entire parameter list before we change anything. If a bit cannot be changed, it
 //! must be sent with the current value.
 
-use super::mode_pages::{FLAGS, changeable, render};
+use super::mode_pages::{changeable, fields, render};
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use super::threshold;
 use crate::cdb::Cdb;
@@ -175,18 +175,20 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
             at += page.len();
             continue;
         }
-        let current =
-            render(first, lu.flags()).ok_or(Sense::parameter_field(at as u16, Some(5)))?;
+        let current = render(first, lu.config(), lu.flags())
+            .ok_or(Sense::parameter_field(at as u16, Some(5)))?;
         // If the length is different, the page is from some other version of the standard, and the
         // fields could be at other offsets.
         if current[1] != len {
             return Err(Sense::parameter_field(at as u16 + 1, Some(7)));
         }
         let page = list.get(at..at + current.len()).ok_or(LENGTH_ERROR)?;
-        check_page(page, &current, at)?;
+        let changeable = changeable(first, lu.config()).unwrap_or_default();
+        check_page(page, &current, &changeable)
+            .map_err(|(byte, bit)| Sense::parameter_field((at + byte) as u16, Some(bit)))?;
         // Don't update anything yet. If a page after this is invalid, the entire list must be
         // ignored.
-        for (_, field, flag) in FLAGS.into_iter().filter(|(code, ..)| *code == first) {
+        for (field, flag) in fields(first, lu.config()) {
             mask |= flag;
             values.set(flag, field.get(page) == Some(true));
         }
@@ -195,13 +197,13 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
     Ok((mask, values))
 }
 
-/// Checks that a page is the same as the current one, except for bits that can be changed.
-fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
-    let mask = changeable(page[0]).unwrap_or_default();
+/// Checks that a page is the same as the current one, except for bits that can be changed. Returns
+/// the byte and bit of the first difference.
+fn check_page(page: &[u8], current: &[u8], changeable: &[u8]) -> Result<(), (usize, u8)> {
     for (index, ((new, old), mask)) in page
         .iter()
         .zip(current)
-        .zip(&mask)
+        .zip(changeable)
         .enumerate()
         .skip(PAGE_HEADER_LEN)
     {
@@ -209,8 +211,7 @@ fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
         // the current value for any bit that can't be changed.
         let wrong = (new ^ old) & !mask;
         if wrong != 0 {
-            let bit = 7 - wrong.leading_zeros() as u8;
-            return Err(Sense::parameter_field((at + index) as u16, Some(bit)));
+            return Err((index, 7 - wrong.leading_zeros() as u8));
         }
     }
     Ok(())

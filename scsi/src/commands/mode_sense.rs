@@ -87,10 +87,10 @@ pub(crate) fn plan_mode_sense_10<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanRes
 fn pages(lu: &LogicalUnit, cdb: &Cdb) -> Result<Vec<u8>, Sense> {
     let (code, subpage, values) = (cdb.get(PAGE_CODE), cdb.get(SUBPAGE_CODE), cdb.get(PC));
     let one = |code: u8| match values {
-        CURRENT => render(code, lu.flags()),
-        CHANGEABLE => changeable(code),
+        CURRENT => render(code, lu.config(), lu.flags()),
+        CHANGEABLE => changeable(code, lu.config()),
         // Default values are from the configuration. A reset will restore them.
-        _ => render(code, lu.default_flags()),
+        _ => render(code, lu.config(), lu.default_flags()),
     };
     if values == SAVED {
         return Err(Sense::illegal(AdditionalSense::SAVING_NOT_SUPPORTED));

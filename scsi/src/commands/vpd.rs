@@ -1,7 +1,7 @@
 //! The VPD pages that we support (SPC-4 7.8, SBC-3 6.6).
 
 use super::threshold;
-use crate::config::{Config, Provisioning};
+use crate::config::{Config, ProtectionType, Provisioning};
 use crate::data::designator::{self, Designator};
 use crate::data::vpd::{self, block_limits, characteristics, extended_inquiry, provisioning};
 use crate::nexus::{Nexus, PortName};
@@ -23,7 +23,7 @@ static PAGES: [(u8, Make); 8] = [
         vpd::with_body(vpd::UNIT_SERIAL_NUMBER, config.identity.serial.as_bytes())
     }),
     (vpd::DEVICE_IDENTIFICATION, device_identification),
-    (vpd::EXTENDED_INQUIRY, |_, _| extended_inquiry()),
+    (vpd::EXTENDED_INQUIRY, |config, _| extended_inquiry(config)),
     (vpd::BLOCK_LIMITS, |config, _| block_limits(config)),
     (vpd::BLOCK_DEVICE_CHARACTERISTICS, |config, _| {
         characteristics(config)
@@ -106,9 +106,27 @@ fn device_identification(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
     vpd::with_body(vpd::DEVICE_IDENTIFICATION, &body)
 }
 
-fn extended_inquiry() -> Vec<u8> {
-    use extended_inquiry::{HEADSUP, LEN, LUICLR, MAXIMUM_SENSE_LENGTH, ORDSUP, SIMPSUP, V_SUP};
+fn extended_inquiry(config: &Config) -> Vec<u8> {
+    use extended_inquiry::{
+        APP_CHK, GRD_CHK, HEADSUP, LEN, LUICLR, MAXIMUM_SENSE_LENGTH, ORDSUP, REF_CHK, SIMPSUP,
+        SPT, V_SUP,
+    };
     let mut page = vpd::with_len(vpd::EXTENDED_INQUIRY, LEN);
+    if let Some(protection) = config.protection {
+        let (supported, has_reference_tag) = match protection.protection_type {
+            ProtectionType::Type1 => (0b000, true),
+            ProtectionType::Type2 => (0b010, true),
+            ProtectionType::Type3 => (0b100, false),
+        };
+        SPT.set(&mut page, supported);
+        GRD_CHK.set(&mut page, true);
+        // The expected application tag is only known for a 32-byte CDB.
+        APP_CHK.set(
+            &mut page,
+            protection.is_type_2() && protection.client_owns_tag,
+        );
+        REF_CHK.set(&mut page, has_reference_tag);
+    }
     for supported in [HEADSUP, ORDSUP, SIMPSUP, V_SUP, LUICLR] {
         supported.set(&mut page, true);
     }

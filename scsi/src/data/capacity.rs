@@ -25,6 +25,12 @@ pub mod capacity_16 {
     pub const LAST_LBA: Field<u64> = be64(0);
     /// LOGICAL BLOCK LENGTH IN BYTES.
     pub const BLOCK_LENGTH: Field<u32> = be32(8);
+    /// P_TYPE: type of protection, starting at 0 for type 1.
+    pub const P_TYPE: Field<u8> = bits(12, 3, 1);
+    /// PROT_EN: protection information is enabled.
+    pub const PROT_EN: Field<bool> = bit(12, 0);
+    /// P_I_EXPONENT: number of protection intervals per block, as a power of two.
+    pub const P_I_EXPONENT: Field<u8> = bits(13, 7, 4);
     /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT.
     pub const PHYSICAL_EXPONENT: Field<u8> = bits(13, 3, 0);
     /// LBPME: logical blocks can be deallocated.

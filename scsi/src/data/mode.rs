@@ -96,6 +96,8 @@ pub mod caching {
 pub(crate) mod control {
     use super::{Field, be16, bit, bits};
 
+    /// DPICZ: don't check protection information if the field in the CDB is zero.
+    pub(crate) const DPICZ: Field<bool> = bit(2, 3);
     /// D_SENSE: use the descriptor format for sense data.
     pub(crate) const D_SENSE: Field<bool> = bit(2, 2);
     /// GLTSD: don't save log parameters automatically.
@@ -103,6 +105,8 @@ pub(crate) mod control {
     pub(crate) const QUEUE_ALGORITHM_MODIFIER: Field<u8> = bits(3, 7, 4);
     /// SWP: the medium is write protected.
     pub(crate) const SWP: Field<bool> = bit(4, 3);
+    /// ATO: the application tag is owned by the application client.
+    pub(crate) const ATO: Field<bool> = bit(5, 7);
     /// TAS: if a command is aborted by another nexus, it's completed with TASK ABORTED.
     pub(crate) const TAS: Field<bool> = bit(5, 6);
     /// BUSY TIMEOUT PERIOD in units of 100 ms.

@@ -43,6 +43,8 @@ bitflags! {
         const WRITE_CACHE = 1 << 2;
         /// Stopped via START STOP UNIT.
         const STOPPED = 1 << 3;
+        /// DPICZ bit in the Control mode page.
+        const IGNORE_UNREQUESTED_CHECKS = 1 << 4;
     }
 }
 
@@ -385,6 +387,12 @@ impl LogicalUnit {
     #[must_use]
     pub fn is_write_cache_enabled(&self) -> bool {
         self.flags().contains(Flags::WRITE_CACHE)
+    }
+
+    /// Returns whether protection information is only checked if this is requested in the CDB (DPICZ
+    /// bit).
+    pub(crate) fn ignores_unrequested_checks(&self) -> bool {
+        self.flags().contains(Flags::IGNORE_UNREQUESTED_CHECKS)
     }
 
     /// Returns the sense data format selected with the D_SENSE bit.

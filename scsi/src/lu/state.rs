@@ -29,6 +29,8 @@ struct Modes {
     software_write_protect: bool,
     write_cache: bool,
     stopped: bool,
+    #[serde(default)]
+    ignore_unrequested_checks: bool,
     /// Set when a flush is still required after the write cache was disabled.
     #[serde(default)]
     owes_flush: bool,
@@ -68,6 +70,7 @@ impl LogicalUnit {
                 software_write_protect: flags.contains(Flags::SOFTWARE_WRITE_PROTECT),
                 write_cache: flags.contains(Flags::WRITE_CACHE),
                 stopped: flags.contains(Flags::STOPPED),
+                ignore_unrequested_checks: self.ignores_unrequested_checks(),
                 owes_flush: self.cache_flushes().owed().is_some(),
             },
             reservations: self
@@ -89,6 +92,10 @@ impl LogicalUnit {
         flags.set(Flags::SOFTWARE_WRITE_PROTECT, modes.software_write_protect);
         flags.set(Flags::WRITE_CACHE, modes.write_cache);
         flags.set(Flags::STOPPED, modes.stopped);
+        flags.set(
+            Flags::IGNORE_UNREQUESTED_CHECKS,
+            modes.ignore_unrequested_checks,
+        );
         self.restore_flags(flags);
         if modes.owes_flush {
             self.cache_flushes().disable();

@@ -195,6 +195,7 @@ mod tests {
             offset,
             len,
             buffer_offset: 0,
+            tags: None,
             fua: false,
         };
         assert!(faults.strike(&read(0, 4096)).is_none());

@@ -70,6 +70,7 @@ impl Disk {
                 naa: Naa::LocallyAssigned(0x123_4567_89ab_cdef),
             },
             limits: Limits::default(),
+            protection: None,
             cache_generation: None,
         })?;
         let nexus = Nexus {

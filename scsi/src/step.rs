@@ -66,6 +66,11 @@ pub struct DataOut {
 
 /// An operation on the medium. All offsets and lengths are in bytes. They are always a multiple of
 /// the logical block size, and within the capacity.
+///
+/// If the LU has [protection information](crate::protection), the backend stores eight bytes for
+/// each block. A block and its protection information must always be updated together, even if
+/// there is a crash: if only one of them was written, the next read of this block will fail. A
+/// block that has never been written has all bits set in its protection information.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockOp {
     /// Read from the medium to the buffer.
@@ -76,6 +81,9 @@ pub enum BlockOp {
         len: u32,
         /// Offset in the command buffer.
         buffer_offset: u32,
+        /// Offset in the command buffer for the protection information, with eight bytes for each
+        /// block. `None` if the LU has no protection information.
+        tags: Option<u32>,
         /// If set, the data must be read from stable storage. If there is dirty data for this range
         /// in the cache, it must be flushed first.
         fua: bool,
@@ -88,6 +96,9 @@ pub enum BlockOp {
         len: u32,
         /// Offset in the command buffer.
         buffer_offset: u32,
+        /// Offset of the protection information in the command buffer, with eight bytes for each
+        /// block. `None` if the LU has no protection information.
+        tags: Option<u32>,
         /// If set, only complete this when the data is on stable storage.
         fua: bool,
     },
@@ -100,13 +111,17 @@ pub enum BlockOp {
     },
     /// Deallocate a range, after which it's read as zeros. If some part of it is too small for the
     /// backend to deallocate, the data in this part is not changed.
+    ///
+    /// All bits of the protection information must be set for each block that is read as zeros.
+    /// Protection information of blocks that are not changed must not be changed either.
     Discard {
         /// Offset on the medium.
         offset: u64,
         /// Number of bytes to deallocate.
         len: u64,
     },
-    /// Fill a range with zeros.
+    /// Fill a range with zeros. All bits of the protection information must be set, even if the
+    /// range is not deallocated.
     WriteZeroes {
         /// Offset on the medium.
         offset: u64,

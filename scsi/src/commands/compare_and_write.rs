@@ -4,11 +4,12 @@
 //! the opcode table marks the command as atomic, so the task set will not run any other command
 //! that changes the same blocks (see [`task`](crate::task)).
 
-use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
+use super::integrity::{Integrity, Span};
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Room, Steps, Transfer};
 use super::read_write::Write;
 use super::verify::{Compare, Verify};
 use crate::cdb::Cdb;
-use crate::data::cdb::block_16::FUA;
+use crate::config::TUPLE_LEN;
 use crate::sense::Sense;
 use crate::step::StepResult;
 
@@ -16,12 +17,35 @@ use crate::step::StepResult;
 const BLOCKS_BYTE: u16 = 13;
 
 /// A COMPARE AND WRITE. The buffer contains the expected data, then the new data, then scratch
-/// space for reading from the medium.
+/// space for reading from the medium. Only the data is compared, without protection information.
 #[derive(Debug)]
 pub(crate) struct CompareAndWrite {
+    /// Checks of the received protection information, until they succeed.
+    received: Option<Box<Received>>,
     /// The comparison, until it succeeds.
     verify: Option<Verify>,
     write: Write,
+}
+
+/// Received data with its protection information.
+#[derive(Debug)]
+struct Received {
+    integrity: Integrity,
+    /// The expected data, or `None` if no protection information is received with it.
+    expected: Option<Span>,
+    new: Span,
+    /// Offset of the new data in the received data.
+    new_offset: u32,
+}
+
+impl Received {
+    fn check(&self, context: &mut Context<'_>) -> Result<(), Sense> {
+        if let Some(expected) = self.expected {
+            self.integrity.receive(context.data, expected, 0)?;
+        }
+        self.integrity
+            .receive(context.data, self.new, self.new_offset)
+    }
 }
 
 pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
@@ -40,31 +64,57 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
         return Ok(Plan::good());
     }
     let len = u32::try_from(len).expect("255 blocks at most");
-    let received = 2 * len;
+    let integrity = planner.integrity(cdb);
+    let frame = planner.frame(integrity.as_deref());
+    let received = frame.transferred(2 * len);
     // We can't compare with only some of the data, so the buffer size must match exactly.
     if planner.expected.data_out != received {
         return Err(Planner::short_data_out(received));
     }
-    let scratch = planner.segment(len.into());
+    let room = planner.room(Pieces::whole(2 * len, frame));
+    let scratch = planner.segment(room.end(planner.block()), len.into());
+    let expected = Pieces::whole(len, frame);
+    let new = Room {
+        data: len,
+        len,
+        tags: room
+            .tags
+            .map(|tags| tags + len / planner.block() * TUPLE_LEN),
+    };
+    // The medium is checked in the same way as for a READ without protection information.
+    let stored = integrity
+        .as_deref()
+        .map(|integrity| Box::new(integrity.without_transfer()));
+    let received_tags = room.tags.zip(new.tags).zip(integrity);
+    let checks = received_tags.map(|((tags, new_tags), integrity)| {
+        Box::new(Received {
+            expected: integrity.is_transferred().then(|| expected.span(0, tags)),
+            integrity: *integrity,
+            new: expected.span(new.data, new_tags),
+            new_offset: received / 2,
+        })
+    });
     let verify = Verify::new(
         offset,
         len.into(),
         Compare::Buffer,
-        Pieces::whole(len),
-        received..received + scratch,
+        expected,
+        scratch,
         planner.block(),
-    );
-    let fua = cdb.get(FUA) || !planner.lu.is_write_cache_enabled();
+    )
+    .with_integrity(stored);
+    let fua = cdb.fua() || !planner.lu.is_write_cache_enabled();
     Ok(Plan {
         transfer: Transfer::data_out(received),
-        buffer_len: received + scratch,
+        buffer_len: scratch.end(planner.block()),
         first: Next::receive(received),
         machine: Some(
             CompareAndWrite {
+                received: checks,
                 // We compare with the data that a READ would return, which doesn't require a flush:
                 // other initiators also use READ to make their decisions.
                 verify: Some(verify.after_receive().of_cache()),
-                write: Write::from_buffer(offset, len, len, fua),
+                write: Write::from_buffer(offset, new, frame, fua),
             }
             .into(),
         ),
@@ -73,6 +123,9 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
 
 impl Steps for CompareAndWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
+        if let Some(received) = self.received.take() {
+            received.check(context)?;
+        }
         if let Some(verify) = &mut self.verify {
             match verify.advance(context, result)? {
                 // The data is equal. The `advance` call below starts the write, because the new

@@ -6,6 +6,7 @@ pub(crate) mod capacity;
 pub(crate) mod compare_and_write;
 pub(crate) mod defects;
 pub(crate) mod inquiry;
+pub(crate) mod integrity;
 pub(crate) mod lba_status;
 pub(crate) mod machine;
 mod mode_pages;

@@ -1,11 +1,11 @@
 //! ORWRITE (16) (SBC-3 5.15), which is atomic in the same way as [COMPARE AND
 //! WRITE](super::compare_and_write).
 
-use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
+use super::integrity::{Frame, Integrity, Span};
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Room, Steps, Transfer};
 use super::read_write::Write;
 use crate::access::or_into;
 use crate::cdb::Cdb;
-use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::{BlockOp, StepResult};
 
@@ -16,9 +16,12 @@ use crate::step::{BlockOp, StepResult};
 pub(crate) struct OrWrite {
     offset: u64,
     data: Pieces,
-    /// Offset of the scratch space in the buffer, in bytes.
-    scratch_offset: u32,
-    scratch_len: u32,
+    frame: Frame,
+    /// Location of the data in the buffer.
+    room: Room,
+    /// The scratch space in the buffer.
+    scratch: Room,
+    integrity: Option<Box<Integrity>>,
     /// Number of bytes in this piece that have been updated with the bits from the medium.
     done: u32,
     fua: bool,
@@ -42,25 +45,30 @@ enum OrStage {
 /// Plans an ORWRITE (16).
 pub(crate) fn plan_or_write<M: From<OrWrite>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
-    let len = planner.data_out(wanted)?;
-    let transfer = Transfer::data_out(wanted);
+    let integrity = planner.integrity(cdb);
+    let frame = planner.frame(integrity.as_deref());
+    let len = planner.data_out(wanted, frame)?;
+    let transfer = Transfer::data_out(frame.transferred(wanted));
     if len == 0 {
         return Ok(Plan::nothing(transfer));
     }
-    let data = planner.pieces(len);
-    let scratch = planner.segment(data.len().into());
+    let data = planner.pieces(len, frame);
+    let room = planner.room(data);
+    let scratch = planner.segment(room.end(planner.block()), data.len().into());
     Ok(Plan {
         transfer,
-        buffer_len: data.len() + scratch,
+        buffer_len: scratch.end(planner.block()),
         first: data.receive(),
         machine: Some(
             OrWrite {
                 offset,
                 data,
-                scratch_offset: data.len(),
-                scratch_len: scratch,
+                frame,
+                room,
+                scratch,
+                integrity,
                 done: 0,
-                fua: cdb.get(FUA) || !planner.lu.is_write_cache_enabled(),
+                fua: cdb.fua() || !planner.lu.is_write_cache_enabled(),
                 stage: OrStage::Receiving,
             }
             .into(),
@@ -75,17 +83,45 @@ impl OrWrite {
     }
 
     fn segment(&self) -> u32 {
-        (self.data.len() - self.done).min(self.scratch_len)
+        (self.data.len() - self.done).min(self.scratch.len)
+    }
+
+    /// Checks a piece that was just received, and separates its protection information.
+    fn accept_piece(&self, context: &mut Context<'_>) -> Result<(), Sense> {
+        match self.integrity.as_deref().zip(self.room.tags) {
+            Some((integrity, tags)) if integrity.is_transferred() => {
+                integrity.receive(context.data, self.data.span(0, tags), 0)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks the protection information of a segment that was just read.
+    fn check_stored(&self, context: &Context<'_>, segment: u32) -> Result<(), Sense> {
+        let Some((integrity, tags)) = self.integrity.as_deref().zip(self.scratch.tags) else {
+            return Ok(());
+        };
+        let span = Span {
+            start: u64::from(self.data.from() + self.done),
+            len: segment,
+            data: self.scratch.data,
+            tags,
+        };
+        integrity.check_stored(context.data, span)
     }
 }
 
 impl Steps for OrWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
         match &mut self.stage {
-            OrStage::Receiving => self.stage = OrStage::Reading,
+            OrStage::Receiving => {
+                self.accept_piece(context)?;
+                self.stage = OrStage::Reading;
+            }
             OrStage::Reading => {
                 let segment = self.segment();
-                or_into(context.data, self.done, self.scratch_offset, segment);
+                self.check_stored(context, segment)?;
+                or_into(context.data, self.done, self.scratch.data, segment);
                 self.done += segment;
             }
             OrStage::Writing(write) => {
@@ -103,7 +139,14 @@ impl Steps for OrWrite {
         // Write the result to the blocks that we have read. They can't have been changed since,
         // because this command is atomic and the task set will not run any conflicting command.
         if self.done == self.data.len() {
-            let mut write = Write::from_buffer(self.start(), self.data.len(), 0, self.fua);
+            if let Some((integrity, tags)) = self.integrity.as_deref().zip(self.room.tags) {
+                integrity.update(context.data, self.data.span(0, tags));
+            }
+            let room = Room {
+                len: self.data.len(),
+                ..self.room
+            };
+            let mut write = Write::from_buffer(self.start(), room, self.frame, self.fua);
             let next = write.advance(context, result);
             self.stage = OrStage::Writing(write);
             return next;
@@ -111,7 +154,8 @@ impl Steps for OrWrite {
         Ok(Next::Block(BlockOp::Read {
             offset: self.start() + u64::from(self.done),
             len: self.segment(),
-            buffer_offset: self.scratch_offset,
+            buffer_offset: self.scratch.data,
+            tags: self.scratch.tags,
             // We use the data that a READ would return, whether or not it's from the cache.
             fua: false,
         }))

@@ -9,8 +9,10 @@
 //! so it does not depend on the other families. The opcode table uses
 //! [`Machine`](super::machine::Machine).
 
+use super::integrity::{Frame, Integrity, Span};
 use crate::access::DataAccess;
-use crate::cdb::Extent;
+use crate::cdb::{Cdb, Extent};
+use crate::config::TUPLE_LEN;
 use crate::lu::LogicalUnit;
 use crate::lun::LunId;
 use crate::nexus::NexusId;
@@ -104,28 +106,26 @@ impl Next {
 }
 
 /// The piece of data that is currently in the buffer. If the data is longer than the window, we
-/// process it in pieces, in order.
+/// process it in pieces, in order. All values are in bytes on the medium, without any protection
+/// information that is transferred with the blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Pieces {
     total: u32,
     window: u32,
     /// Offset of the current piece in the data.
     from: u32,
+    frame: Frame,
 }
 
 impl Pieces {
-    /// Returns the first piece of `total` bytes.
-    pub(crate) fn new(total: u32, window: u32) -> Self {
+    /// Returns a single piece with all of the data.
+    pub(crate) fn whole(total: u32, frame: Frame) -> Self {
         Self {
             total,
-            window,
+            window: total,
             from: 0,
+            frame,
         }
-    }
-
-    /// Returns a single piece with all of the data.
-    pub(crate) fn whole(total: u32) -> Self {
-        Self::new(total, total)
     }
 
     /// Returns the total number of bytes in all pieces.
@@ -159,11 +159,58 @@ impl Pieces {
         more
     }
 
+    /// Returns the offset and the length of this piece in the transferred data.
+    pub(crate) fn transferred(self) -> (u32, u32) {
+        let frame = self.frame;
+        (frame.transferred(self.from), frame.transferred(self.len()))
+    }
+
+    /// Returns the offset of the protection information in the buffer: after the transferred data
+    /// of the longest piece.
+    pub(crate) fn tags_offset(self) -> u32 {
+        self.frame.transferred(self.total.min(self.window))
+    }
+
+    /// Returns the offset in the transferred data for a byte of the data.
+    pub(crate) fn transferred_offset(self, at: u64) -> u64 {
+        self.frame.offset(at)
+    }
+
+    /// Returns the blocks of this piece if they are in the buffer at `data`, and their protection
+    /// information at `tags`.
+    pub(crate) fn span(self, data: u32, tags: u32) -> Span {
+        Span {
+            start: self.from.into(),
+            len: self.len(),
+            data,
+            tags,
+        }
+    }
+
     /// Returns the step to receive this piece.
     pub(crate) fn receive(self) -> Next {
-        Next::Receive {
-            from: self.from,
-            len: self.len(),
+        let (from, len) = self.transferred();
+        Next::Receive { from, len }
+    }
+}
+
+/// Part of the command buffer. All values are in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Room {
+    /// Offset of the first block.
+    pub(crate) data: u32,
+    /// Maximum length of the blocks.
+    pub(crate) len: u32,
+    /// Offset of the protection information, or `None` if the LU has none.
+    pub(crate) tags: Option<u32>,
+}
+
+impl Room {
+    /// Returns the offset of the first block after this part, which is aligned for the backend.
+    pub(crate) fn end(self, block: u32) -> u32 {
+        match self.tags {
+            None => self.data + self.len,
+            Some(tags) => (tags + self.len / block * TUPLE_LEN).next_multiple_of(block),
         }
     }
 }
@@ -278,19 +325,32 @@ impl Planner<'_> {
             .ok_or(Sense::cdb_field(extent.length_byte, None))
     }
 
-    /// Returns the number of Data-Out bytes to receive for a command that needs `wanted` bytes.
+    /// Returns the protection information of a command, or `None` if the LU has none. This is boxed
+    /// to keep commands small for all other LUs.
+    pub(crate) fn integrity(&self, cdb: &Cdb) -> Option<Box<Integrity>> {
+        Integrity::new(self.lu, cdb).map(Box::new)
+    }
+
+    /// Returns the size of the blocks of a command.
+    pub(crate) fn frame(&self, integrity: Option<&Integrity>) -> Frame {
+        Frame::new(self.block(), integrity)
+    }
+
+    /// Returns the length of the blocks to receive for a command that needs blocks with `len`
+    /// bytes. Both are without any protection information that is transferred with the blocks.
     ///
     /// If the initiator's buffer is too small, we only process the data in this buffer. This must
     /// be a multiple of the block size, because a partial block is an error (see FCP-4 9.4.2.9,
     /// which is also required by libiscsi).
-    pub(crate) fn data_out(&self, wanted: u32) -> Result<u32, Refusal> {
+    pub(crate) fn data_out(&self, len: u32, frame: Frame) -> Result<u32, Refusal> {
         // A larger buffer is not an error. The remaining bytes are reported as a residual.
         let offered = self.expected.data_out;
+        let wanted = frame.transferred(len);
         if offered >= wanted {
-            return Ok(wanted);
+            return Ok(len);
         }
-        if offered.is_multiple_of(self.block()) {
-            return Ok(offered);
+        if offered.is_multiple_of(frame.size()) {
+            return Ok(frame.medium_len(offered));
         }
         Err(Self::short_data_out(wanted))
     }
@@ -316,13 +376,35 @@ impl Planner<'_> {
     }
 
     /// Splits the data of a transfer into pieces.
-    pub(crate) fn pieces(&self, total: u32) -> Pieces {
-        Pieces::new(total, self.lu.config().limits.window)
+    pub(crate) fn pieces(&self, total: u32, frame: Frame) -> Pieces {
+        Pieces {
+            window: self.lu.config().window_blocks() * self.block(),
+            ..Pieces::whole(total, frame)
+        }
     }
 
-    /// Returns the amount of scratch space to use for processing `total` bytes, up to the segment
-    /// size.
-    pub(crate) fn segment(&self, total: u64) -> u32 {
-        total.min(u64::from(self.lu.config().limits.segment)) as u32
+    /// Returns the part of the buffer for the current piece, at the start of the buffer.
+    pub(crate) fn room(&self, data: Pieces) -> Room {
+        // Blocks are first received together with their protection information, which is then moved
+        // to the space after it.
+        let protection = self.lu.config().protection;
+        Room {
+            data: 0,
+            len: data.len(),
+            tags: protection.map(|_| data.tags_offset()),
+        }
+    }
+
+    /// Returns the part of the buffer after `start`, to be used as scratch space for processing
+    /// `total` bytes, up to the segment size.
+    pub(crate) fn segment(&self, start: u32, total: u64) -> Room {
+        let config = self.lu.config();
+        let max = config.segment_blocks() * self.block();
+        let len = total.min(u64::from(max)) as u32;
+        Room {
+            data: start,
+            len,
+            tags: config.protection.map(|_| start + len),
+        }
     }
 }

@@ -3,10 +3,10 @@
 //!
 //! If the data is longer than the window, it is transferred via the buffer in pieces.
 
-use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
+use super::integrity::{Frame, Integrity};
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Room, Steps, Transfer};
 use super::verify::{Compare, Verify};
 use crate::cdb::Cdb;
-use crate::data::cdb::block_16::FUA;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
 
@@ -16,38 +16,38 @@ pub(crate) struct Read {
     offset: u64,
     data: Pieces,
     fua: bool,
+    /// Offset of the protection information in the command buffer.
+    tags: Option<u32>,
+    integrity: Option<Box<Integrity>>,
     /// Set while the current piece is being sent to the initiator.
     is_sending: bool,
 }
 
-/// READ (6), (10), (12) and (16).
+/// READ (6), (10), (12), (16) and (32).
 pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
-    // For READ (6), this bit is used for the LBA.
-    let fua = cdb.byte(0) != 0x08 && cdb.get(FUA);
-    let block = planner.block();
+    let integrity = planner.integrity(cdb);
+    let frame = planner.frame(integrity.as_deref());
     // Don't read any blocks that don't fit into the initiator's buffer.
-    let len = wanted.min(
-        planner
-            .expected
-            .data_in
-            .div_ceil(block)
-            .saturating_mul(block),
-    );
-    let transfer = Transfer::data_in(wanted);
+    let len = wanted.min(frame.medium_len(planner.expected.data_in));
+    let transfer = Transfer::data_in(frame.transferred(wanted));
     // A transfer length of zero is not an error, even if the LBA is just after the last block.
     if len == 0 {
         return Ok(Plan::nothing(transfer));
     }
+    let data = planner.pieces(len, frame);
+    let room = planner.room(data);
     let read = Read {
         offset,
-        data: planner.pieces(len),
-        fua,
+        data,
+        fua: cdb.fua(),
+        tags: room.tags,
+        integrity,
         is_sending: false,
     };
     Ok(Plan {
         transfer,
-        buffer_len: read.data.len(),
+        buffer_len: room.end(planner.block()),
         first: read.read(),
         machine: Some(read.into()),
     })
@@ -59,13 +59,14 @@ impl Read {
             offset: self.offset + u64::from(self.data.from()),
             len: self.data.len(),
             buffer_offset: 0,
+            tags: self.tags,
             fua: self.fua,
         })
     }
 }
 
 impl Steps for Read {
-    fn advance(&mut self, _context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
+    fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         // There is only a single piece in the buffer, so wait until this has been sent before
         // reading the next one.
         if self.is_sending {
@@ -73,7 +74,11 @@ impl Steps for Read {
             self.data.advance();
             return Ok(self.read());
         }
-        let (from, len) = (self.data.from(), self.data.len());
+        // Don't send any block of this piece if a check fails.
+        if let Some((integrity, tags)) = self.integrity.as_deref().zip(self.tags) {
+            integrity.send(context.data, self.data.span(0, tags))?;
+        }
+        let (from, len) = self.data.transferred();
         // The last piece is sent with the response, which avoids another step. For most reads, this
         // is the only piece.
         if self.data.end() == self.data.total() {
@@ -89,9 +94,11 @@ impl Steps for Read {
 pub(crate) struct Write {
     offset: u64,
     data: Pieces,
-    /// Offset of the data in the command buffer.
-    buffer_offset: u32,
+    /// Location of the data in the command buffer.
+    room: Room,
     fua: bool,
+    /// Protection information to be checked or generated, unless this has already been done.
+    integrity: Option<Box<Integrity>>,
     /// Used to verify the written data, piece by piece.
     verify: Option<Verify>,
     stage: WriteStage,
@@ -115,22 +122,20 @@ enum WriteStage {
     Flushing,
 }
 
-/// WRITE (6), (10), (12) and (16).
+/// WRITE (6), (10), (12), (16) and (32).
 pub(crate) fn plan_write<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    // For WRITE (6), this bit is used for the LBA.
-    let fua = cdb.byte(0) != 0x0a && cdb.get(FUA);
-    plan(planner, cdb, fua, None)
+    plan(planner, cdb, cdb.fua(), None)
 }
 
-/// WRITE AND VERIFY (10), (12) and (16).
+/// WRITE AND VERIFY (10), (12), (16) and (32).
 pub(crate) fn plan_write_and_verify<M: From<Write>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
 ) -> PlanResult<M> {
-    let compare = match (cdb.byte(1) >> 1) & 0x3 {
+    let compare = match cdb.byte_check() {
         0 => Compare::Readable,
         1 => Compare::Buffer,
-        _ => return Err(Sense::cdb_field(1, Some(2)).into()),
+        _ => return Err(Sense::cdb_field(cdb.flags_byte() as u16, Some(2)).into()),
     };
     // We need to verify the data on the medium, so it must be written there first.
     plan(planner, cdb, true, Some(compare))
@@ -143,32 +148,32 @@ fn plan<M: From<Write>>(
     compare: Option<Compare>,
 ) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
-    let len = planner.data_out(wanted)?;
-    let transfer = Transfer::data_out(wanted);
+    let integrity = planner.integrity(cdb);
+    let frame = planner.frame(integrity.as_deref());
+    let len = planner.data_out(wanted, frame)?;
+    let transfer = Transfer::data_out(frame.transferred(wanted));
     if len == 0 {
         return Ok(Plan::nothing(transfer));
     }
-    let data = planner.pieces(len);
+    let data = planner.pieces(len, frame);
+    let room = planner.room(data);
     // The data has to stay in the buffer until we have compared it with the written data, which is
     // read into the space after it.
-    let scratch = if compare.is_some() {
-        planner.segment(data.len().into())
-    } else {
-        0
-    };
-    let buffer_len = data.len() + scratch;
-    let scratch = data.len()..buffer_len;
-    let verify = compare
-        .map(|compare| Verify::new(offset, len.into(), compare, data, scratch, planner.block()));
+    let scratch = compare.map(|_| planner.segment(room.end(planner.block()), data.len().into()));
+    let verify = compare.zip(scratch).map(|(compare, scratch)| {
+        let verify = Verify::new(offset, len.into(), compare, data, scratch, planner.block());
+        verify.with_integrity(integrity.clone())
+    });
     Ok(Plan {
         transfer,
-        buffer_len,
+        buffer_len: scratch.unwrap_or(room).end(planner.block()),
         first: data.receive(),
         machine: Some(
             Write {
                 offset,
                 data,
-                buffer_offset: 0,
+                room,
+                integrity,
                 // An initiator disables the cache if it expects data to be stable for each status,
                 // so in this case we handle each write as if FUA was set.
                 fua: fua || !planner.lu.is_write_cache_enabled(),
@@ -181,14 +186,15 @@ fn plan<M: From<Write>>(
 }
 
 impl Write {
-    /// Returns the write part of a command if the data is already in the buffer. The first call to
-    /// `advance` will start it.
-    pub(crate) fn from_buffer(offset: u64, len: u32, buffer_offset: u32, fua: bool) -> Self {
+    /// Returns the write part of a command if the data is already in the buffer, together with its
+    /// protection information. The first call to `advance` will start it.
+    pub(crate) fn from_buffer(offset: u64, room: Room, frame: Frame, fua: bool) -> Self {
         Self {
             offset,
-            data: Pieces::whole(len),
-            buffer_offset,
+            data: Pieces::whole(room.len, frame),
+            room,
             fua,
+            integrity: None,
             verify: None,
             stage: WriteStage::Receiving,
         }
@@ -219,11 +225,15 @@ impl Steps for Write {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         match (self.stage, &mut self.verify) {
             (WriteStage::Receiving, _) => {
+                if let Some((integrity, tags)) = self.integrity.as_deref().zip(self.room.tags) {
+                    integrity.receive(context.data, self.data.span(self.room.data, tags), 0)?;
+                }
                 self.stage = WriteStage::Writing;
                 Ok(Next::Block(BlockOp::Write {
                     offset: self.offset + u64::from(self.data.from()),
                     len: self.data.len(),
-                    buffer_offset: self.buffer_offset,
+                    buffer_offset: self.room.data,
+                    tags: self.room.tags,
                     fua: self.fua,
                 }))
             }

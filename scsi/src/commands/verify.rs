@@ -5,11 +5,11 @@
 //! Data-Out is longer than the window, it is received in pieces, and we compare each piece before
 //! we request the next one.
 
-use std::ops::Range;
-
-use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
+use super::integrity::{Integrity, Span};
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Room, Steps, Transfer};
 use crate::access::first_difference;
 use crate::cdb::Cdb;
+use crate::config::TUPLE_LEN;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn, StepResult};
 
@@ -39,23 +39,26 @@ pub(crate) struct Verify {
     /// The Data-Out to compare with.
     data: Pieces,
     /// The scratch space in the command buffer.
-    scratch: Range<u32>,
+    scratch: Room,
     block: u32,
+    integrity: Option<Box<Integrity>>,
     /// Set when we are still waiting for Data-Out.
     receiving: bool,
     /// If set, read from stable storage instead of the data that a READ would return.
     stable: bool,
 }
 
-/// VERIFY (10), (12) and (16).
+/// VERIFY (10), (12), (16) and (32).
 pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let block = planner.block();
-    let compare = match (cdb.byte(1) >> 1) & 0x3 {
+    let compare = match cdb.byte_check() {
         0 => Compare::Readable,
         1 => Compare::Buffer,
         3 => Compare::OneBlock,
-        _ => return Err(Sense::cdb_field(1, Some(2)).into()),
+        _ => return Err(Sense::cdb_field(cdb.flags_byte() as u16, Some(2)).into()),
     };
+    let integrity = planner.integrity(cdb);
+    let frame = planner.frame(integrity.as_deref());
     // This limit is used even if no data is transferred (SBC-3 6.5.3), because other commands might
     // have to wait for this one.
     let (offset, range) = planner.transfer_range(cdb.extent())?;
@@ -66,7 +69,7 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
         Compare::OneBlock => block.min(range),
     };
     // VERIFY without Data-Out (BYTCHK is zero) doesn't need a buffer, so we can accept any size.
-    let received = planner.data_out(wanted)?;
+    let received = planner.data_out(wanted, frame)?;
     if compare != Compare::Readable && received < wanted {
         // We can only compare complete blocks that are in the initiator's buffer.
         len = if compare == Compare::Buffer {
@@ -75,14 +78,15 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
             0
         };
     }
-    let transfer = Transfer::data_out(wanted);
+    let transfer = Transfer::data_out(frame.transferred(wanted));
     if len == 0 {
         return Ok(Plan::nothing(transfer));
     }
-    let data = planner.pieces(received);
-    let buffer_len = data.len() + planner.segment(len);
-    let scratch = data.len()..buffer_len;
-    let mut verify = Verify::new(offset, len, compare, data, scratch, block);
+    let data = planner.pieces(received, frame);
+    let room = planner.room(data);
+    let scratch = planner.segment(room.end(planner.block()), len);
+    let mut verify =
+        Verify::new(offset, len, compare, data, scratch, block).with_integrity(integrity);
     // Receive Data-Out first, because we need something to compare with before reading from the
     // medium.
     let first = if received > 0 {
@@ -93,7 +97,7 @@ pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> 
     };
     Ok(Plan {
         transfer,
-        buffer_len,
+        buffer_len: scratch.end(planner.block()),
         first,
         machine: Some(verify.into()),
     })
@@ -107,7 +111,7 @@ impl Verify {
         len: u64,
         compare: Compare,
         data: Pieces,
-        scratch: Range<u32>,
+        scratch: Room,
         block: u32,
     ) -> Self {
         // With Data-Out, we can only compare the blocks of the piece that is currently in the
@@ -125,9 +129,15 @@ impl Verify {
             data,
             scratch,
             block,
+            integrity: None,
             receiving: false,
             stable: true,
         }
+    }
+
+    /// Also verifies the protection information of the blocks.
+    pub(crate) fn with_integrity(self, integrity: Option<Box<Integrity>>) -> Self {
+        Self { integrity, ..self }
     }
 
     /// Sets the state to wait for Data-Out first.
@@ -143,7 +153,7 @@ impl Verify {
     }
 
     fn segment(&self) -> u32 {
-        (self.until - self.done).min(self.scratch.len() as u64) as u32
+        (self.until - self.done).min(self.scratch.len.into()) as u32
     }
 
     /// Returns a step to read the next segment. We need to verify the medium, so the first read
@@ -153,7 +163,8 @@ impl Verify {
         Next::Block(BlockOp::Read {
             offset: self.start + self.done,
             len: self.segment(),
-            buffer_offset: self.scratch.start,
+            buffer_offset: self.scratch.data,
+            tags: self.scratch.tags,
             fua: self.stable && self.done == 0,
         })
     }
@@ -169,6 +180,7 @@ impl Verify {
     /// there is currently nothing left to compare.
     pub(crate) fn compare_segment(&mut self, context: &Context<'_>) -> Result<Option<Next>, Sense> {
         let segment = self.segment();
+        self.check_stored(context, segment)?;
         // INFORMATION is set to the offset in the range, so that the initiator doesn't need to know
         // about our segments to find the byte.
         if let Some(index) = self.difference(context, segment) {
@@ -176,22 +188,80 @@ impl Verify {
                 SenseKey::Miscompare,
                 AdditionalSense::MISCOMPARE_DURING_VERIFY,
             )
-            .with_information(self.done + u64::from(index)));
+            .with_information(self.data.transferred_offset(self.done + u64::from(index))));
         }
+        self.compare_tags(context, segment)?;
         self.done += u64::from(segment);
         Ok((self.done < self.until).then(|| self.read_next_segment()))
     }
 
+    /// Returns the protection information of a segment that was just read.
+    fn stored(&self, segment: u32) -> Option<(&Integrity, Span)> {
+        let integrity = self.integrity.as_deref()?;
+        let span = Span {
+            start: self.done,
+            len: segment,
+            data: self.scratch.data,
+            tags: self.scratch.tags?,
+        };
+        Some((integrity, span))
+    }
+
+    /// Checks the protection information on the medium.
+    fn check_stored(&self, context: &Context<'_>, segment: u32) -> Result<(), Sense> {
+        let Some((integrity, span)) = self.stored(segment) else {
+            return Ok(());
+        };
+        // If it was received as well, both are compared, and only the received one is checked
+        // (SBC-4, VRPROTECT with a BYTCHK of 01b or 11b).
+        if self.compare != Compare::Readable && integrity.is_transferred() {
+            return Ok(());
+        }
+        integrity.check_stored(context.data, span)
+    }
+
+    /// Compares the protection information with the Data-Out.
+    fn compare_tags(&self, context: &Context<'_>, segment: u32) -> Result<(), Sense> {
+        let Some((integrity, span)) = self.stored(segment) else {
+            return Ok(());
+        };
+        let tags = self.data.tags_offset();
+        match self.compare {
+            Compare::Readable => Ok(()),
+            Compare::Buffer => {
+                let blocks = self.offset_in_piece() / self.block;
+                integrity.compare(context.data, span, tags + blocks * TUPLE_LEN)
+            }
+            Compare::OneBlock => integrity.compare_one(context.data, span, tags),
+        }
+    }
+
+    /// Returns the offset of the current segment in the current piece. The buffer only contains
+    /// this piece.
+    fn offset_in_piece(&self) -> u32 {
+        let done = u32::try_from(self.done).expect("Data-Out is smaller than 4 GiB");
+        done - self.data.from()
+    }
+
+    /// Checks a piece of Data-Out that was just received, and separates its protection information.
+    fn accept_piece(&self, context: &mut Context<'_>) -> Result<(), Sense> {
+        match &self.integrity {
+            // Without any received tuples, there is nothing to compare.
+            Some(integrity) if integrity.is_transferred() => {
+                let tags = self.data.tags_offset();
+                integrity.receive(context.data, self.data.span(0, tags), 0)
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Returns the index of the first different byte in the segment.
     fn difference(&self, context: &Context<'_>, segment: u32) -> Option<u32> {
-        let scratch = self.scratch.start;
+        let scratch = self.scratch.data;
         match self.compare {
             Compare::Readable => None,
             Compare::Buffer => {
-                // The buffer only contains the current piece, so convert the offset in the data to
-                // an offset in the buffer.
-                let done = u32::try_from(self.done).expect("Data-Out is smaller than 4 GiB");
-                first_difference(context.data, scratch, done - self.data.from(), segment)
+                first_difference(context.data, scratch, self.offset_in_piece(), segment)
             }
             Compare::OneBlock => (0..segment).step_by(self.block as usize).find_map(|at| {
                 first_difference(context.data, scratch + at, 0, self.block).map(|index| at + index)
@@ -203,6 +273,7 @@ impl Verify {
 impl Steps for Verify {
     fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         if self.receiving {
+            self.accept_piece(context)?;
             self.receiving = false;
             return Ok(self.read_next_segment());
         }

@@ -1,10 +1,12 @@
-//! WRITE SAME (10) and (16) (SBC-3 5.48, 5.49).
+//! WRITE SAME (10), (16) and (32) (SBC-3 5.48, 5.49, SBC-4 5.53).
 
-use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps, Transfer};
+use super::integrity::{Integrity, Span, read_tuple};
+use super::plan::{Context, Next, Plan, PlanResult, Planner, Room, Steps, Transfer};
 use crate::access::is_zero;
 use crate::cdb::Cdb;
 use crate::data::cdb::write_same_16::{NDOB, UNMAP};
 use crate::lu::LogicalUnit;
+use crate::protection::Tuple;
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn, StepResult};
 
@@ -15,8 +17,11 @@ pub(crate) struct WriteSame {
     len: u64,
     done: u64,
     unmap: bool,
-    /// Number of bytes to write at once, filled with the pattern.
-    segment: u32,
+    /// Part of the buffer that is written at once, filled with the pattern.
+    segment: Room,
+    integrity: Option<Box<Integrity>>,
+    /// Protection information of the first block, once it has been received or generated.
+    tuple: Option<Tuple>,
     /// Set if the write cache was enabled when a write was started.
     cached: bool,
     stage: WriteSameStage,
@@ -40,7 +45,7 @@ enum WriteSameStage {
     Flushing,
 }
 
-/// WRITE SAME (10) and (16).
+/// WRITE SAME (10), (16) and (32).
 pub(crate) fn plan_write_same<M: From<WriteSame>>(
     planner: &Planner<'_>,
     cdb: &Cdb,
@@ -55,19 +60,22 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
     {
         return Err(Sense::cdb_field(extent.length_byte, None).into());
     }
-    let unmap = cdb.get(UNMAP);
+    let unmap = cdb.flag(UNMAP);
     if unmap && !planner.lu.config().is_thin() {
-        return Err(Sense::cdb_field(1, Some(UNMAP.highest_bit())).into());
+        return Err(Sense::cdb_field(cdb.flags_byte() as u16, Some(UNMAP.highest_bit())).into());
     }
     // This bit is reserved in the 10-byte CDB, so it's never set there.
-    let no_data = cdb.get(NDOB);
-    let block = planner.block();
+    let no_data = cdb.flag(NDOB);
+    let integrity = planner.integrity(cdb);
+    let block = planner.frame(integrity.as_deref()).size();
     let mut same = WriteSame {
         offset,
         len,
         done: 0,
         unmap,
-        segment: planner.segment(len),
+        segment: planner.segment(0, len),
+        integrity,
+        tuple: None,
         cached: false,
         stage: WriteSameStage::Receiving,
     };
@@ -86,7 +94,7 @@ pub(crate) fn plan_write_same<M: From<WriteSame>>(
     }
     Ok(Plan {
         transfer: Transfer::data_out(block),
-        buffer_len: same.segment,
+        buffer_len: same.segment.end(planner.block()),
         first: Next::receive(block),
         machine: Some(same.into()),
     })
@@ -120,7 +128,35 @@ impl WriteSame {
     }
 
     fn piece(&self) -> u32 {
-        (self.len - self.done).min(u64::from(self.segment)) as u32
+        (self.len - self.done).min(self.segment.len.into()) as u32
+    }
+
+    /// Checks or generates the protection information of the received block.
+    fn accept_block(&mut self, context: &mut Context<'_>, block: u32) -> Result<(), Sense> {
+        if let Some((integrity, tags)) = self.integrity.as_deref().zip(self.segment.tags) {
+            let span = Span {
+                start: 0,
+                len: block,
+                data: 0,
+                tags,
+            };
+            integrity.receive(context.data, span, 0)?;
+            self.tuple = Some(read_tuple(context.data, tags));
+        }
+        Ok(())
+    }
+
+    /// Returns whether the backend can be used to write zeros, which also resets any protection
+    /// information.
+    fn allows_zeroing(&self) -> bool {
+        match (&self.integrity, self.tuple) {
+            (Some(integrity), Some(tuple)) => {
+                // If the blocks are unmapped, only protection information from the initiator is
+                // lost. Otherwise it must be written.
+                self.unmap && (!integrity.is_transferred() || tuple == Tuple::DEALLOCATED)
+            }
+            _ => true,
+        }
     }
 
     /// Fills the buffer with copies of the first block.
@@ -129,8 +165,24 @@ impl WriteSame {
         let mut pattern = [0; 4096];
         let pattern = &mut pattern[..block as usize];
         context.data.read(0, pattern);
-        for at in (block..self.segment).step_by(block as usize) {
+        for at in (block..self.segment.len).step_by(block as usize) {
             context.data.write(at, pattern);
+        }
+    }
+
+    /// Sets the protection information of the next piece.
+    fn fill_tags(&self, context: &mut Context<'_>) {
+        let Some(integrity) = &self.integrity else {
+            return;
+        };
+        if let Some((tuple, tags)) = self.tuple.zip(self.segment.tags) {
+            let span = Span {
+                start: self.done,
+                len: self.piece(),
+                data: 0,
+                tags,
+            };
+            integrity.repeat(context.data, span, tuple);
         }
     }
 }
@@ -140,10 +192,11 @@ impl Steps for WriteSame {
         match self.stage {
             WriteSameStage::Receiving => {
                 let block = context.lu.config().block_size.bytes();
+                self.accept_block(context, block)?;
                 // Let the backend handle zeros, because it may not need to write them. Any other
                 // pattern is written, even if UNMAP is set: this bit only allows us to unmap, and
                 // blocks would be read as zeros after that.
-                if is_zero(context.data, 0, block) {
+                if self.allows_zeroing() && is_zero(context.data, 0, block) {
                     return Ok(self.zero(context.lu));
                 }
                 self.fill(context, block);
@@ -156,6 +209,7 @@ impl Steps for WriteSame {
         if self.done == self.len {
             return Ok(self.complete_command(context.lu));
         }
+        self.fill_tags(context);
         // Use the current state for each segment. If any of these was written to the cache, we do a
         // single flush at the end.
         let cache = context.lu.is_write_cache_enabled();
@@ -164,6 +218,7 @@ impl Steps for WriteSame {
             offset: self.offset + self.done,
             len: self.piece(),
             buffer_offset: 0,
+            tags: self.segment.tags,
             fua: !cache,
         }))
     }

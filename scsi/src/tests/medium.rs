@@ -27,6 +27,7 @@ fn reads_with_all_cdb_lengths() {
             offset: 2560,
             len: 1024,
             buffer_offset: 0,
+            tags: None,
             fua: false,
         };
         assert_eq!(outcome.ops, [op]);

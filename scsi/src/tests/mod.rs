@@ -12,6 +12,7 @@ mod medium;
 mod modes;
 mod persist;
 mod properties;
+mod protection;
 mod reporting;
 mod reserve;
 mod state;
@@ -116,6 +117,8 @@ impl Outcome {
 pub(crate) struct Rig {
     pub(crate) lu: LogicalUnit,
     pub(crate) disk: Vec<u8>,
+    /// Protection information of each block. Only used if the LU is protected.
+    pub(crate) tags: Vec<[u8; 8]>,
     /// Whether space is allocated, for each block.
     pub(crate) mapped: Vec<bool>,
     pub(crate) luns: Vec<LunId>,
@@ -206,6 +209,7 @@ impl Rig {
         Self {
             lu,
             disk,
+            tags: vec![[0xff; 8]; blocks],
             mapped: vec![true; blocks],
             luns: vec![LunId::ZERO],
             fail: None,
@@ -294,6 +298,13 @@ impl Rig {
         (offset / block) as usize..((offset + len) / block) as usize
     }
 
+    /// Returns the offset of each tuple in the buffer, or no offsets if the LU is not protected.
+    fn tag_offsets(&self, tags: Option<u32>, blocks: usize) -> impl Iterator<Item = u32> + use<> {
+        assert_eq!(tags.is_some(), self.lu.config().protection.is_some());
+        let blocks = tags.map_or(0, |_| blocks as u32);
+        (0..blocks).map(move |block| tags.unwrap_or(0) + 8 * block)
+    }
+
     fn execute(&mut self, op: BlockOp, buffer: &mut Scatter) -> StepResult {
         let size = self.block();
         match op {
@@ -301,22 +312,32 @@ impl Rig {
                 offset,
                 len,
                 buffer_offset,
+                tags,
                 ..
             } => {
                 let blocks = self.blocks(offset, len.into());
                 let bytes = &self.disk[blocks.start * size..blocks.end * size];
                 buffer.write(buffer_offset, bytes);
+                let to = self.tag_offsets(tags, blocks.len());
+                for (at, tuple) in to.zip(&self.tags[blocks]) {
+                    buffer.write(at, tuple);
+                }
             }
             BlockOp::Write {
                 offset,
                 len,
                 buffer_offset,
+                tags,
                 ..
             } => {
                 let blocks = self.blocks(offset, len.into());
                 self.mapped[blocks.clone()].fill(true);
                 let bytes = &mut self.disk[blocks.start * size..blocks.end * size];
                 buffer.read(buffer_offset, bytes);
+                let from = self.tag_offsets(tags, blocks.len());
+                for (at, tuple) in from.zip(&mut self.tags[blocks]) {
+                    buffer.read(at, tuple);
+                }
             }
             BlockOp::Flush { offset, len } => {
                 self.blocks(offset, len);
@@ -324,6 +345,7 @@ impl Rig {
             BlockOp::Discard { offset, len } | BlockOp::WriteZeroes { offset, len, .. } => {
                 let blocks = self.blocks(offset, len);
                 self.disk[blocks.start * size..blocks.end * size].fill(0);
+                self.tags[blocks.clone()].fill([0xff; 8]);
                 let gives_back = !matches!(op, BlockOp::WriteZeroes { unmap: false, .. });
                 self.mapped[blocks].fill(!gives_back);
             }

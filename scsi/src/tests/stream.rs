@@ -31,6 +31,7 @@ fn write(at: u64, len: u32, fua: bool) -> BlockOp {
         offset: at * 512,
         len,
         buffer_offset: 0,
+        tags: None,
         fua,
     }
 }
@@ -40,6 +41,7 @@ fn read(at: u64, len: u32, buffer_offset: u32, fua: bool) -> BlockOp {
         offset: at * 512,
         len,
         buffer_offset,
+        tags: None,
         fua,
     }
 }

@@ -294,6 +294,7 @@ mod tests {
             offset: 0,
             len: 512,
             buffer_offset: 0,
+            tags: None,
             fua: true,
         };
         assert_eq!(first_stage(&read, Lacks::default()), Stage::Transfer);

@@ -148,6 +148,7 @@ fn read(offset: u64, len: u32) -> BlockOp {
         offset,
         len,
         buffer_offset: 0,
+        tags: None,
         fua: false,
     }
 }
@@ -157,6 +158,7 @@ fn write(offset: u64, len: u32) -> BlockOp {
         offset,
         len,
         buffer_offset: 0,
+        tags: None,
         fua: false,
     }
 }
@@ -267,6 +269,7 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                     offset,
                     len: length,
                     buffer_offset,
+                    tags: None,
                     fua,
                 };
                 assert_eq!(rig.run(op, &data), StepResult::Done, "{step:?}");
@@ -287,6 +290,7 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                     offset,
                     len: length,
                     buffer_offset,
+                    tags: None,
                     fua,
                 };
                 assert_eq!(rig.run(op, &data), StepResult::Done, "{step:?}");
@@ -518,6 +522,7 @@ fn file_in_memory_is_accessed_synchronously() {
         offset: 0,
         len: 4096,
         buffer_offset: 8192,
+        tags: None,
         fua: false,
     };
     assert_eq!(in_ring(middle, 2), 0);
@@ -607,6 +612,7 @@ fn synchronous_access_creates_no_request() {
         offset: 0,
         len: 4096,
         buffer_offset: 0,
+        tags: None,
         fua: true,
     };
     assert_eq!(rig.run(durable, &[first]), StepResult::Done);
@@ -1675,6 +1681,7 @@ fn read_back(rig: &mut Rig, len: usize) -> Vec<u8> {
         offset: 0,
         len: len as u32,
         buffer_offset: 0,
+        tags: None,
         fua: false,
     };
     assert_eq!(rig.run(read, &[memory.whole()]), StepResult::Done);
@@ -1881,6 +1888,7 @@ fn durable_write_error_may_reveal_lost_data() {
         offset: 8 << 20,
         len: 4096,
         buffer_offset: 0,
+        tags: None,
         fua: true,
     };
     assert_eq!(run(write(0, 4096), Outcome::Whole), StepResult::Done);
@@ -1966,6 +1974,7 @@ const DURABLE: BlockOp = BlockOp::Write {
     offset: 8 << 20,
     len: 4096,
     buffer_offset: 0,
+    tags: None,
     fua: true,
 };
 
@@ -2103,6 +2112,7 @@ fn requests_do_not_wait_for_other_flushes() {
         offset,
         len,
         buffer_offset,
+        tags: None,
         fua,
     };
     let zero = BlockOp::WriteZeroes {
@@ -2178,6 +2188,7 @@ fn delayed_write_failure_affects_only_itself() {
         offset: 0,
         len: 4096,
         buffer_offset: 0,
+        tags: None,
         fua: true,
     };
     one.submit(elsewhere);

@@ -173,6 +173,7 @@ impl Device {
                 len,
                 buffer_offset,
                 fua,
+                ..
             } => {
                 self.cached += usize::from(!fua);
                 let bytes = &buffer[buffer_offset as usize..][..len as usize];

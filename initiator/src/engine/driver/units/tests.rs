@@ -9,7 +9,7 @@ use super::*;
 use crate::engine::driver::{
     IscsiOpen, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
 };
-use crate::engine::io::{IoCompletion, IoData, ScsiIo, Target, WorkQueue, Workload};
+use crate::engine::io::{Done, IoCompletion, IoData, ScsiIo, Target, WorkQueue, Workload};
 use crate::engine::tests::world::Sim;
 use crate::iscsi::session::fixture::config;
 use crate::paths::{PathIndex, PathsConfig, PortTag};

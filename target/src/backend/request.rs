@@ -356,6 +356,7 @@ mod tests {
             len,
             buffer_offset,
             fua: false,
+            tags: None,
         }
     }
 

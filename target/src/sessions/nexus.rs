@@ -827,7 +827,7 @@ mod tests {
         assert!(luns().expected(0).is_stale());
         luns().expected(0).complete_identification();
         let guard = host.guards.borrow_mut().remove(&2).unwrap();
-        let _ = guard.leave(Departure {
+        let _ = guard.leave_session(Departure {
             logged_out: false,
             again: Some(host.now),
         });

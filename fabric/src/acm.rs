@@ -15,7 +15,7 @@
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use riser_transport::roce::nic::device_guid;
+use riser_transport::nic::device_guid;
 use riser_transport::verbs::{Gid, PKey};
 use zerocopy::IntoBytes as _;
 

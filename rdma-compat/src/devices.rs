@@ -16,8 +16,8 @@ use std::sync::atomic::AtomicPtr;
 use std::{env, ptr};
 
 use riser_rdma_core_sys::bindings::*;
+use riser_transport::nic::device_guid;
 use riser_transport::roce::RoceFaults;
-use riser_transport::roce::nic::device_guid;
 use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
 

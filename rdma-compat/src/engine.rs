@@ -35,8 +35,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use std::{io, iter, ptr};
 
-use riser_transport::roce::nic::NicLimits;
-use riser_transport::roce::nic::rdma_cm::port_space;
+use riser_transport::nic::NicLimits;
+use riser_transport::nic::rdma_cm::port_space;
 use riser_transport::roce::steer::Requests;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{

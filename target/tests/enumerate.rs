@@ -33,7 +33,7 @@ use riser_test_peers::mini::{Mini, login_req};
 use riser_test_peers::pdus::cdb10;
 use riser_test_peers::tcp::Client;
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig, Failing, Record};
-use riser_transport::roce::nic::NicUsage;
+use riser_transport::nic::NicUsage;
 use riser_transport::verbs::{WcOpcode, WcStatus};
 use simulation::{IQN, Simulation, Wire, footprint, pattern};
 use world::SERVER;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use riser_testkit::eventually;
 use riser_testkit::programs::{folder, missing, skip, succeeded};
-use riser_transport::roce::nic::device_guid;
+use riser_transport::nic::device_guid;
 
 const TARGET: &str = "iqn.2026-01.com.example:t";
 const ALICE: &str = "iqn.2026-01.com.example:alice";

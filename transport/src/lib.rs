@@ -8,10 +8,11 @@
 //! - [`rdmap`]: iWARP connections.
 //! - [`uc`]: unreliable connection transport, as a pure state machine.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at runtime.
-//! - [`roce`]: software NIC.
+//! - [`nic`]: software NIC, without a wire.
+//! - [`roce`]: software NIC using a UDP socket.
 //! - [`iwarp`]: device for iWARP connections over TCP.
-//! - [`shm`]: the same device for processes on one host, using shared memory.
-//! - [`loopback`]: the same device using a deterministic in-memory wire.
+//! - [`shm`]: software NIC for processes on one host, using shared memory.
+//! - [`loopback`]: software NIC using a deterministic in-memory wire.
 //! - [`mr_pool`]: pool of fast-registration regions.
 //! - [`cq_pool`]: completion queues shared by multiple users.
 //! - [`umem`]: scatter lists as memory ranges.
@@ -27,6 +28,7 @@ pub mod loopback;
 pub mod mr;
 pub mod mr_pool;
 pub mod netif;
+pub mod nic;
 pub mod rc;
 pub mod rdma_core;
 pub mod rdmap;

@@ -359,8 +359,8 @@ mod only {
 
     use riser_transport::loopback::FabricConfig;
     use riser_transport::netif::Interface;
+    use riser_transport::nic::NicLimits;
     use riser_transport::roce::fault::FaultConfig;
-    use riser_transport::roce::nic::NicLimits;
     use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
     use riser_transport::verbs::{
         AsyncEvent, CmEventKind, ConnParam, Mtu, PortSpace, Provider, QpAttr, QpState, RdmaCm,

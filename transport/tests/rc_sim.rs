@@ -24,10 +24,10 @@ use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
 use riser_transport::mr::MrTable;
+use riser_transport::nic::batch::{Offered, SendOutcome, TxBatch, TxPath};
 use riser_transport::rc::{
     Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
-use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch, TxPath};
 use riser_transport::verbs::{
     Access, AsyncEvent, Completion, Handle, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey, RecvWr,
     RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,

@@ -29,7 +29,7 @@ const SUBJECTS: &[Subject] = &[
     },
     Subject {
         package: "riser-transport",
-        // We skip `mr` and `roce`: all of their tests fill tables with random numbers, and this
+        // We skip `mr` and `nic`: all of their tests fill tables with random numbers, and this
         // would take minutes.
         names: &["wire::", "table::"],
         skipped: &[],

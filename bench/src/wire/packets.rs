@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use riser_memory::MemSlice;
-use riser_transport::roce::batch::{TxBatch, TxPath};
+use riser_transport::nic::batch::{TxBatch, TxPath};
 use riser_transport::roce::gather::update_icrc;
 use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, Credit, ExtHeaders, ICRC_LEN, IcrcFlow, Msn, Opcode, Operation,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use riser_block::poll_fds::wait_readable;
 use riser_memory::Memory;
-use riser_transport::roce::batch::{SendOutcome, TxBatch};
+use riser_transport::nic::batch::{SendOutcome, TxBatch};
 use riser_transport::roce::driver::Driver;
 use riser_transport::wire::IcrcFlow;
 

@@ -1,6 +1,6 @@
 use std::net::UdpSocket;
 
-use riser_transport::roce::batch::TxBatch;
+use riser_transport::nic::batch::TxBatch;
 
 use super::packets::{Kind, Message, Received, Sender, parse};
 use super::requester::{Requester, Shape, Tally};

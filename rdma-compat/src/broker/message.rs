@@ -11,8 +11,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
+use riser_transport::nic::IpFields;
 use riser_transport::roce::ForwardedPacket;
-use riser_transport::roce::nic::IpFields;
 use riser_transport::wire::cma::RdmaPortSpace;
 use riser_transport::wire::{CommId, Mad, ServiceId};
 use rustix::io::Errno as Os;

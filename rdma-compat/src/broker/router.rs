@@ -215,7 +215,7 @@ fn request_in(packet: &ForwardedPacket) -> Option<CmMessage> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use riser_transport::roce::nic::IpFields;
+    use riser_transport::nic::IpFields;
     use riser_transport::verbs::PKey;
     use riser_transport::wire::cm_msg::{
         AdditionalInfo, PrivateData, RejMsg, RejOf, RejReason, SidrReqMsg,

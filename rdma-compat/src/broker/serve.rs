@@ -7,8 +7,8 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use riser_transport::nic::IpFields;
 use riser_transport::roce::ForwardedPacket;
-use riser_transport::roce::nic::IpFields;
 use riser_transport::wire::{CommId, Mad, ROCE_PORT, gsi_datagram};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno as Os;

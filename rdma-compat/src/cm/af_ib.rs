@@ -10,7 +10,7 @@ use std::mem::zeroed;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use riser_rdma_core_sys::bindings::*;
-use riser_transport::roce::nic::rdma_cm::port_space;
+use riser_transport::nic::rdma_cm::port_space;
 use riser_transport::verbs::{Gid, PortSpace};
 use riser_transport::wire::cm_msg::ServiceId;
 use riser_transport::wire::cma::RdmaPortSpace;

@@ -9,7 +9,7 @@
 //! exhaust it for all other peers, and only the device could prevent this. With separate queues,
 //! such a peer only delays itself (RNR NAK).
 
-use riser_transport::roce::nic::Nic;
+use riser_transport::nic::Nic;
 use riser_transport::verbs::QpCap;
 
 use super::MAX_SGE;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use riser_transport::loopback::{Blocked, Fabric, Failing};
-use riser_transport::roce::nic::Breakage;
+use riser_transport::nic::Breakage;
 use riser_transport::verbs::{Mtu, WcStatus};
 use serde::{Deserialize, Serialize};
 

@@ -22,7 +22,7 @@ use riser_target::worker::mail::{Mail, Snapshot};
 use riser_target::worker::{Announced, Env, Report, Shared, Worker};
 use riser_tests::history::History;
 use riser_transport::loopback::Fabric;
-use riser_transport::roce::nic::NicUsage;
+use riser_transport::nic::NicUsage;
 
 use crate::admin::Layout;
 use crate::disks::DiskFaults;

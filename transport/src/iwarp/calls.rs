@@ -9,9 +9,9 @@ use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
 use super::id::Id;
 use super::{Iwarp, PEER_TIME};
+use crate::nic::rdma_cm::{IdState, check_destination, forget_events, unspecified};
 use crate::rdmap::setup;
 use crate::rdmap::wire::start::StartFrame;
-use crate::roce::nic::rdma_cm::{IdState, check_destination, forget_events, unspecified};
 use crate::verbs::{
     Access, AltPath, CmError, CmEvent, CmEventKind, CmId, CmOption, ConnParam, PortSpace, QpAttr,
     QpId, QpInitAttr, QpState, QpType, RdmaCm, VerbsError,

@@ -7,7 +7,7 @@ use socket2::Socket;
 
 use super::PEER_TIME;
 use super::conn::Token;
-use crate::roce::nic::rdma_cm::{IdState, Options};
+use crate::nic::rdma_cm::{IdState, Options};
 use crate::verbs::{CmError, CmOption, ConnParam, QpId, QpType, VerbsError};
 
 /// RDMA CM id.

@@ -68,9 +68,9 @@ use tracing::info;
 
 use self::conn::{Conn, Token};
 use self::id::Id;
+use crate::nic::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic};
+use crate::nic::{Nic, NicConfig, NicLimits, Wire};
 use crate::rdmap::Wishes;
-use crate::roce::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic};
-use crate::roce::nic::{Nic, NicConfig, NicLimits, Wire};
 use crate::table::Table;
 use crate::verbs::{CmEvent, CmId, QpId, VerbsError};
 use crate::wire::is_link_local;

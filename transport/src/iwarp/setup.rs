@@ -11,11 +11,11 @@ use tracing::{debug, info};
 use super::conn::{Conn, ConnState, Token};
 use super::id::Id;
 use super::{CLOSING_TIME, Iwarp, MAX_STRANGERS, OLDER_TIME, SETUP_TIME};
+use crate::nic::rdma_cm::IdState;
 use crate::rdmap::StreamParams;
 use crate::rdmap::qp::MIN_MULPDU;
 use crate::rdmap::setup::{self, NegotiatedParams};
 use crate::rdmap::wire::start::{ANY_DEPTH, Enhanced, StartFrame, StartKind};
-use crate::roce::nic::rdma_cm::IdState;
 use crate::verbs::{Access, CmError, CmEvent, CmEventKind, CmId, ConnParam, QpId, VerbsError};
 
 /// Reject reason: rejected by the user of the peer, using IB CM numbers.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 
-use crate::roce::nic::{Breakage, Nic};
+use crate::nic::{Breakage, Nic};
 use crate::verbs::{
     Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, CqInitAttr, Mr, MrId, PdId,
     PortSpace, PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RecvWr, SendWr,

@@ -1,7 +1,7 @@
 //! In-process wire for tests and simulations: devices connected in memory, using a virtual clock.
 //!
 //! A [`Fabric`] transfers packets between [`Endpoint`]s, each of which is a complete software NIC
-//! ([`crate::roce::nic::Nic`]) without a socket. Each packet is delayed by the configured latency,
+//! ([`crate::nic::Nic`]) without a socket. Each packet is delayed by the configured latency,
 //! and can be lost, duplicated, corrupted or reordered ([`FaultInjector`]). We don't use a real
 //! clock, and all random numbers are based on the seed, so the trace only depends on the seed
 //! ([`Fabric::trace`]).
@@ -36,10 +36,10 @@ use fnv::{FnvHashMap, FnvHashSet, FnvHasher};
 use defects::{DefectiveNic, Defects, Recording};
 pub use defects::{Failing, Record, Refusals};
 
-use crate::roce::batch::{Offered, SendOutcome, TxBatch};
-use crate::roce::delegate::{delegate_counters_to_nic, delegate_to_nic};
+use crate::nic::batch::{Offered, SendOutcome, TxBatch};
+use crate::nic::delegate::{delegate_counters_to_nic, delegate_to_nic};
+use crate::nic::{Breakage, IpFields, Nic, NicConfig, NicLimits};
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
-use crate::roce::nic::{Breakage, IpFields, Nic, NicConfig, NicLimits};
 use crate::roce::steer::{Requests, steer};
 use crate::verbs::{CmId, EventFds, Mtu, PortSpace, Provider, RdmaCm, VerbsError};
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::roce::batch::TxPath;
+use crate::nic::batch::TxPath;
 use crate::wire::Qpn;
 
 const A: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1));

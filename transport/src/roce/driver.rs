@@ -28,7 +28,7 @@
 //! Anyone can send a request to queue pair 1 using a spoofed source address. If this address is on
 //! the local link but doesn't exist, our response will wait for neighbor resolution for seconds,
 //! using up the send buffer of the socket. Therefore, messages to unverified addresses
-//! ([`TxPath::is_to_stranger`](super::batch::TxPath::is_to_stranger)) are sent using separate sockets
+//! ([`TxPath::is_to_stranger`](crate::nic::batch::TxPath::is_to_stranger)) are sent using separate sockets
 //! with a different source port; peers only check the destination port. If these sockets are full,
 //! messages are dropped and the requester has to retransmit its request. Packets to peers are never
 //! blocked by this.
@@ -65,10 +65,6 @@ use rustix::event::epoll::{self, EventFlags};
 use socket2::{Domain, Protocol, Socket, Type};
 use tracing::{debug, info, warn};
 
-use super::batch::{
-    ECT_0, Group, HOP_LIMIT, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch,
-};
-use super::nic::IpFields;
 use super::steer::Requests;
 use super::sys::{
     ControlWriter, UDP_SEGMENT, allow_no_checksum, attach_selector, check, enable_gro, grow_buffer,
@@ -76,6 +72,10 @@ use super::sys::{
     set_hop_limit, set_mtu_probe, tos_message, traffic_class, watch, write_addr,
 };
 use crate::netif::interface_index;
+use crate::nic::IpFields;
+use crate::nic::batch::{
+    ECT_0, Group, HOP_LIMIT, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch,
+};
 use crate::wire::{Qpn, ROCE_PORT};
 
 /// Max number of datagrams received by a single system call. The first slots are always filled
@@ -969,7 +969,7 @@ mod tests {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::*;
-    use crate::roce::batch::TxPath;
+    use crate::nic::batch::TxPath;
 
     fn open(addr: &str) -> Driver {
         Driver::open(&DriverConfig {

@@ -3,8 +3,8 @@
 //! [`Roce::open`] opens a device using a local address. The device implements
 //! [`Provider`](crate::verbs::Provider) and must be driven by the thread that owns it. No
 //! privileges are required. Two programs on the same host need to use different addresses, e.g.
-//! 127.0.0.1 and 127.0.0.2. The protocol is implemented in [`nic::Nic`], which doesn't use a socket
-//! or a clock. [`crate::loopback`] uses the same device with an in-memory wire.
+//! 127.0.0.1 and 127.0.0.2. The protocol is implemented in [`Nic`](crate::nic::Nic), which doesn't
+//! use a socket or a clock.
 //!
 //! ```no_run
 //! use std::time::{Duration, Instant};
@@ -42,29 +42,19 @@
 //!
 //! | module | description |
 //! | --- | --- |
-//! | [`cq`] | completion queues |
-//! | [`srq`] | shared receive queues |
-//! | [`ud`] | datagram queue pairs |
-//! | [`nic`] | the device and its connection manager, without the socket |
-//! | [`batch`], [`gather`] | outgoing packets |
 //! | [`driver`] | the UDP socket |
+//! | [`gather`] | ICRC of payload in place |
 //! | [`steer`] | selects the worker for a datagram |
 //! | [`fault`] | fault injection based on a seed |
 //! | [`pcap`] | packet captures |
 
-pub mod batch;
-pub mod cq;
-pub(crate) mod delegate;
 pub mod driver;
 pub mod fault;
 pub mod gather;
-pub mod nic;
 pub mod pcap;
 mod provider;
-pub mod srq;
 pub mod steer;
 mod sys;
-pub mod ud;
 
 pub use fault::RoceFaults;
 pub use provider::{ForwardedPacket, Roce, RoceConfig};

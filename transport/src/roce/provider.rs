@@ -10,15 +10,15 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tracing::{info, warn};
 
-use super::batch::{SendOutcome, TxBatch, TxPath};
-use super::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultCounters, FaultInjector, RoceFaults};
-use super::nic::{IpFields, Nic, NicConfig, NicLimits};
 use super::pcap::PcapWriter;
 use super::steer::{Requests, steer};
 use crate::cm::MAX_WORKER_BITS;
 use crate::netif::{AddressState, AddressWatch, interface_mtu};
+use crate::nic::batch::{SendOutcome, TxBatch, TxPath};
+use crate::nic::delegate::{delegate_counters_to_nic, delegate_to_nic};
+use crate::nic::{IpFields, Nic, NicConfig, NicLimits};
 use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, VerbsError};
 use crate::wire::mad::MadClass;
 use crate::wire::{CommId, IcrcFlow, Mad, Qpn, ROCE_PORT, is_link_local};

@@ -15,8 +15,8 @@ use nix::sys::socket::{GetSockOpt, SetSockOpt, getsockopt, setsockopt, sockopt};
 use nix::{setsockopt_impl, sockopt_impl};
 use rustix::event::epoll::{self, EventFlags};
 
-use super::batch::ECT_0;
 use super::steer::{self, Requests};
+use crate::nic::batch::ECT_0;
 
 /// UDP control messages that are not defined for all targets of the libc crate.
 pub(super) const UDP_SEGMENT: libc::c_int = 103;

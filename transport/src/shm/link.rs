@@ -1,7 +1,7 @@
 //! Links of a device. Each pair of devices sharing memory uses a link.
 //!
 //! Each side uses a different name for a link. It has the format of an IP address, and is never
-//! reused for a different link. This is how a [`Nic`](crate::roce::nic::Nic) identifies its peers.
+//! reused for a different link. This is how a [`Nic`](crate::nic::Nic) identifies its peers.
 //! Packets are assigned to the link they are received on, so a peer cannot use the connections of
 //! another peer. The peer's address from the HELLO is only used for logging and access rules.
 //!
@@ -40,8 +40,8 @@ use tracing::{debug, info};
 use self::quiet::Lines;
 use super::hello::{self, Listener, ShmUsers};
 use super::ring::{Broken, Rings};
-use crate::roce::batch::{Group, Piece, TxBatch};
-use crate::roce::nic::LinkPeer;
+use crate::nic::LinkPeer;
+use crate::nic::batch::{Group, Piece, TxBatch};
 
 /// Max number of links per device.
 pub const MAX_LINKS: usize = 64;

@@ -2,7 +2,7 @@
 //!
 //! [`Shm::open`] opens a device using a local address. The device implements
 //! [`Provider`](crate::verbs::Provider) and must be driven by the thread that owns it. It uses the
-//! [`Nic`](crate::roce::nic::Nic) of the software NIC with its queue pairs, keys and connection
+//! [`Nic`](crate::nic::Nic) of the software NIC with its queue pairs, keys and connection
 //! manager, but a different wire. As a result, requests, access rights, fences, invalidation and
 //! errors work like RDMA, and the memory of a process is never mapped by another process: each READ
 //! or WRITE is executed by the owner of the memory, after checking the key. Only two packet rings

@@ -9,9 +9,9 @@ use tracing::{debug, info};
 
 use super::hello::{self, Listener, ListeningProcess, ShmUsers};
 use super::link::{LinkCounters, Links};
-use crate::roce::batch::{Offered, TxBatch};
-use crate::roce::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic, forward_cm_calls};
-use crate::roce::nic::{Nic, NicConfig, NicLimits, Wire};
+use crate::nic::batch::{Offered, TxBatch};
+use crate::nic::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic, forward_cm_calls};
+use crate::nic::{Nic, NicConfig, NicLimits, Wire};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, RdmaCm, VerbsError,
 };

@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::net::IpAddr;
 
-use riser_transport::roce::batch::HOP_LIMIT;
+use riser_transport::nic::batch::HOP_LIMIT;
 use riser_transport::wire::mad::{MadClass, MadHeader};
 use riser_transport::wire::ud::{LinkKind, NetworkLayer, UdHeader};
 use riser_transport::wire::{DEFAULT_PKEY, GSI_QKEY, Qpn};

@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use riser_transport::roce::nic::device_guid;
+use riser_transport::nic::device_guid;
 use riser_transport::verbs::{Gid, Mtu};
 use riser_transport::wire::mad::{
     BASE_VERSION, ClassPortInfo, MadClass, MadMethod, MadStatus, RESPONSE,

@@ -11,7 +11,7 @@ use tracing::{debug, info, warn};
 use super::{
     BELLS, GREETING, KICK, LAST_ROUND, LISTENER, Links, MAX_GREETING, MAX_LINKS, REST, Slot, State,
 };
-use crate::roce::nic::LinkPeer;
+use crate::nic::LinkPeer;
 use crate::shm::hello::{self, Message};
 use crate::shm::ring::{DATA, Rings, Side};
 

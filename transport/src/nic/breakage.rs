@@ -1,7 +1,7 @@
 //! Hardware failures for use by the simulator.
 
 use super::{Machine, Nic, Qp};
-use crate::roce::cq::Cq;
+use crate::nic::cq::Cq;
 use crate::verbs::{AsyncEvent, CqId, QpId, QpState};
 
 /// Type of failure.

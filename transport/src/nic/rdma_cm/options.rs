@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use super::calls::port_space;
 use super::{Id, IdState};
-use crate::roce::nic::Nic;
+use crate::nic::Nic;
 use crate::verbs::{CmError, CmId, CmOption, Mtu, QpType, VerbsError};
 
 /// Max ACK timeout exponent, which is a 5-bit value.

@@ -8,7 +8,7 @@ use riser_state::become_state;
 
 use super::{Id, IdState};
 use crate::cm::IbCmError;
-use crate::roce::nic::Nic;
+use crate::nic::Nic;
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, PortSpace, QpId, QpInitAttr, QpState, QpType, VerbsError,
 };
@@ -295,7 +295,7 @@ impl Nic {
     }
 
     /// Returns whether an event is available.
-    pub(in crate::roce) fn has_cm_events(&self) -> bool {
+    pub(crate) fn has_cm_events(&self) -> bool {
         !self.cm.events.is_empty()
     }
 }

@@ -13,7 +13,7 @@ use super::events::split_request;
 use super::qp_attr::way_to;
 use super::{Id, IdState};
 use crate::cm::{IbCmId, SidrRepParams, SidrReqParams};
-use crate::roce::nic::Nic;
+use crate::nic::Nic;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_DATAGRAM_ANSWER_PRIVATE_DATA, PKey,
     QKey, QpType,

@@ -40,7 +40,7 @@ use crate::rc::TxPacket;
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, MAX_DATAGRAM, Qpn};
 
 /// Hop limit (or TTL) used for unicast packets, as required by
-/// [`DriverConfig::on_link`](super::driver::DriverConfig::on_link) on the remote side.
+/// [`DriverConfig::on_link`](crate::roce::driver::DriverConfig::on_link) on the remote side.
 pub const HOP_LIMIT: u8 = 255;
 
 /// ECN codepoint of ECN-capable packets, and the mask for the ECN field in the type of service (RFC

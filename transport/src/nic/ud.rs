@@ -18,8 +18,8 @@ use std::collections::VecDeque;
 use arrayvec::ArrayVec;
 
 use crate::mr::{MrTable, Span};
+use crate::nic::batch::TxPath;
 use crate::rc::{RcEvent, RecvQueue, RecvWqe, TxPacket};
-use crate::roce::batch::TxPath;
 use crate::verbs::{
     AsyncEvent, Completion, GRH_LEN, PdId, PostReason, QKey, QpCap, QpId, QpState, QpType,
     RouteHeader, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId, qp_state,

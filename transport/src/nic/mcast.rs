@@ -177,7 +177,7 @@ mod tests {
     use riser_memory::Memory;
 
     use super::*;
-    use crate::roce::nic::{NicConfig, NicLimits};
+    use crate::nic::{NicConfig, NicLimits};
     use crate::verbs::{
         Access, Completion, CqId, Mr, QKey, QpAttr, QpCap, QpInitAttr, QpState, RecvWr, Sge, WrId,
     };

@@ -7,8 +7,8 @@ use riser_memory::MemSlice;
 
 use super::{Ah, Nic, Pd};
 use crate::mr::{KeyError, MrTable};
-use crate::roce::cq::{Added, Cq};
-use crate::roce::srq::Srq;
+use crate::nic::cq::{Added, Cq};
+use crate::nic::srq::Srq;
 use crate::verbs::{
     Access, AhAttr, AhId, AsyncEvent, Completion, CqAttr, CqId, CqInitAttr, DeviceAttr, Gid,
     Moderation, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwId, MwType, Notify, PKey, PdId,

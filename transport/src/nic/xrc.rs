@@ -11,8 +11,8 @@
 use super::qp::with_env;
 use super::rx::RxOutcome;
 use super::{Machine, Nic, Xrcd};
+use crate::nic::srq::{Srq, XrcSrq};
 use crate::rc::Env;
-use crate::roce::srq::{Srq, XrcSrq};
 use crate::verbs::{CqId, PdId, QpId, QpType, SrqAttr, SrqId, VerbsError, XrcdId};
 use crate::wire::Packet;
 

@@ -8,8 +8,8 @@ use riser_memory::fault;
 use super::qp::with_env;
 use super::rate::Limiter;
 use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp};
+use crate::nic::batch::{TxBatch, TxPath, destination};
 use crate::rc::Env;
-use crate::roce::batch::{TxBatch, TxPath, destination};
 use crate::verbs::{PathMigState, QpId, QpType};
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
 

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 
 use super::IdState;
 use super::qp_attr::way_to;
-use crate::roce::nic::Nic;
+use crate::nic::Nic;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, Gid, MAX_GROUPS_PER_ID, MULTICAST_QPN,
     QpType, VerbsError, mgid,

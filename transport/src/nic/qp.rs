@@ -6,11 +6,11 @@ use chacha20::rand_core::Rng as _;
 
 use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters, Wire};
+use crate::nic::batch::{ECN_MASK, TxPath};
+use crate::nic::cq::Cq;
+use crate::nic::ud::{MAX_UD_SGE, UdQp};
 use crate::rc::{DrainedChange, Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
 use crate::rdmap::{RdmapConfig, RdmapQp};
-use crate::roce::batch::{ECN_MASK, TxPath};
-use crate::roce::cq::Cq;
-use crate::roce::ud::{MAX_UD_SGE, UdQp};
 use crate::uc::{UcConfig, UcQp, UcRtrParams};
 use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{

@@ -8,10 +8,10 @@ use riser_state::become_state;
 use super::connect::MRA_TIMEOUT;
 use super::{Id, IdState, MAX_WAITING_MADS};
 use crate::cm::{CmRoute, IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
+use crate::nic::batch::{ECN_MASK, TxBatch, TxPath};
+use crate::nic::rx::Received;
+use crate::nic::{Nic, Qp};
 use crate::rc::TxPacket;
-use crate::roce::batch::{ECN_MASK, TxBatch, TxPath};
-use crate::roce::nic::rx::Received;
-use crate::roce::nic::{Nic, Qp};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, QpAttr, QpId, QpState, QpType,
 };
@@ -28,11 +28,7 @@ impl Nic {
     }
 
     /// Handles a CM MAD now or in a later round. This will return `false` if it is dropped.
-    pub(in crate::roce::nic) fn handle_cm_mad(
-        &mut self,
-        received: &Received<'_>,
-        mad: &Mad,
-    ) -> bool {
+    pub(in crate::nic) fn handle_cm_mad(&mut self, received: &Received<'_>, mad: &Mad) -> bool {
         let from = received.src.ip();
         // Connections are only established using the first address. Other addresses are valid for
         // connections that have been migrated.
@@ -62,7 +58,7 @@ impl Nic {
 
     /// Starts a new round and handles queued messages from strangers. This will return the number
     /// of messages handled.
-    pub(in crate::roce) fn handle_waiting_mads(&mut self) -> usize {
+    pub(crate) fn handle_waiting_mads(&mut self) -> usize {
         self.cm.begin_round();
         let mut taken = 0;
         while self.cm.turns > 0
@@ -76,12 +72,12 @@ impl Nic {
     }
 
     /// Sets whether there are more packets in the socket than we could receive.
-    pub(in crate::roce) fn set_behind(&mut self, is_behind: bool) {
+    pub(crate) fn set_behind(&mut self, is_behind: bool) {
         self.cm.is_behind = is_behind;
     }
 
     /// Returns the next time when the CM needs to be called.
-    pub(in crate::roce) fn cm_deadline(&self) -> Option<Instant> {
+    pub(crate) fn cm_deadline(&self) -> Option<Instant> {
         // Queued messages should be handled immediately, in the next round.
         if !self.cm.waiting.is_empty() {
             return Some(self.now());
@@ -90,12 +86,12 @@ impl Nic {
     }
 
     /// Returns whether there may be a MAD to send.
-    pub(in crate::roce) fn has_mads(&self) -> bool {
+    pub(crate) fn has_mads(&self) -> bool {
         self.cm.may_send || self.agents.has_answers()
     }
 
     /// Handles CM timers. Returns the number of calls made.
-    pub(in crate::roce) fn handle_cm_timeouts(&mut self) -> usize {
+    pub(crate) fn handle_cm_timeouts(&mut self) -> usize {
         let now = self.now();
         if self.cm.cm.poll_timeout().is_none_or(|at| at > now) {
             return 0;
@@ -124,7 +120,7 @@ impl Nic {
     }
 
     /// Appends MADs from the CM and the agents to a batch until it contains `budget` bytes.
-    pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
+    pub(crate) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
         while self.has_mads() && self.collected(batch).1 < budget {
             let Some((route, mad)) = self.poll_outgoing() else {
                 break;
@@ -182,7 +178,7 @@ impl Nic {
     }
 
     /// Closes all ids without sending messages when the device is removed.
-    pub(in crate::roce) fn end_cm_ids(&mut self) {
+    pub(crate) fn end_cm_ids(&mut self) {
         self.cm.waiting.clear();
         self.cm.may_send = false;
         // An id without an address is not assigned to a device.
@@ -195,7 +191,7 @@ impl Nic {
     }
 
     /// Called when the first packet of a connection is received, which may be before the RTU.
-    pub(in crate::roce) fn on_first_packet(&mut self, qp: QpId) {
+    pub(crate) fn on_first_packet(&mut self, qp: QpId) {
         if let Some(&id) = self.cm.by_qp.get(&qp) {
             // This has no effect unless the connection is waiting for an RTU.
             let _ = self.notify_established(id);
@@ -203,7 +199,7 @@ impl Nic {
     }
 
     /// Called when a QP has been migrated. Messages for the connection must use the new path.
-    pub(in crate::roce) fn migrate_cm_qp(&mut self, qp: QpId, route: CmRoute) {
+    pub(crate) fn migrate_cm_qp(&mut self, qp: QpId, route: CmRoute) {
         let id = self.cm.by_qp.get(&qp);
         let entry = id.and_then(|id| self.cm.ids.get(*id).ok());
         if let Some(ib) = entry.and_then(|entry| entry.ib) {
@@ -212,7 +208,7 @@ impl Nic {
     }
 
     /// Called when a QP is destroyed, to remove it from its id.
-    pub(in crate::roce) fn forget_cm_qp(&mut self, qp: QpId) {
+    pub(crate) fn forget_cm_qp(&mut self, qp: QpId) {
         if let Some(id) = self.cm.by_qp.remove(&qp)
             && let Ok(entry) = self.cm.ids.get_mut(id)
         {

@@ -22,7 +22,7 @@
 use super::IdState;
 use super::qp_attr::ACK_TIMEOUTS;
 use crate::cm::IbCmId;
-use crate::roce::nic::{Nic, Wire};
+use crate::nic::{Nic, Wire};
 use crate::verbs::{
     AhAttr, AltPath, CmError, CmEventKind, CmId, Gid, PathMigState, QpAttr, QpId, QpType,
     VerbsError,

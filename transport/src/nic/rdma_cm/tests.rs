@@ -9,8 +9,8 @@ use super::state::IdState::{
     Listening, Requested, Responded, RouteResolved,
 };
 use super::*;
-use crate::roce::batch::TxBatch;
-use crate::roce::nic::{Nic, NicConfig};
+use crate::nic::batch::TxBatch;
+use crate::nic::{Nic, NicConfig};
 use crate::verbs::{CmEventKind, Mtu, QpCap, QpInitAttr, QpType};
 
 const STATES: [IdState; 12] = [

@@ -170,12 +170,12 @@ pub struct CmAgent {
 
 impl CmAgent {
     /// Returns the CM state machine.
-    pub(in crate::roce) fn machine(&self) -> &Cm {
+    pub(crate) fn machine(&self) -> &Cm {
         &self.cm
     }
 
     /// Returns the current number of ids.
-    pub(in crate::roce) fn id_count(&self) -> usize {
+    pub(crate) fn id_count(&self) -> usize {
         self.ids.len()
     }
 

@@ -7,7 +7,7 @@ use riser_state::become_state;
 use super::IdState;
 use super::calls::service_id;
 use crate::cm::{RepParams, ReqParams};
-use crate::roce::nic::Nic;
+use crate::nic::Nic;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, MAX_ACCEPT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA,
     MULTICAST_QPN, Mtu, PKey, QpId, QpType,

@@ -11,7 +11,7 @@ use chacha20::rand_core::Rng;
 
 use super::Id;
 use super::calls::port_space;
-use crate::roce::nic::Nic;
+use crate::nic::Nic;
 #[cfg(doc)]
 use crate::verbs::CmOption;
 use crate::verbs::{CmError, CmId};

@@ -1,4 +1,4 @@
-//! Implementations of the verbs traits for types that contain a [`Nic`](super::nic::Nic).
+//! Implementations of the verbs traits for types that contain a [`Nic`](super::Nic).
 
 /// Implements [`Verbs`](crate::verbs::Verbs) for a type using its field `nic`, and using its method
 /// `join_group` to join multicast groups.
@@ -22,7 +22,7 @@ macro_rules! delegate_verbs_to_nic {
                 self.nic.detach_mcast(qp, mgid)
             }
 
-            $crate::roce::delegate::forward! {
+            $crate::nic::delegate::forward! {
                 @ref device_attr() -> &$crate::verbs::DeviceAttr;
                 @live ref query_port(port: u8) -> Result<$crate::verbs::PortAttr, $crate::verbs::VerbsError>;
                 @live ref query_gid(port: u8, index: u16) -> Result<$crate::verbs::Gid, $crate::verbs::VerbsError>;
@@ -84,11 +84,11 @@ macro_rules! delegate_verbs_to_nic {
 /// before each call.
 macro_rules! delegate_to_nic {
     ($ty:ty, $tick:ident) => {
-        $crate::roce::delegate::delegate_verbs_to_nic!($ty);
+        $crate::nic::delegate::delegate_verbs_to_nic!($ty);
 
         impl $crate::verbs::RdmaCm for $ty {
-            $crate::roce::delegate::forward_cm_calls!($tick);
-            $crate::roce::delegate::forward! {
+            $crate::nic::delegate::forward_cm_calls!($tick);
+            $crate::nic::delegate::forward! {
                 @tick $tick resolve_addr(id: $crate::verbs::CmId, src: Option<std::net::SocketAddr>, dst: std::net::SocketAddr, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
                 @mut poll_cm_event() -> Option<$crate::verbs::CmEvent>;
             }
@@ -103,7 +103,7 @@ macro_rules! delegate_to_nic {
 /// Forwards the [`RdmaCm`](crate::verbs::RdmaCm) calls that don't refer to a peer.
 macro_rules! forward_cm_calls {
     ($tick:ident) => {
-        $crate::roce::delegate::forward! {
+        $crate::nic::delegate::forward! {
             @tick $tick create_id_for(space: $crate::verbs::PortSpace, qp_type: $crate::verbs::QpType) -> Result<$crate::verbs::CmId, $crate::verbs::CmError>;
             @tick $tick set_option(id: $crate::verbs::CmId, option: $crate::verbs::CmOption) -> Result<(), $crate::verbs::CmError>;
             @tick $tick bind_addr(id: $crate::verbs::CmId, addr: std::net::SocketAddr) -> Result<(), $crate::verbs::CmError>;
@@ -137,20 +137,18 @@ macro_rules! delegate_counters_to_nic {
         impl $ty {
             /// Returns the device counters.
             #[must_use]
-            pub fn counters(&self) -> &$crate::roce::nic::NicCounters {
+            pub fn counters(&self) -> &$crate::nic::NicCounters {
                 self.nic.counters()
             }
 
             /// Returns the port counters using their Linux names.
-            pub fn hw_counters(
-                &self,
-            ) -> impl Iterator<Item = $crate::roce::nic::HwCounter> + use<> {
+            pub fn hw_counters(&self) -> impl Iterator<Item = $crate::nic::HwCounter> + use<> {
                 self.nic.hw_counters()
             }
 
             /// Returns the number of objects of each type.
             #[must_use]
-            pub fn usage(&self) -> $crate::roce::nic::NicUsage {
+            pub fn usage(&self) -> $crate::nic::NicUsage {
                 self.nic.usage()
             }
 
@@ -173,7 +171,7 @@ macro_rules! delegate_counters_to_nic {
             pub fn qp_counters(
                 &self,
                 qp: $crate::verbs::QpId,
-            ) -> Result<$crate::roce::nic::QpCounters, $crate::verbs::VerbsError> {
+            ) -> Result<$crate::nic::QpCounters, $crate::verbs::VerbsError> {
                 self.nic.qp_counters(qp)
             }
         }
@@ -189,27 +187,27 @@ macro_rules! forward {
         fn $name(&self $(, $arg: $ty)*) -> $ret {
             self.nic.$name($($arg),*)
         }
-        $crate::roce::delegate::forward! { $($rest)* }
+        $crate::nic::delegate::forward! { $($rest)* }
     };
     (@mut $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
         fn $name(&mut self $(, $arg: $ty)*) -> $ret {
             self.nic.$name($($arg),*)
         }
-        $crate::roce::delegate::forward! { $($rest)* }
+        $crate::nic::delegate::forward! { $($rest)* }
     };
     (@live ref $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
         fn $name(&self $(, $arg: $ty)*) -> $ret {
             self.nic.check_present()?;
             self.nic.$name($($arg),*)
         }
-        $crate::roce::delegate::forward! { $($rest)* }
+        $crate::nic::delegate::forward! { $($rest)* }
     };
     (@live mut $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
         fn $name(&mut self $(, $arg: $ty)*) -> $ret {
             self.nic.check_present()?;
             self.nic.$name($($arg),*)
         }
-        $crate::roce::delegate::forward! { $($rest)* }
+        $crate::nic::delegate::forward! { $($rest)* }
     };
     (@tick $tick:ident $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
         fn $name(&mut self $(, $arg: $ty)*) -> $ret {
@@ -217,14 +215,14 @@ macro_rules! forward {
             self.$tick();
             self.nic.$name($($arg),*)
         }
-        $crate::roce::delegate::forward! { $($rest)* }
+        $crate::nic::delegate::forward! { $($rest)* }
     };
     (@end $tick:ident $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
         fn $name(&mut self $(, $arg: $ty)*) -> $ret {
             self.$tick();
             self.nic.$name($($arg),*)
         }
-        $crate::roce::delegate::forward! { $($rest)* }
+        $crate::nic::delegate::forward! { $($rest)* }
     };
 }
 

@@ -50,8 +50,11 @@
 //! Not implemented: multiple ports or partitions.
 
 mod agents;
+pub mod batch;
 mod breakage;
 mod config;
+pub mod cq;
+pub(crate) mod delegate;
 mod hw_counters;
 mod mcast;
 mod migration;
@@ -62,10 +65,12 @@ mod qpn;
 mod rate;
 pub mod rdma_cm;
 mod rx;
+pub mod srq;
 mod stream;
 #[cfg(test)]
 mod tests;
 mod tx;
+pub mod ud;
 mod xrc;
 
 use std::cmp::Reverse;
@@ -79,12 +84,12 @@ use riser_memory::fault;
 
 use crate::cm::CmConfig;
 use crate::mr::MrTable;
+use crate::nic::batch::TxBatch;
+use crate::nic::cq::Cq;
+use crate::nic::srq::Srq;
+use crate::nic::ud::UdQp;
 use crate::rc::{RcCounters, RcEvent, RcQp, RecvQueue, TxPacket};
 use crate::rdmap::RdmapQp;
-use crate::roce::batch::TxBatch;
-use crate::roce::cq::Cq;
-use crate::roce::srq::Srq;
-use crate::roce::ud::UdQp;
 use crate::table::Table;
 use crate::uc::UcQp;
 use crate::verbs::{
@@ -285,7 +290,7 @@ pub struct Nic {
     counters: NicCounters,
     /// Sum of the counters of closed connections.
     past: RcCounters,
-    pub(in crate::roce) cm: CmAgent,
+    pub(crate) cm: CmAgent,
     /// Event buffer, reused for each QP call.
     out: Vec<RcEvent>,
     tx: TxPacket,
@@ -385,23 +390,23 @@ impl Nic {
     }
 
     /// Returns the source address for messages to unverified addresses.
-    pub(in crate::roce) fn stranger_addr(&self) -> SocketAddr {
+    pub(crate) fn stranger_addr(&self) -> SocketAddr {
         self.to_strangers
     }
 
     /// Changes the source port for messages to unverified addresses, which is covered by the ICRC.
-    pub(in crate::roce) fn set_stranger_port(&mut self, port: u16) {
+    pub(crate) fn set_stranger_port(&mut self, port: u16) {
         self.to_strangers.set_port(port);
     }
 
     /// Returns whether a user needs the IP headers of received packets.
-    pub(in crate::roce) fn has_datagrams(&self) -> bool {
+    pub(crate) fn has_datagrams(&self) -> bool {
         self.has_datagrams
     }
 
     /// Enables loopback of packets sent to the device's own address, which will be received using
     /// [`Nic::receive_own`]. Packets to a different worker at this address are not affected.
-    pub(in crate::roce) fn keep_own_packets(&mut self, max_segments: usize) {
+    pub(crate) fn keep_own_packets(&mut self, max_segments: usize) {
         self.own_way = Some(OwnWay {
             addrs: self.locals.clone(),
             worker_index: self.config.worker_index,
@@ -494,7 +499,7 @@ impl Nic {
     }
 
     /// Returns the random number generator used for all values that must not be predictable.
-    pub(in crate::roce) fn random(&mut self) -> &mut ChaCha20Rng {
+    pub(crate) fn random(&mut self) -> &mut ChaCha20Rng {
         &mut self.random
     }
 

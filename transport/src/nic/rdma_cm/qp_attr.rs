@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use chacha20::rand_core::Rng;
 
 use super::{Id, IdState};
-use crate::roce::nic::{Nic, NicLimits};
+use crate::nic::{Nic, NicLimits};
 use crate::verbs::{
     Access, AhAttr, CmError, CmId, DATAGRAM_QKEY, Gid, PathMigState, QpAttr, QpId, QpState, QpType,
     VerbsError,

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use riser_memory::Memory;
 
 use super::*;
-use crate::roce::batch::{Group, Offered, SendOutcome, TxBatch};
+use crate::nic::batch::{Group, Offered, SendOutcome, TxBatch};
 use crate::verbs::{
     Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
     RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use super::qp::with_env;
 use super::{Machine, Nic, PORTS_PER_QP, Peer};
+use crate::nic::batch::{HOP_LIMIT, TxBatch};
 use crate::rc::{Env, RcEvent};
-use crate::roce::batch::{HOP_LIMIT, TxBatch};
 use crate::verbs::{AsyncEvent, CqId, PKey, PathMigState, QpId, QpType, RouteHeader};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
@@ -167,7 +167,7 @@ impl Nic {
     }
 
     /// Returns the packets to be looped back.
-    pub(in crate::roce) fn own_packets(&self) -> Option<&TxBatch> {
+    pub(crate) fn own_packets(&self) -> Option<&TxBatch> {
         let own = self.own_way.as_ref()?.packets.as_ref()?;
         Some(&own.batch)
     }
@@ -175,7 +175,7 @@ impl Nic {
     /// Receives all packets looped back by the last [`Nic::poll_transmit`]. This will return the
     /// number of packets. This must be called after each transmit, before any request can complete,
     /// because the packets reference memory of these requests.
-    pub(in crate::roce) fn receive_own(&mut self, now: Instant) -> usize {
+    pub(crate) fn receive_own(&mut self, now: Instant) -> usize {
         // We need to take this because handling packets requires `self`. It is put back afterwards
         // to reuse its memory.
         let own_way = self.own_way.as_mut();
@@ -525,7 +525,7 @@ impl Nic {
     }
 
     /// Notifies the connection manager when the first packet is received from the peer.
-    pub(in crate::roce) fn await_first_packet(&mut self, id: QpId) {
+    pub(crate) fn await_first_packet(&mut self, id: QpId) {
         if let Ok(qp) = self.qps.get_mut(id) {
             qp.awaits_first_packet = true;
         }

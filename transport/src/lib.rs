@@ -22,6 +22,7 @@
 
 pub mod cm;
 pub mod cq_pool;
+mod forward;
 pub mod host;
 pub mod iwarp;
 pub mod loopback;

@@ -9,7 +9,7 @@
 //! exhaust it for all other peers, and only the device could prevent this. With separate queues,
 //! such a peer only delays itself (RNR NAK).
 
-use riser_transport::nic::Nic;
+use riser_transport::nic::Device;
 use riser_transport::verbs::QpCap;
 
 use super::MAX_SGE;
@@ -48,6 +48,6 @@ impl ConnectionMemory {
             ..QpCap::new(sends, receives)
         };
         let (reads, resources) = (INITIATOR_DEPTH, RESPONDER_RESOURCES);
-        Nic::queue_memory(&cap, reads, resources, sends + receives)
+        Device::queue_memory(&cap, reads, resources, sends + receives)
     }
 }

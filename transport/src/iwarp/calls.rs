@@ -203,7 +203,7 @@ impl RdmaCm for Iwarp {
 
     fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
         let qp = self.id_mut(id, "create_cm_qp")?.qp;
-        let has_qp = qp.is_some_and(|qp| self.nic.qp_num(qp).is_ok());
+        let has_qp = qp.is_some_and(|qp| self.device.qp_num(qp).is_ok());
         let entry = self.id_mut(id, "create_cm_qp")?;
         let has_device = matches!(
             entry.state,
@@ -215,10 +215,10 @@ impl RdmaCm for Iwarp {
         if init.qp_type != QpType::Rc {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
-        let qp = self.nic.create_qp(init)?;
-        if let Err(e) = self.nic.modify_qp(qp, &to_init()) {
+        let qp = self.device.create_qp(init)?;
+        if let Err(e) = self.device.modify_qp(qp, &to_init()) {
             // We have just created it, so it can be destroyed.
-            let _ = self.nic.destroy_qp(qp);
+            let _ = self.device.destroy_qp(qp);
             return Err(e.into());
         }
         self.id_mut(id, "create_cm_qp")?.qp = Some(qp);

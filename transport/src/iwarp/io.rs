@@ -181,7 +181,7 @@ impl Iwarp {
                 let (data, none) = (EventData::new_u64(token.0), EventFlags::empty());
                 // Same as above.
                 let _ = epoll::modify(&self.set, socket, data, none);
-                self.timers.insert((self.nic.now() + REST, token));
+                self.timers.insert((self.device.now() + REST, token));
             }
         }
     }
@@ -302,8 +302,8 @@ impl Iwarp {
     fn pump(&mut self, token: Token, qp: QpId) {
         let mut output = std::mem::take(&mut self.output);
         output.clear();
-        let now = self.nic.now();
-        let has_more = self.nic.poll_stream(now, qp, &mut output, TURN);
+        let now = self.device.now();
+        let has_more = self.device.poll_stream(now, qp, &mut output, TURN);
         if let Some(conn) = self.conns.get_mut(&token) {
             // Send directly from this buffer until the socket is full.
             let mut sent = 0;
@@ -317,7 +317,7 @@ impl Iwarp {
         self.output = output;
         // If there was an error, the next call will return it again and close the connection.
         if self.send_rest(token) && has_more {
-            self.nic.wake_stream(qp);
+            self.device.schedule_qp(qp);
         }
     }
 
@@ -328,9 +328,9 @@ impl Iwarp {
             return;
         };
         if conn.has_output() {
-            let has_ended = conn.qp.is_none_or(|qp| self.nic.has_stream_ended(qp));
+            let has_ended = conn.qp.is_none_or(|qp| self.device.has_stream_ended(qp));
             if conn.state == ConnState::Open && conn.due.is_none() && has_ended {
-                self.set_due(token, Some(self.nic.now() + CLOSING_TIME));
+                self.set_due(token, Some(self.device.now() + CLOSING_TIME));
             }
             return;
         }
@@ -338,7 +338,7 @@ impl Iwarp {
             return;
         }
         match (conn.state, conn.qp) {
-            (ConnState::Open, Some(qp)) if self.nic.is_stream_over(qp) => {
+            (ConnState::Open, Some(qp)) if self.device.is_stream_over(qp) => {
                 self.close_conn(token);
             }
             (ConnState::Closing, _) => {
@@ -354,15 +354,15 @@ impl Iwarp {
     fn send(&mut self) -> usize {
         let mut turns = 0;
         // Connections scheduled in the meantime will be handled in the next round.
-        for _ in 0..self.nic.ready_streams() {
-            let Some(qp) = self.nic.next_stream() else {
+        for _ in 0..self.device.schedule.ready() {
+            let Some(qp) = self.device.next_stream() else {
                 break;
             };
             let Some(&token) = self.by_qp.get(&qp) else {
                 continue;
             };
             turns += 1;
-            if self.nic.qp_num(qp).is_err() {
+            if self.device.qp_num(qp).is_err() {
                 // The QP has been destroyed.
                 self.close_conn(token);
             } else if self.conns.get(&token).is_some_and(|conn| conn.awaits_room) {
@@ -398,23 +398,29 @@ impl Iwarp {
 
 impl Provider for Iwarp {
     fn progress(&mut self, now: Instant) -> usize {
-        self.nic.set_now(now);
+        self.device.set_now(now);
         // Send first, as in the software NIC: if the application has posted work based on the
         // completions of the last call, it is sent immediately.
         let sent = self.send();
         let looked = self.poll_sockets();
         let answered = self.send();
-        let fired = self.expire(now) + self.nic.handle_timeouts(now);
+        let fired = self.expire(now) + self.device.handle_timeouts(now);
         sent + looked + answered + fired
     }
 
     fn deadline(&self) -> Option<Instant> {
         // Don't let the application sleep if there are unread events or pending requests.
-        if !self.events.is_empty() || self.nic.has_events() || self.nic.has_output() {
-            return Some(self.nic.now());
+        if !self.events.is_empty()
+            || !self.device.events.is_empty()
+            || self.device.schedule.has_output()
+        {
+            return Some(self.device.now());
         }
         let own = self.timers.first().map(|(at, _)| *at);
-        [self.nic.deadline(), own].into_iter().flatten().min()
+        [self.device.timer_deadline(), own]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn event_fds(&self) -> EventFds<'_> {

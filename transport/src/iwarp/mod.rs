@@ -3,8 +3,8 @@
 //! [`Iwarp::open`] opens a device using a local address. The device implements
 //! [`Provider`](crate::verbs::Provider) and must be driven by the thread that owns it. It only
 //! requires TCP, and no privileges. Peers can use Linux `siw` or an iWARP adapter. The regions,
-//! keys, queues and events are implemented by the [`Nic`] of the software NIC, and its queue pairs
-//! by [`rdmap`](crate::rdmap). Each queue pair uses a separate TCP connection.
+//! keys, queues and events are implemented by the [`Device`] of the software NIC, and its queue
+//! pairs by [`rdmap`](crate::rdmap). Each queue pair uses a separate TCP connection.
 //!
 //! Only reliable connections set up by the connection manager are supported: no datagrams, no
 //! unreliable or extended connections, no multicast, and queue pairs can't be moved to RTS by the
@@ -68,11 +68,12 @@ use tracing::info;
 
 use self::conn::{Conn, Token};
 use self::id::Id;
-use crate::nic::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic};
-use crate::nic::{Nic, NicConfig, NicLimits, Wire};
+use crate::forward::forward;
+use crate::nic::delegate::{delegate_counters, forward_verbs};
+use crate::nic::{Device, NicConfig, NicLimits, Wire};
 use crate::rdmap::Wishes;
 use crate::table::Table;
-use crate::verbs::{CmEvent, CmId, QpId, VerbsError};
+use crate::verbs::{CmEvent, CmId, Gid, QpAttr, QpId, Verbs, VerbsError};
 use crate::wire::is_link_local;
 
 /// Provider name.
@@ -147,7 +148,7 @@ struct Peer {
 /// A device for iWARP connections. See the [module](self) documentation.
 #[derive(Debug)]
 pub struct Iwarp {
-    nic: Nic,
+    device: Device,
     config: IwarpConfig,
     /// Epoll set containing all sockets.
     set: OwnedFd,
@@ -168,8 +169,25 @@ pub struct Iwarp {
     output: Vec<u8>,
 }
 
-delegate_verbs_to_nic!(Iwarp);
-delegate_counters_to_nic!(Iwarp);
+delegate_counters!(Iwarp, device, device);
+
+impl Verbs for Iwarp {
+    forward_verbs!(device device);
+    forward! {
+        device device;
+        @live mut modify_qp [modify_qp] (qp: QpId, attr: &QpAttr) -> Result<(), VerbsError>;
+        mut destroy_qp [destroy_qp] (qp: QpId) -> Result<(), VerbsError>;
+    }
+
+    fn attach_mcast(&mut self, qp: QpId, mgid: Gid, _mlid: u16) -> Result<(), VerbsError> {
+        // There are no datagram QPs, so this always fails.
+        self.device.attach_group(qp, mgid).map(drop)
+    }
+
+    fn detach_mcast(&mut self, qp: QpId, mgid: Gid, _mlid: u16) -> Result<(), VerbsError> {
+        self.device.detach_group(qp, mgid)
+    }
+}
 
 impl Iwarp {
     /// Opens a device.
@@ -204,7 +222,7 @@ impl Iwarp {
         };
         info!(%addr, "iWARP device");
         Ok(Self {
-            nic: Nic::new(nic, Instant::now()),
+            device: Device::new(nic, Instant::now()),
             set: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             ids: Table::new("connection identifier", config.limits.max_cm_ids),
             conns: HashMap::new(),
@@ -228,7 +246,7 @@ impl Iwarp {
     }
 
     fn tick(&mut self) {
-        self.nic.set_now(Instant::now());
+        self.device.set_now(Instant::now());
     }
 
     /// Returns the parameters to propose for a connection with these depths.
@@ -241,15 +259,5 @@ impl Iwarp {
             ird: responder_resources.min(limits.max_qp_rd_atom).into(),
             ord: initiator_depth.min(limits.max_qp_init_rd_atom).into(),
         }
-    }
-
-    /// There are no multicast groups, so QPs can't be attached to a group.
-    #[allow(
-        clippy::unused_self,
-        clippy::needless_pass_by_ref_mut,
-        reason = "the method of those that join"
-    )]
-    fn join_group(&mut self, _group: IpAddr) -> Result<(), VerbsError> {
-        Err(VerbsError::Unsupported("multicast groups"))
     }
 }

@@ -64,7 +64,7 @@ impl Iwarp {
         let has = self.per_peer.get(&peer.ip()).map_or(0, |peer| peer.conns);
         if has >= self.config.limits.max_qps_per_peer {
             debug!(%peer, has, "too many connections from this peer");
-            self.nic.count_refused();
+            self.device.counters.refused_qps += 1;
             return;
         }
         let options = socket
@@ -79,7 +79,7 @@ impl Iwarp {
         conn.listener = Some(listener);
         let token = self.add_conn(conn);
         self.strangers.push_back(token);
-        self.set_due(token, Some(self.nic.now() + SETUP_TIME));
+        self.set_due(token, Some(self.device.now() + SETUP_TIME));
     }
 
     /// Closes the oldest connection without a request if there are too many of them, or if half of
@@ -114,7 +114,7 @@ impl Iwarp {
         if let Some(request) = &conn.request {
             request.emit(&mut conn.outbox);
         }
-        self.set_due(token, Some(self.nic.now() + SETUP_TIME));
+        self.set_due(token, Some(self.device.now() + SETUP_TIME));
         self.flush(token);
     }
 
@@ -244,7 +244,7 @@ impl Iwarp {
         }
         let id = conn.id.take();
         become_state(&mut conn.state, ConnState::Closing);
-        self.set_due(token, Some(self.nic.now() + CLOSING_TIME));
+        self.set_due(token, Some(self.device.now() + CLOSING_TIME));
         if let Some(id) = id {
             self.leave_listener(id);
         }
@@ -268,7 +268,7 @@ impl Iwarp {
             mulpdu: mulpdu(&conn.socket),
             access: Access::empty(),
         };
-        self.nic.start_stream(qp, &params)?;
+        self.device.start_stream(qp, &params)?;
         if let Ok(entry) = self.ids.get(id) {
             // The connection still works without these options.
             let _ = entry.configure(&conn.socket, conn.peer);
@@ -279,7 +279,7 @@ impl Iwarp {
         reply.emit(&mut conn.outbox);
         become_state(&mut conn.state, ConnState::Open);
         self.by_qp.insert(qp, token);
-        self.set_due(token, by_first.then_some(self.nic.now() + SETUP_TIME));
+        self.set_due(token, by_first.then_some(self.device.now() + SETUP_TIME));
         let entry = self.ids.get_mut(id);
         become_state(&mut entry.map_err(CmError::from)?.state, IdState::Accepting);
         self.leave_listener(id);
@@ -329,12 +329,12 @@ impl Iwarp {
         };
         become_state(&mut conn.state, ConnState::Open);
         self.set_due(token, None);
-        if let Err(e) = self.nic.start_stream(qp, &params) {
+        if let Err(e) = self.device.start_stream(qp, &params) {
             return self.end_conn(token, CmEventKind::ConnectError(e.into()));
         }
         if let Some(disagreement) = disagreement {
             debug!(%disagreement, "incompatible reply");
-            self.nic.refuse_stream(qp, disagreement);
+            self.device.refuse_stream(qp, disagreement);
             // Send a terminate message before closing the connection.
             let error = VerbsError::Os(libc::EPROTO);
             self.leave_id(token, CmEventKind::ConnectError(error.into()));
@@ -372,10 +372,10 @@ impl Iwarp {
             return;
         };
         let is_first = std::mem::take(&mut conn.awaits_first);
-        self.nic.handle_stream(self.nic.now(), qp, bytes);
+        self.device.handle_stream(self.device.now(), qp, bytes);
         // If this message closes the connection, it was never established.
-        if is_first && !self.nic.has_stream_ended(qp) {
-            let counters = self.nic.qp_counters(qp).map(|counters| counters.rdmap);
+        if is_first && !self.device.has_stream_ended(qp) {
+            let counters = self.device.qp_counters(qp).map(|counters| counters.rdmap);
             let has_heard = counters.is_ok_and(|counters| counters.rx_segments > 0);
             match (has_heard, id) {
                 (true, Some(id)) => {
@@ -404,9 +404,9 @@ impl Iwarp {
         }
         become_state(&mut conn.state, ConnState::Closing);
         if let Some(qp) = conn.qp {
-            self.nic.lose_stream(self.nic.now(), qp);
+            self.device.fail_qp(qp);
         }
-        self.set_due(token, Some(self.nic.now() + CLOSING_TIME));
+        self.set_due(token, Some(self.device.now() + CLOSING_TIME));
         self.flush(token);
     }
 
@@ -461,7 +461,7 @@ impl Iwarp {
         }
         self.by_qp.insert(qp, token);
         match started {
-            Ok(()) => self.set_due(token, Some(self.nic.now() + SETUP_TIME)),
+            Ok(()) => self.set_due(token, Some(self.device.now() + SETUP_TIME)),
             Err(e) => self.lose_conn(token, Some(&e)),
         }
     }
@@ -475,7 +475,7 @@ impl Iwarp {
         // closing the connection in this case).
         let is_closed = error.is_none_or(|e| e.kind() == io::ErrorKind::ConnectionReset);
         let asked = conn.due.and_then(|due| due.checked_sub(SETUP_TIME));
-        let is_early = asked.is_some_and(|asked| self.nic.now() < asked + OLDER_TIME);
+        let is_early = asked.is_some_and(|asked| self.device.now() < asked + OLDER_TIME);
         let peer = self.per_peer.get(&conn.peer.ip());
         if conn.state == ConnState::AwaitsReply
             && is_closed
@@ -539,7 +539,7 @@ impl Iwarp {
         let says_more =
             conn.state == ConnState::Open && matches!(kind, CmEventKind::ConnectError(_));
         if let Some(qp) = qp.filter(|_| !says_more) {
-            self.nic.lose_stream(self.nic.now(), qp);
+            self.device.fail_qp(qp);
         }
         let Some(id) = id else {
             return;
@@ -566,7 +566,7 @@ impl Iwarp {
             && let Some(qp) = conn.qp
             && self.by_qp.remove(&qp).is_some()
         {
-            self.nic.lose_stream(self.nic.now(), qp);
+            self.device.fail_qp(qp);
         }
     }
 }

@@ -12,8 +12,8 @@ use riser_memory::MemSlice;
 use crate::nic::{Breakage, Nic};
 use crate::verbs::{
     Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, CqInitAttr, Mr, MrId, PdId,
-    PortSpace, PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RecvWr, SendWr,
-    Sge, VerbsError, WcOpcode, WcStatus, WrId,
+    PortSpace, PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RdmaCm as _,
+    RecvWr, SendWr, Sge, Verbs as _, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 /// Posts to be rejected by a device.
@@ -249,7 +249,7 @@ impl DefectiveNic {
         };
         for completion in &mut out[before..] {
             // Datagrams are not acknowledged, so they can't fail unless the entire device fails.
-            let is_connected = self.nic.is_connection(completion.qp);
+            let is_connected = self.nic.device.is_connection(completion.qp);
             if is_connected && completion.status.is_ok() && recording.fails_completion(completion) {
                 // We can ignore the error if it has already been destroyed.
                 let failed = QpAttr::to(QpState::Error);
@@ -284,7 +284,7 @@ impl DefectiveNic {
         if delay.is_zero() && self.late.is_empty() {
             return self.nic.post_recv(qp, wrs);
         }
-        let at = self.nic.now() + delay;
+        let at = self.nic.device.now() + delay;
         self.late.extend(wrs.iter().map(|wr| LateRecv {
             at,
             qp,
@@ -309,7 +309,7 @@ impl DefectiveNic {
         }
         let broken = self.defects().broken;
         if let Some((what, nth)) = broken
-            && self.nic.break_one(what, nth)
+            && self.nic.device.break_one(what, nth)
         {
             self.defects().broken = None;
             done += 1;

@@ -715,7 +715,7 @@ delegate_counters_to_nic!(Endpoint);
 
 impl Endpoint {
     fn tick(&mut self) {
-        self.nic.set_now(self.fabric.now());
+        self.nic.device.set_now(self.fabric.now());
     }
 
     #[allow(
@@ -754,13 +754,13 @@ impl Endpoint {
     /// by a new one.
     pub fn set_mtu(&mut self, mtu: Mtu) {
         self.fabric.wire().mtus.insert(self.place.0, mtu);
-        self.nic.set_mtu(mtu);
+        self.nic.device.set_mtu(mtu);
     }
 
     /// Returns the worker index and the number of bits used for it.
     #[must_use]
     pub fn worker(&self) -> (u32, u8) {
-        let config = self.nic.config();
+        let config = self.nic.device.config();
         (config.worker_index, config.worker_bits)
     }
 
@@ -790,7 +790,7 @@ impl Endpoint {
             true => self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET),
             false => 0,
         };
-        let (fabric, locals) = (&self.fabric, self.nic.local_addrs());
+        let (fabric, locals) = (&self.fabric, self.nic.device.port.addrs());
         let (mut room, latency) = fabric.socket();
         let outcome = self.batch.drain(now, |batch, groups| {
             let group = &groups[0];
@@ -835,21 +835,21 @@ impl Provider for Endpoint {
             if std::mem::replace(&mut self.is_reported, true) {
                 return 0;
             }
-            self.nic.pull_out();
+            self.nic.device.pull_out();
             return 1;
         }
         if !self.occupied.is_empty() {
             self.vacate();
         }
         let mtu = self.fabric.wire().mtu(self.place.0);
-        self.nic.set_mtu(mtu);
-        while let Some(group) = self.nic.poll_left_group() {
+        self.nic.device.set_mtu(mtu);
+        while let Some(group) = self.nic.device.groups.poll_left() {
             self.fabric.leave(group, self.place);
         }
         let mut did = self.nic.suffer(now);
         while let Some(((src, dst), packet)) = self.fabric.receive_packet(now, self.place) {
             let nic = &mut self.nic;
-            let to = nic.local_addrs().iter().position(|at| *at == dst);
+            let to = nic.device.port.addrs().iter().position(|at| *at == dst);
             let fields = IpFields {
                 gid_index: to.unwrap_or(0) as u8,
                 ..IpFields::default()

@@ -12,7 +12,7 @@
 //!
 //! The class requires that any host with access to the port counters can also reset them. Therefore
 //! we store a separate base value for each counter, so that a reset does not affect the values
-//! returned to the device owner ([`Nic::counters`]).
+//! returned to the device owner ([`Device::counters`]).
 //!
 //! Bounds: up to [`MAX_ANSWERS`] responses and [`MAX_RECEIVED`] datagrams for the program are
 //! queued. When a queue is full, further datagrams are dropped.
@@ -23,8 +23,9 @@ use std::net::IpAddr;
 use zerocopy::big_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::objects::{PORT, check_port};
-use super::{Nic, NicCounters, Wire};
+use super::config::PORT;
+use super::tables::check_port;
+use super::{Device, Nic, NicCounters, Wire};
 use crate::verbs::{Gid, PKey, PortState, VerbsError};
 use crate::wire::mad::{
     BASE_VERSION, ClassPortInfo, Mad, MadClass, MadHeader, MadMethod, MadStatus, RESPONSE,
@@ -110,6 +111,10 @@ impl Agents {
         !self.answers.is_empty() || !self.sent.is_empty()
     }
 
+    fn register(&mut self, class: u8) {
+        self.registered[usize::from(class >> 7)] |= 1 << (class & 0x7f);
+    }
+
     pub(super) fn poll_answer(&mut self) -> Option<(IpAddr, Mad)> {
         self.answers.pop_front().or_else(|| self.sent.pop_front())
     }
@@ -149,13 +154,6 @@ fn write_attribute(mad: &mut Mad, data: usize, len: usize, attribute: &[u8]) {
 }
 
 impl Nic {
-    /// See [`Verbs::local_mad`](crate::verbs::Verbs::local_mad).
-    pub fn local_mad(&mut self, port: u8, mad: &Mad) -> Result<Option<Mad>, VerbsError> {
-        self.config.check_packets("local management datagrams")?;
-        check_port(port)?;
-        Ok(self.process_mad(mad, true))
-    }
-
     /// Registers a management class. Datagrams of this class will be returned by [`Self::poll_mad`]
     /// instead of being passed to a user's QP1. For performance management, this only includes
     /// responses, because the device handles requests itself.
@@ -165,8 +163,7 @@ impl Nic {
     pub fn register_agent(&mut self, class: MadClass) -> Result<(), VerbsError> {
         match class {
             MadClass::SubnetAdm | MadClass::DeviceMgmt | MadClass::Performance => {
-                let class = class as u8;
-                self.agents.registered[usize::from(class >> 7)] |= 1 << (class & 0x7f);
+                self.agents.register(class as u8);
                 Ok(())
             }
             MadClass::SubnLid | MadClass::SubnDirected | MadClass::ComMgt => {
@@ -191,34 +188,48 @@ impl Nic {
     pub fn poll_mad(&mut self) -> Option<(IpAddr, Mad)> {
         self.agents.received.pop_front()
     }
+}
+
+impl Agents {
+    /// Processes a MAD of the local program. See [`Verbs::local_mad`](crate::verbs::Verbs::local_mad).
+    pub(super) fn process_local(
+        &mut self,
+        device: &Device,
+        port: u8,
+        mad: &Mad,
+    ) -> Result<Option<Mad>, VerbsError> {
+        device.config.check_packets("local management datagrams")?;
+        check_port(port)?;
+        Ok(self.process(device, mad, true))
+    }
 
     /// Handles a MAD received from QP1 of another host. This will return `false` if there is no
     /// agent for it.
-    pub(super) fn handle_agent_mad(&mut self, from: IpAddr, mad: &Mad) -> bool {
+    pub(super) fn handle_mad(&mut self, device: &mut Device, from: IpAddr, mad: &Mad) -> bool {
         let header = MadHeader::of(mad);
         let is_request = header.method() & RESPONSE == 0;
         let is_own = is_request && header.class() == MadClass::Performance as u8;
-        if !is_own && self.agents.is_registered(header.class()) {
-            if self.agents.received.len() == MAX_RECEIVED {
-                self.counters.rx_dropped_mads += 1;
+        if !is_own && self.is_registered(header.class()) {
+            if self.received.len() == MAX_RECEIVED {
+                device.counters.rx_dropped_mads += 1;
             } else {
-                self.agents.received.push_back((from, *mad));
+                self.received.push_back((from, *mad));
             }
             return true;
         }
         if !is_own {
             return false;
         }
-        if self.agents.answers.len() == MAX_ANSWERS {
-            self.counters.rx_dropped_mads += 1;
-        } else if let Some(answer) = self.process_mad(mad, false) {
-            self.agents.answers.push_back((from, answer));
+        if self.answers.len() == MAX_ANSWERS {
+            device.counters.rx_dropped_mads += 1;
+        } else if let Some(answer) = self.process(device, mad, false) {
+            self.answers.push_back((from, answer));
         }
         true
     }
 
     /// Returns the response to a MAD, which is a copy with a new header and attribute.
-    fn process_mad(&mut self, mad: &Mad, is_local: bool) -> Option<Mad> {
+    fn process(&mut self, device: &Device, mad: &Mad, is_local: bool) -> Option<Mad> {
         const SUBNET: [u8; 2] = [MadClass::SubnLid as u8, MadClass::SubnDirected as u8];
         const NO_ANSWER: [u8; 3] = [
             MadMethod::Send as u8,
@@ -239,10 +250,10 @@ impl Nic {
         let status = match (header.class(), header.class_version()) {
             _ if header.base_version() != BASE_VERSION => MadStatus::BadVersion,
             (class, perf::CLASS_VERSION) if class == MadClass::Performance as u8 => {
-                self.answer_performance(&header, &mut answer)
+                self.answer_performance(device.counters(), &header, &mut answer)
             }
             (class, smp::CLASS_VERSION) if is_local && SUBNET.contains(&class) => {
-                self.answer_subnet(&header, &mut answer)
+                answer_subnet(device, &header, &mut answer)
             }
             _ => MadStatus::BadVersion,
         };
@@ -254,94 +265,12 @@ impl Nic {
         Some(answer)
     }
 
-    /// Subnet management is read-only, since there is no subnet manager that could set attributes.
-    fn answer_subnet(&self, header: &MadHeader, mad: &mut Mad) -> MadStatus {
-        use smp::attribute::*;
-        if header.method() == MadMethod::Set as u8 {
-            return MadStatus::UnsupportedAttribute;
-        }
-        if header.method() != MadMethod::Get as u8 {
-            return MadStatus::UnsupportedMethod;
-        }
-        // The modifier selects a block of a table, or a port. Port 0 is the port which received the
-        // MAD.
-        let modifier = header.modifier();
-        let mut write =
-            |attribute: &[u8]| write_attribute(mad, smp::DATA, smp::DATA_LEN, attribute);
-        match (header.attribute(), modifier) {
-            (NODE_DESCRIPTION, _) => {
-                let name = self.attr.name.as_bytes();
-                write(&name[..name.len().min(smp::DATA_LEN)]);
-            }
-            (NODE_INFO, _) => write(self.node_info().as_bytes()),
-            (PORT_INFO, 0 | 1) => write(self.port_info().as_bytes()),
-            (GUID_INFO, 0) => write(&self.port_guid().to_be_bytes()),
-            (PKEY_TABLE, 0) => write(&PKey::DEFAULT.0.to_be_bytes()),
-            (PORT_INFO | GUID_INFO | PKEY_TABLE, _) => return MadStatus::InvalidField,
-            _ => return MadStatus::UnsupportedAttribute,
-        }
-        MadStatus::Success
-    }
-
-    /// Returns the GID prefix and the GUID of the port (IBTA 4.1.1).
-    fn gid_halves(&self) -> (u64, u64) {
-        let gid = u128::from_be_bytes(Gid::from(self.config.addr).0);
-        ((gid >> 64) as u64, gid as u64)
-    }
-
-    fn port_guid(&self) -> u64 {
-        self.gid_halves().1
-    }
-
-    fn node_info(&self) -> smp::NodeInfo {
-        const CHANNEL_ADAPTER: u8 = 1;
-        let guid = U64::new(self.attr.node_guid);
-        smp::NodeInfo {
-            base_version: BASE_VERSION,
-            class_version: smp::CLASS_VERSION,
-            node_type: CHANNEL_ADAPTER,
-            ports: self.attr.ports,
-            system_image_guid: guid,
-            node_guid: guid,
-            port_guid: U64::new(self.port_guid()),
-            partition_cap: U16::new(1),
-            device_id: U16::ZERO,
-            revision: U32::ZERO,
-            port_and_vendor: U32::new(u32::from(PORT) << 24),
-        }
-    }
-
-    fn port_info(&self) -> smp::PortInfo {
-        let (mtu, is_active) = (self.config.mtu.code(), self.port_state == PortState::Active);
-        // Active and link up, or down and polling.
-        let (state, physical) = if is_active { (4, 5) } else { (1, 2) };
-        smp::PortInfo {
-            gid_prefix: U64::new(self.gid_halves().0),
-            capabilities: U32::new(if self.config.wire == Wire::Network {
-                HAS_CM
-            } else {
-                0
-            }),
-            local_port: PORT,
-            link_width_enabled: SLOWEST,
-            link_width_supported: SLOWEST,
-            link_width_active: SLOWEST,
-            speed_supported_and_state: SLOWEST << 4 | state,
-            // The link goes to polling when it is down.
-            physical_state: physical << 4 | 2,
-            speed_active_and_enabled: SLOWEST << 4 | SLOWEST,
-            neighbor_mtu: mtu << 4,
-            vl_cap: 1 << 4,
-            mtu_cap: mtu,
-            operational_vls: 1 << 4,
-            p_key_violations: U16::new(saturate(self.counters.rx_wrong_pkey, u16::MAX)),
-            guid_cap: 1,
-            response_time: RESPONSE_TIME,
-            ..smp::PortInfo::default()
-        }
-    }
-
-    fn answer_performance(&mut self, header: &MadHeader, mad: &mut Mad) -> MadStatus {
+    fn answer_performance(
+        &mut self,
+        now: &NicCounters,
+        header: &MadHeader,
+        mad: &mut Mad,
+    ) -> MadStatus {
         use perf::attribute::*;
         let is_set = header.method() == MadMethod::Set as u8;
         if !is_set && header.method() != MadMethod::Get as u8 {
@@ -355,27 +284,27 @@ impl Nic {
                 write_attribute(mad, perf::DATA, len, info.as_bytes());
                 MadStatus::Success
             }
-            (PORT_COUNTERS, _) => self.answer_counters(is_set, mad),
-            (PORT_COUNTERS_EXTENDED, _) => self.answer_extended(is_set, mad),
+            (PORT_COUNTERS, _) => self.answer_counters(now, is_set, mad),
+            (PORT_COUNTERS_EXTENDED, _) => self.answer_extended(now, is_set, mad),
             // This includes PortSamplesControl, because we don't support sampling.
             _ => MadStatus::UnsupportedAttribute,
         }
     }
 
     /// Returns the counters since they were last reset.
-    fn counted(&self) -> Counters {
-        let now = count(&self.counters);
-        std::array::from_fn(|at| now[at] - self.agents.base[at])
+    fn counted(&self, now: &NicCounters) -> Counters {
+        let now = count(now);
+        std::array::from_fn(|at| now[at] - self.base[at])
     }
 
-    fn reset(&mut self, which: impl Iterator<Item = Counter>) {
-        let now = count(&self.counters);
+    fn reset(&mut self, now: &NicCounters, which: impl Iterator<Item = Counter>) {
+        let now = count(now);
         for counter in which {
-            self.agents.base[counter as usize] = now[counter as usize];
+            self.base[counter as usize] = now[counter as usize];
         }
     }
 
-    fn answer_counters(&mut self, is_set: bool, mad: &mut Mad) -> MadStatus {
+    fn answer_counters(&mut self, now: &NicCounters, is_set: bool, mad: &mut Mad) -> MadStatus {
         let (asked, _) = perf::PortCounters::read_from_prefix(&mad[perf::DATA..])
             .expect("a MAD has room for the attribute");
         if !is_port(asked.port_select) {
@@ -384,9 +313,9 @@ impl Nic {
         if is_set {
             let select = asked.selected();
             let chosen = SELECT.iter().filter(|(bit, _)| select & bit != 0);
-            self.reset(chosen.map(|(_, counter)| *counter));
+            self.reset(now, chosen.map(|(_, counter)| *counter));
         }
-        let counted = self.counted();
+        let counted = self.counted(now);
         let wide = |counter| U32::new(saturate(counted[counter as usize], u32::MAX));
         let narrow = |counter| U16::new(saturate(counted[counter as usize], u16::MAX));
         let counters = perf::PortCounters {
@@ -402,7 +331,7 @@ impl Nic {
         MadStatus::Success
     }
 
-    fn answer_extended(&mut self, is_set: bool, mad: &mut Mad) -> MadStatus {
+    fn answer_extended(&mut self, now: &NicCounters, is_set: bool, mad: &mut Mad) -> MadStatus {
         let (asked, _) = perf::PortCountersExtended::read_from_prefix(&mad[perf::DATA..])
             .expect("a MAD has room for the attribute");
         if !is_port(asked.port_select) {
@@ -411,9 +340,9 @@ impl Nic {
         let select = asked.counter_select;
         if is_set {
             let chosen = (0..EXTENDED.len()).filter(|bit| select.get() >> bit & 1 != 0);
-            self.reset(chosen.map(|bit| EXTENDED[bit]));
+            self.reset(now, chosen.map(|bit| EXTENDED[bit]));
         }
-        let counted = self.counted();
+        let counted = self.counted(now);
         let value = |counter| U64::new(counted[counter as usize]);
         let counters = perf::PortCountersExtended {
             port_select: asked.port_select,
@@ -430,6 +359,95 @@ impl Nic {
         };
         write_attribute(mad, perf::DATA, mad.len() - perf::DATA, counters.as_bytes());
         MadStatus::Success
+    }
+}
+
+/// Subnet management is read-only, since there is no subnet manager that could set attributes.
+fn answer_subnet(device: &Device, header: &MadHeader, mad: &mut Mad) -> MadStatus {
+    use smp::attribute::*;
+    if header.method() == MadMethod::Set as u8 {
+        return MadStatus::UnsupportedAttribute;
+    }
+    if header.method() != MadMethod::Get as u8 {
+        return MadStatus::UnsupportedMethod;
+    }
+    // The modifier selects a block of a table, or a port. Port 0 is the port which received the
+    // MAD.
+    let modifier = header.modifier();
+    let mut write = |attribute: &[u8]| write_attribute(mad, smp::DATA, smp::DATA_LEN, attribute);
+    match (header.attribute(), modifier) {
+        (NODE_DESCRIPTION, _) => {
+            let name = device.device_attr().name.as_bytes();
+            write(&name[..name.len().min(smp::DATA_LEN)]);
+        }
+        (NODE_INFO, _) => write(node_info(device).as_bytes()),
+        (PORT_INFO, 0 | 1) => write(port_info(device).as_bytes()),
+        (GUID_INFO, 0) => write(&port_guid(device).to_be_bytes()),
+        (PKEY_TABLE, 0) => write(&PKey::DEFAULT.0.to_be_bytes()),
+        (PORT_INFO | GUID_INFO | PKEY_TABLE, _) => return MadStatus::InvalidField,
+        _ => return MadStatus::UnsupportedAttribute,
+    }
+    MadStatus::Success
+}
+
+/// Returns the GID prefix and the GUID of the port (IBTA 4.1.1).
+fn gid_halves(device: &Device) -> (u64, u64) {
+    let gid = u128::from_be_bytes(Gid::from(device.config.addr).0);
+    ((gid >> 64) as u64, gid as u64)
+}
+
+fn port_guid(device: &Device) -> u64 {
+    gid_halves(device).1
+}
+
+fn node_info(device: &Device) -> smp::NodeInfo {
+    const CHANNEL_ADAPTER: u8 = 1;
+    let guid = U64::new(device.device_attr().node_guid);
+    smp::NodeInfo {
+        base_version: BASE_VERSION,
+        class_version: smp::CLASS_VERSION,
+        node_type: CHANNEL_ADAPTER,
+        ports: device.device_attr().ports,
+        system_image_guid: guid,
+        node_guid: guid,
+        port_guid: U64::new(port_guid(device)),
+        partition_cap: U16::new(1),
+        device_id: U16::ZERO,
+        revision: U32::ZERO,
+        port_and_vendor: U32::new(u32::from(PORT) << 24),
+    }
+}
+
+fn port_info(device: &Device) -> smp::PortInfo {
+    let (mtu, is_active) = (
+        device.config.mtu.code(),
+        device.port.state() == PortState::Active,
+    );
+    // Active and link up, or down and polling.
+    let (state, physical) = if is_active { (4, 5) } else { (1, 2) };
+    smp::PortInfo {
+        gid_prefix: U64::new(gid_halves(device).0),
+        capabilities: U32::new(if device.config.wire == Wire::Network {
+            HAS_CM
+        } else {
+            0
+        }),
+        local_port: PORT,
+        link_width_enabled: SLOWEST,
+        link_width_supported: SLOWEST,
+        link_width_active: SLOWEST,
+        speed_supported_and_state: SLOWEST << 4 | state,
+        // The link goes to polling when it is down.
+        physical_state: physical << 4 | 2,
+        speed_active_and_enabled: SLOWEST << 4 | SLOWEST,
+        neighbor_mtu: mtu << 4,
+        vl_cap: 1 << 4,
+        mtu_cap: mtu,
+        operational_vls: 1 << 4,
+        p_key_violations: U16::new(saturate(device.counters.rx_wrong_pkey, u16::MAX)),
+        guid_cap: 1,
+        response_time: RESPONSE_TIME,
+        ..smp::PortInfo::default()
     }
 }
 

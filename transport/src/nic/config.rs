@@ -8,10 +8,14 @@ use std::time::Duration;
 use fnv::FnvHasher;
 
 use super::rate::{MAX_RATE, MIN_RATE};
+use super::ud::MAX_UD_SGE;
 use crate::rc::RcCounters;
 use crate::rdmap::RdmapCounters;
 use crate::uc::UcCounters;
-use crate::verbs::{DeviceAttr, Mtu, VerbsError};
+use crate::verbs::{DeviceAttr, Mtu, QpAttr, QpCap, QpType, VerbsError};
+
+/// The only port number.
+pub(super) const PORT: u8 = 1;
 
 /// Limits for the tables and queues of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +83,27 @@ impl Default for NicLimits {
             max_qps_per_peer: 1024,
             max_cm_ids: 8192,
         }
+    }
+}
+
+impl NicLimits {
+    /// Checks the queue sizes of a QP.
+    pub(super) fn check_cap(&self, cap: &QpCap, qp_type: QpType) -> Result<(), VerbsError> {
+        // For datagrams, the scatter list has a fixed position in the queue entry.
+        let sge = match qp_type {
+            QpType::Ud | QpType::Gsi => self.max_sge.min(MAX_UD_SGE as u32),
+            _ => self.max_sge,
+        };
+        if cap.max_send_wr > self.max_qp_wr || cap.max_recv_wr > self.max_qp_wr {
+            return Err(VerbsError::InvalidParameter("queue depth"));
+        }
+        if cap.max_send_sge > sge || cap.max_recv_sge > self.max_sge {
+            return Err(VerbsError::InvalidParameter("scatter-gather entries"));
+        }
+        if cap.max_inline > self.max_inline {
+            return Err(VerbsError::InvalidParameter("inline bytes"));
+        }
+        Ok(())
     }
 }
 
@@ -169,6 +194,48 @@ impl NicConfig {
             Wire::Network | Wire::Links => Ok(()),
             Wire::Streams => Err(VerbsError::Unsupported(what)),
         }
+    }
+
+    /// Checks the values of QP attributes.
+    pub(super) fn check_attr(&self, attr: &QpAttr) -> Result<(), VerbsError> {
+        let l = &self.limits;
+        // The partition key table and the port table only have a single entry.
+        if let Some(index) = attr.pkey_index.filter(|&i| i != 0) {
+            return Err(VerbsError::InvalidIndex(index));
+        }
+        if let Some(port) = attr.port.filter(|&p| p != PORT) {
+            return Err(VerbsError::InvalidPort(port));
+        }
+        // Return an error if a value is too large for its field, because truncating it would change
+        // its meaning.
+        let within = |value: Option<u32>, max: u32, name| match value {
+            Some(v) if v > max => Err(VerbsError::InvalidParameter(name)),
+            _ => Ok(()),
+        };
+        let byte = |v: Option<u8>| v.map(u32::from);
+        within(attr.dest_qp, 0x00ff_ffff, "dest_qp")?;
+        within(attr.rq_psn, 0x00ff_ffff, "rq_psn")?;
+        within(attr.sq_psn, 0x00ff_ffff, "sq_psn")?;
+        within(byte(attr.min_rnr_timer), 31, "min_rnr_timer")?;
+        within(byte(attr.timeout), 31, "timeout")?;
+        within(byte(attr.retry_cnt), 7, "retry_cnt")?;
+        within(byte(attr.rnr_retry), 7, "rnr_retry")?;
+        within(
+            byte(attr.max_dest_rd_atomic),
+            l.max_qp_rd_atom.into(),
+            "max_dest_rd_atomic",
+        )?;
+        within(
+            byte(attr.max_rd_atomic),
+            l.max_qp_init_rd_atom.into(),
+            "max_rd_atomic",
+        )?;
+        // If the packets were larger than the interface MTU, they would all be lost, and the QP
+        // would run out of retries.
+        if attr.path_mtu.is_some_and(|m| m > self.mtu) {
+            return Err(VerbsError::InvalidParameter("path_mtu"));
+        }
+        Ok(())
     }
 
     pub(super) fn device_attr(&self) -> DeviceAttr {

@@ -1,7 +1,7 @@
 //! Counters with their Linux names (`/sys/class/infiniband/*/ports/*/hw_counters`, `rdma
 //! statistic`).
 
-use super::{Nic, QpCounters};
+use super::{Device, QpCounters};
 use crate::rc::RcCounters;
 
 /// Name and value of a counter.
@@ -43,7 +43,7 @@ impl QpCounters {
     }
 }
 
-impl Nic {
+impl Device {
     /// Returns the port counters since the device was created, including closed connections.
     pub fn hw_counters(&self) -> impl Iterator<Item = HwCounter> + use<> {
         let of_port = [

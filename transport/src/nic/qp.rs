@@ -1,186 +1,180 @@
-//! Creating, modifying and destroying queue pairs, and posting work requests.
+//! A queue pair of any type: its state machine, path and counters.
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
+use std::time::Instant;
 
+use chacha20::ChaCha20Rng;
 use chacha20::rand_core::Rng as _;
 
-use super::objects::PORT;
-use super::{Machine, Nic, Peer, Qp, QpCounters, Wire};
-use crate::nic::batch::{ECN_MASK, TxPath};
-use crate::nic::cq::Cq;
-use crate::nic::ud::{MAX_UD_SGE, UdQp};
+use super::TURN;
+use super::config::{NicConfig, QpCounters, Wire};
+use super::rate::Limiter;
+use super::ud::UdQp;
 use crate::rc::{DrainedChange, Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
 use crate::rdmap::{RdmapConfig, RdmapQp};
 use crate::uc::{UcConfig, UcQp, UcRtrParams};
-use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
-    Access, AhAttr, PKey, PathMigState, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr,
-    QpState, QpType, RecvWr, SendOp, SendWr, VerbsError,
+    Access, AltPath, CqId, Mtu, PathMigState, PdId, PostError, PostReason, QpAttr, QpCap, QpId,
+    QpInitAttr, QpState, QpType, SendOp, SendWr, SrqId, VerbsError, XrcdId,
 };
-use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer, Service};
-
-const REQUIRED: &str = "the state table requires it";
+use crate::wire::{IcrcFlow, MAX_HEADER_LEN, Psn, Qpn, RnrTimer, Service};
 
 /// The responder sends an acknowledgement after this number of packets even if it was not
 /// requested.
 const ACK_EVERY: u32 = 32;
 
-fn refuse(reason: PostReason) -> PostError {
-    PostError { index: 0, reason }
+const REQUIRED: &str = "the state table requires it";
+
+#[derive(Debug)]
+pub(super) enum Machine {
+    Rc(Box<RcQp>),
+    /// Initiator or target of an extended reliable connection.
+    Xrc(Box<RcQp>),
+    Uc(Box<UcQp>),
+    Ud(Box<UdQp>),
+    /// Connection over a byte stream.
+    Stream(Box<RdmapQp>),
 }
 
-/// Borrows the state machine of a QP and its environment.
-macro_rules! with_env {
-    ($self:ident, $qp:ident, $env:ident) => {
-        let rq = match $qp.srq.and_then(|s| $self.srqs.get_mut(s).ok()) {
-            Some(srq) => &mut srq.queue,
-            None => &mut $qp.rq,
-        };
-        #[allow(unused_mut, reason = "not every user changes it")]
-        let mut $env = Env {
-            mrs: &mut $self.mrs,
-            rq,
-            out: &mut $self.out,
-        };
-    };
+/// Path used for packets of a connected QP.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer {
+    pub(super) addr: SocketAddr,
+    /// Index of the local address.
+    pub(super) from: u8,
+    pub(super) flow: IcrcFlow,
+    /// Type of service, without the ECN bits.
+    pub(super) tos: u8,
+    /// Set if this device is its own peer, so that packets don't leave the device.
+    pub(super) is_own: bool,
 }
-pub(super) use with_env;
 
-#[allow(
-    missing_docs,
-    reason = "the calls of the verbs traits, documented there"
-)]
-impl Nic {
-    pub fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
-        self.check_cap(&init.cap, init.qp_type)?;
-        self.check_objects(init)?;
-        // When using a shared queue, the QP doesn't have its own receives, but the entries have the
-        // size of the shared queue.
-        let mut cap = init.cap;
-        if let Some(srq) = init.srq {
-            if !matches!(init.qp_type, QpType::Rc | QpType::Uc) {
-                return Err(VerbsError::WrongQpType("shared receive queue"));
-            }
-            let srq = self.srqs.get(srq)?;
-            if srq.xrc.is_some() {
-                return Err(VerbsError::WrongQpType(
-                    "shared receive queue of an XRC domain",
-                ));
-            }
-            cap.max_recv_sge = srq.attr().max_sge;
-            cap.max_recv_wr = 0;
+/// Alternate path of a connection.
+#[derive(Debug)]
+pub(super) struct Alternate {
+    pub(super) path: AltPath,
+    pub(super) peer: Peer,
+    /// Set after a migration to an unknown path has been rejected and reported. This is only
+    /// reported once per alternate path, since the peer can repeat these packets.
+    pub(super) has_refused: bool,
+    /// Number of packets requesting migration to this path with an unexpected PSN.
+    pub(super) guesses: u8,
+}
+
+#[derive(Debug)]
+pub(super) struct Qp {
+    pub(super) qpn: u32,
+    pub(super) pd: PdId,
+    pub(super) qp_type: QpType,
+    pub(super) machine: Machine,
+    /// Receive queue. If an SRQ is used, the capacity is zero.
+    pub(super) rq: RecvQueue,
+    /// SRQ. For an XRC target, this is the queue used by the last request.
+    pub(super) srq: Option<SrqId>,
+    pub(super) xrcd: Option<XrcdId>,
+    pub(super) send_cq: CqId,
+    pub(super) recv_cq: CqId,
+    pub(super) attr: QpAttr,
+    pub(super) peer: Option<Peer>,
+    /// Path used after a migration.
+    pub(super) alternate: Option<Box<Alternate>>,
+    pub(super) mig_state: PathMigState,
+    /// Set if the owner requested an event when the send queue is drained.
+    pub(super) notifies_drain: bool,
+    /// UDP source port of the last in-sequence packet from the peer.
+    pub(super) source_port: Option<u16>,
+    /// Set after accepting a connection, until the peer uses it.
+    pub(super) awaits_first_packet: bool,
+    /// Set if the QP is waiting to send.
+    pub(super) is_queued: bool,
+    /// Set if multicast packets sent by this QP should not be looped back to it.
+    pub(super) blocks_own_mcast: bool,
+    pub(super) limiter: Option<Box<Limiter>>,
+    /// Time of the valid entry in the timer heap.
+    pub(super) armed: Option<Instant>,
+    pub(super) counters: QpCounters,
+}
+
+impl Qp {
+    pub(super) fn state(&self) -> QpState {
+        self.machine.state()
+    }
+
+    /// Returns the counters of the QP and its state machine.
+    pub(super) fn counters(&self) -> QpCounters {
+        let mut counters = self.counters;
+        match &self.machine {
+            Machine::Rc(rc) | Machine::Xrc(rc) => counters.rc = *rc.counters(),
+            Machine::Uc(uc) => counters.uc = *uc.counters(),
+            Machine::Ud(ud) => counters.dropped_datagrams = ud.dropped,
+            Machine::Stream(stream) => counters.rdmap = *stream.counters(),
         }
-        match init.qp_type {
-            QpType::XrcIni => (cap.max_recv_wr, cap.max_recv_sge) = (0, 0),
-            // Receives can be used from any queue of the XRC domain.
-            QpType::XrcTgt => {
-                cap = QpCap {
-                    max_recv_sge: self.config.limits.max_sge,
-                    max_send_sge: 0,
-                    ..QpCap::new(0, 0)
-                };
-            }
-            _ => {}
+        counters
+    }
+
+    /// Returns the service used by the packets of this QP.
+    pub(super) fn service(&self) -> Service {
+        match &self.machine {
+            Machine::Rc(_) => Service::Rc,
+            Machine::Xrc(_) => Service::Xrc,
+            Machine::Uc(_) => Service::Uc,
+            // There are no packets, and no path to migrate to.
+            Machine::Ud(_) | Machine::Stream(_) => Service::Ud,
         }
-        // There is only one QP1. It does not receive CM messages, because these are handled by the
-        // device.
-        if init.qp_type == QpType::Gsi && self.gsi.is_some() {
-            return Err(VerbsError::ResourceBusy("queue pair 1"));
-        }
-        // Check this before allocating a number, which would be leaked if the insertion fails.
-        if self.qps.is_full() {
-            return Err(VerbsError::InsufficientResources("queue pair"));
-        }
-        let qpn = match init.qp_type {
-            QpType::Gsi => Qpn::GSI.value(),
-            _ => self.qpns.allocate(&mut self.random),
+    }
+
+    /// Returns the next time the state machine needs to be called even if nothing is received.
+    pub(super) fn poll_timeout(&self) -> Option<Instant> {
+        let machine = match &self.machine {
+            Machine::Rc(rc) | Machine::Xrc(rc) => rc.poll_timeout(),
+            Machine::Uc(uc) => uc.poll_timeout(),
+            Machine::Ud(_) | Machine::Stream(_) => None,
         };
-        // The state machine needs a handle, which is not available until we insert it into the
-        // table.
-        let id = self.qps.insert(Qp {
-            qpn,
-            pd: init.pd,
-            qp_type: init.qp_type,
-            machine: Machine::Ud(Box::new(UdQp::new(
-                QpId(crate::verbs::Handle::new(0, 0)),
-                init.pd,
-                Qpn::new(qpn),
-                QpCap {
-                    max_send_wr: 0,
-                    max_recv_wr: 0,
-                    max_send_sge: 0,
-                    max_recv_sge: 0,
-                    max_inline: 0,
-                },
-                false,
-                0,
-            ))),
-            rq: RecvQueue::new(cap.max_recv_wr, cap.max_recv_sge).with_order(init.recv_order),
-            srq: init.srq,
-            xrcd: init.xrcd,
-            send_cq: init.send_cq,
-            recv_cq: init.recv_cq,
-            attr: QpAttr::default(),
-            peer: None,
-            alternate: None,
-            mig_state: PathMigState::Migrated,
-            notifies_drain: false,
-            source_port: None,
-            awaits_first_packet: false,
-            is_queued: false,
-            blocks_own_mcast: init.block_self_mcast,
-            limiter: None,
-            armed: None,
-            counters: QpCounters::default(),
-        })?;
-        self.has_datagrams |= init.qp_type == QpType::Ud;
-        let machine = self.machine(id, init, cap, qpn);
-        self.qps.get_mut(id)?.machine = machine;
-        if let Some(xrcd) = init.xrcd {
-            self.xrcds.get_mut(xrcd)?.users += 1;
-        } else {
-            self.pds.get_mut(init.pd)?.users += 1;
-            self.cqs.get_mut(init.send_cq)?.add_user();
-            self.cqs.get_mut(init.recv_cq)?.add_user();
-        }
-        if let Some(srq) = init.srq {
-            self.srqs.get_mut(srq)?.users += 1;
-        }
-        if init.qp_type == QpType::Gsi {
-            self.gsi = Some(id);
-        } else {
-            self.by_qpn.insert(qpn, id);
-        }
-        Ok(id)
+        let release = self.limiter.as_deref().and_then(Limiter::release);
+        [machine, release].into_iter().flatten().min()
     }
 
-    /// Checks the objects used to create a QP.
-    fn check_objects(&self, init: &QpInitAttr) -> Result<(), VerbsError> {
-        match (init.qp_type, init.xrcd) {
-            (QpType::Smi, _) => return Err(VerbsError::Unsupported("queue pair 0")),
-            (QpType::RawPacket, _) => return Err(VerbsError::Unsupported("raw packets")),
-            (QpType::XrcTgt, _) if self.config.wire == Wire::Streams => {
-                return Err(VerbsError::Unsupported("queue pairs of this type"));
-            }
-            (QpType::XrcTgt, Some(xrcd)) => return self.xrcds.get(xrcd).map(drop),
-            (QpType::XrcTgt, None) => {
-                return Err(VerbsError::InvalidParameter("XRC target without a domain"));
-            }
-            (_, Some(_)) => return Err(VerbsError::WrongQpType("XRC domain")),
-            _ => {}
+    /// Returns the number of packets that the QP can send when it is scheduled, based on a path MTU
+    /// of `mtu` bytes.
+    pub(super) fn turn_budget(&mut self, now: Instant, mtu: u32) -> usize {
+        let mtu = self.attr.path_mtu.map_or(mtu, Mtu::bytes) as usize;
+        match &mut self.limiter {
+            None => TURN,
+            Some(limiter) => limiter.allow(now, mtu + MAX_HEADER_LEN, TURN),
         }
-        if init.qp_type != QpType::Rc {
-            self.config.check_packets("queue pairs of this type")?;
-        }
-        self.pds.get(init.pd)?;
-        self.cqs.get(init.send_cq)?;
-        self.cqs.get(init.recv_cq)?;
-        Ok(())
     }
 
-    fn machine(&mut self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
-        if self.config.wire == Wire::Streams {
-            return Machine::Stream(Box::new(RdmapQp::new(RdmapConfig {
+    /// Updates the limiter after the QP has sent this number of bytes.
+    pub(super) fn on_sent(&mut self, now: Instant, bytes: usize) {
+        if let Some(limiter) = &mut self.limiter {
+            limiter.on_sent(now, bytes);
+        }
+    }
+
+    /// Returns the time of a new timer entry if required by the current deadline.
+    pub(super) fn rearm(&mut self) -> Option<Instant> {
+        // If the deadline has been moved back, we keep the earlier entry and add a new one when it
+        // fires. If the deadline is now earlier, the old entry becomes invalid.
+        let at = self.poll_timeout()?;
+        if self.armed.is_some_and(|armed| armed <= at) {
+            return None;
+        }
+        self.armed = Some(at);
+        self.armed
+    }
+}
+
+impl Machine {
+    /// Creates the state machine of a QP with this id and number.
+    pub(super) fn new(
+        config: &NicConfig,
+        (id, qpn): (QpId, u32),
+        init: &QpInitAttr,
+        cap: QpCap,
+        random: &mut ChaCha20Rng,
+    ) -> Self {
+        if config.wire == Wire::Streams {
+            return Self::Stream(Box::new(RdmapQp::new(RdmapConfig {
                 qp: id,
                 qp_num: qpn,
                 pd: init.pd,
@@ -200,34 +194,34 @@ impl Nic {
                 service,
                 sq_sig_all: init.sq_sig_all,
                 has_srq: init.srq.is_some() || init.xrcd.is_some(),
-                max_inflight_bytes: self.config.max_inflight_bytes,
+                max_inflight_bytes: config.max_inflight_bytes,
                 ack_every: ACK_EVERY,
-                seed: self.random.next_u32(),
+                seed: random.next_u32(),
                 ..RcConfig::new(id, init.pd, cap)
             }));
             return match service {
-                Service::Rc => Machine::Rc(rc),
-                _ => Machine::Xrc(rc),
+                Service::Rc => Self::Rc(rc),
+                _ => Self::Xrc(rc),
             };
         }
         if init.qp_type == QpType::Uc {
-            return Machine::Uc(Box::new(UcQp::new(UcConfig {
+            return Self::Uc(Box::new(UcQp::new(UcConfig {
                 qp: id,
                 qp_num: qpn,
                 pd: init.pd,
                 cap,
                 sq_sig_all: init.sq_sig_all,
                 has_srq: init.srq.is_some(),
-                max_burst_bytes: self.config.max_inflight_bytes,
+                max_burst_bytes: config.max_inflight_bytes,
             })));
         }
         // MADs are always 256 bytes, regardless of the path (IBTA 13.5.1).
         let mtu = match init.qp_type {
             QpType::Gsi => 256,
-            _ => self.config.mtu.bytes() as usize,
+            _ => config.mtu.bytes() as usize,
         };
         let qpn = Qpn::new(qpn);
-        Machine::Ud(Box::new(UdQp::new(
+        Self::Ud(Box::new(UdQp::new(
             id,
             init.pd,
             qpn,
@@ -237,287 +231,61 @@ impl Nic {
         )))
     }
 
-    /// Returns the memory in bytes used by a reliable QP with this configuration, including a
-    /// separate CQ with `completions` entries. `reads` and `resources` are the number of
-    /// outstanding READs of the local side and the peer, respectively.
-    #[must_use]
-    pub const fn queue_memory(cap: &QpCap, reads: u8, resources: u8, completions: u32) -> usize {
-        size_of::<Qp>()
-            + RcQp::memory(cap, reads, resources)
-            + RecvQueue::memory(cap.max_recv_wr, cap.max_recv_sge)
-            + Cq::memory(completions)
+    /// Returns whether requests started before a change to SQD are still outstanding.
+    pub(super) fn is_draining(&self) -> bool {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => rc.is_draining(),
+            Self::Uc(uc) => uc.is_draining(),
+            Self::Stream(stream) => stream.is_draining(),
+            // A datagram that has been started is always complete.
+            Self::Ud(_) => false,
+        }
     }
 
-    fn check_cap(&self, cap: &QpCap, qp_type: QpType) -> Result<(), VerbsError> {
-        let l = &self.config.limits;
-        // For datagrams, the scatter list has a fixed position in the queue entry.
-        let sge = match qp_type {
-            QpType::Ud | QpType::Gsi => l.max_sge.min(MAX_UD_SGE as u32),
-            _ => l.max_sge,
-        };
-        if cap.max_send_wr > l.max_qp_wr || cap.max_recv_wr > l.max_qp_wr {
-            return Err(VerbsError::InvalidParameter("queue depth"));
+    /// Changes the maximum number of in-flight bytes.
+    pub(super) fn set_max_inflight(&mut self, bytes: u32) {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => rc.set_max_inflight(bytes),
+            Self::Uc(uc) => uc.set_max_burst(bytes),
+            // A stream uses the flow control of its transport.
+            Self::Ud(_) | Self::Stream(_) => {}
         }
-        if cap.max_send_sge > sge || cap.max_recv_sge > l.max_sge {
-            return Err(VerbsError::InvalidParameter("scatter-gather entries"));
-        }
-        if cap.max_inline > l.max_inline {
-            return Err(VerbsError::InvalidParameter("inline bytes"));
-        }
-        Ok(())
     }
 
-    pub fn qp_num(&self, qp: QpId) -> Result<u32, VerbsError> {
-        Ok(self.qps.get(qp)?.qpn)
+    fn state(&self) -> QpState {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => rc.state(),
+            Self::Uc(uc) => uc.state(),
+            Self::Ud(ud) => ud.state(),
+            Self::Stream(stream) => stream.state(),
+        }
     }
 
-    /// Returns the counters of a QP.
-    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
-        let qp = self.qps.get(qp)?;
-        let mut counters = qp.counters;
-        match &qp.machine {
-            Machine::Rc(rc) | Machine::Xrc(rc) => counters.rc = *rc.counters(),
-            Machine::Uc(uc) => counters.uc = *uc.counters(),
-            Machine::Ud(ud) => counters.dropped_datagrams = ud.dropped,
-            Machine::Stream(stream) => counters.rdmap = *stream.counters(),
+    /// Moves the QP to the ERROR state due to an internal error of the device.
+    pub(super) fn fail(&mut self, env: &mut Env<'_>) {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => rc.to_error(env),
+            Self::Uc(uc) => uc.to_error(env),
+            Self::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
+            Self::Stream(stream) => stream.to_error(env),
         }
-        Ok(counters)
     }
 
-    pub fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError> {
-        let qp = self.qps.get(qp)?;
-        let (alt_path, path_mig_state) = Self::migration_attr(qp);
-        Ok(QpAttr {
-            state: Some(qp.state()),
-            pkey: qp.attr.pkey_index.map(|_| PKey::DEFAULT),
-            alt_path,
-            path_mig_state,
-            sq_draining: Some(qp.machine.is_draining()),
-            ..qp.attr
-        })
-    }
-
-    pub fn modify_qp(&mut self, id: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
-        let qp = self.qps.get(id)?;
-        // We need to check everything before changing any state, so that a failed modify has no
-        // effect.
-        let from = qp.state();
-        let to = plan_modify(qp.qp_type, from, attr)?;
-        // A stream is set up when its connection is established.
-        if to == QpState::Rtr {
-            self.config
-                .check_packets("connections without the connection manager")?;
-        }
-        self.check_values(attr)?;
-        if from == QpState::Sqd && to == QpState::Sqd {
-            check_sqd(attr, qp.machine.is_draining())?;
-        }
-        let peer = match attr.ah {
-            Some(ah) => Some(self.plan_way(id, &ah, attr)?),
-            None => None,
-        };
-        let alternate = self.plan_alternate(id, attr)?;
-        if let Some(peer) = peer {
-            self.change_peer(id, peer);
-        }
-        // This must be done while we still know the peer, so we can send the last acknowledgements.
-        if matches!(to, QpState::Error | QpState::Reset) {
-            self.keep_last_answers(id);
-        }
-        if to == QpState::Reset {
-            self.leave_peer(id);
-            self.qps.get_mut(id)?.forget_alternate();
-        }
-        if (from, to) == (QpState::Rts, QpState::Sqd) {
-            self.qps.get_mut(id)?.notifies_drain = attr.en_sqd_async_notify == Some(true);
-        }
-        self.apply(id, from, to, attr)?;
-        self.finish_turn(id);
-        // Update this after the state, since the connection is only set up by the state change.
-        self.apply_alternate(id, alternate, attr.path_mig_state)?;
-        if to == QpState::Reset {
-            let qp = self.qps.get(id)?;
-            for cq in [qp.send_cq, qp.recv_cq] {
-                if let Ok(cq) = self.cqs.get_mut(cq) {
-                    cq.forget(id);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn check_values(&self, attr: &QpAttr) -> Result<(), VerbsError> {
-        let l = &self.config.limits;
-        // The partition key table and the port table only have a single entry.
-        if let Some(index) = attr.pkey_index.filter(|&i| i != 0) {
-            return Err(VerbsError::InvalidIndex(index));
-        }
-        if let Some(port) = attr.port.filter(|&p| p != PORT) {
-            return Err(VerbsError::InvalidPort(port));
-        }
-        // Return an error if a value is too large for its field, because truncating it would change
-        // its meaning.
-        let within = |value: Option<u32>, max: u32, name| match value {
-            Some(v) if v > max => Err(VerbsError::InvalidParameter(name)),
-            _ => Ok(()),
-        };
-        let byte = |v: Option<u8>| v.map(u32::from);
-        within(attr.dest_qp, 0x00ff_ffff, "dest_qp")?;
-        within(attr.rq_psn, 0x00ff_ffff, "rq_psn")?;
-        within(attr.sq_psn, 0x00ff_ffff, "sq_psn")?;
-        within(byte(attr.min_rnr_timer), 31, "min_rnr_timer")?;
-        within(byte(attr.timeout), 31, "timeout")?;
-        within(byte(attr.retry_cnt), 7, "retry_cnt")?;
-        within(byte(attr.rnr_retry), 7, "rnr_retry")?;
-        within(
-            byte(attr.max_dest_rd_atomic),
-            l.max_qp_rd_atom.into(),
-            "max_dest_rd_atomic",
-        )?;
-        within(
-            byte(attr.max_rd_atomic),
-            l.max_qp_init_rd_atom.into(),
-            "max_rd_atomic",
-        )?;
-        // If the packets were larger than the interface MTU, they would all be lost, and the QP
-        // would run out of retries.
-        if attr.path_mtu.is_some_and(|m| m > self.config.mtu) {
-            return Err(VerbsError::InvalidParameter("path_mtu"));
-        }
-        Ok(())
-    }
-
-    /// Returns the path for an address vector, if the number of QPs with this peer is not exceeded.
-    pub(super) fn plan_way(
+    /// Applies attributes after they have been verified. `merged` also contains attributes of
+    /// previous requests, since access rights may have been set in INIT.
+    pub(super) fn apply(
         &mut self,
-        id: QpId,
-        ah: &AhAttr,
+        (from, to): (QpState, QpState),
         attr: &QpAttr,
-    ) -> Result<Peer, VerbsError> {
-        // If the QP is already connected to this peer, don't count it twice. The limit prevents a
-        // single host from using all QPs of the device.
-        let ip = self.reachable(ah)?;
-        let has = self.peers.get(&ip).map_or(0, Vec::len) as u32;
-        let is_there = self.qps.get(id)?.peer.is_some_and(|p| p.addr.ip() == ip);
-        if has >= self.config.limits.max_qps_per_peer && !is_there {
-            self.counters.refused_qps += 1;
-            return Err(VerbsError::InsufficientResources(
-                "queue pairs for this peer",
-            ));
-        }
-        let addr = std::net::SocketAddr::new(ip, ROCE_PORT);
-        // The GID table is not larger than this.
-        let from = ah.sgid_index as u8;
-        let flow = IcrcFlow::new(self.locals[usize::from(from)], addr)
-            .ok_or(VerbsError::InvalidParameter("destination address"))?;
-        let dest = attr.dest_qp.or(self.qps.get(id)?.attr.dest_qp);
-        let is_own = dest.is_some_and(|qpn| self.keeps(addr, Qpn::new(qpn)));
-        // ECN is set by the device.
-        let tos = ah.traffic_class & !ECN_MASK;
-        Ok(Peer {
-            addr,
-            from,
-            flow,
-            tos,
-            is_own,
-        })
-    }
-
-    /// Changes the path of a connection.
-    pub(super) fn change_peer(&mut self, id: QpId, peer: Peer) {
-        // Remove the old address before adding the new one, since they can be the same.
-        self.leave_peer(id);
-        self.peers.entry(peer.addr.ip()).or_default().push(id);
-        if let Ok(qp) = self.qps.get_mut(id) {
-            qp.peer = Some(peer);
-        }
-        self.share_window(peer.addr.ip());
-    }
-
-    fn leave_peer(&mut self, id: QpId) {
-        let Ok(qp) = self.qps.get_mut(id) else {
-            return;
-        };
-        // The next peer needs to verify its port again.
-        qp.source_port = None;
-        let Some(peer) = qp.peer.take() else {
-            return;
-        };
-        qp.machine.set_max_inflight(self.config.max_inflight_bytes);
-        let ip = peer.addr.ip();
-        if let Some(qps) = self.peers.get_mut(&ip) {
-            qps.retain(|&other| other != id);
-            if qps.is_empty() {
-                // If there are no more QPs with this peer, we won't verify the packets, so we can
-                // discard all state about it.
-                self.peers.remove(&ip);
-                self.forget_peer(ip);
-            }
-        }
-        self.share_window(ip);
-    }
-
-    /// Divides the in-flight bytes for a peer between the QPs, after a QP was added or removed.
-    fn share_window(&mut self, ip: IpAddr) {
-        let qps = self.peers.get(&ip).map_or(&[][..], Vec::as_slice);
-        let count = qps.len() as u32;
-        let each = self.config.max_inflight_bytes;
-        let together = self.config.peer_inflight_bytes;
-        let share = |count: u32| (together / count.max(1)).max(each);
-        // If there are many QPs, each uses the minimum value, so this change does not affect the
-        // other QPs.
-        if count == 0 || share(count - 1) == each {
-            return;
-        }
-        let share = share(count);
-        for &id in qps {
-            if let Ok(qp) = self.qps.get_mut(id) {
-                qp.machine.set_max_inflight(share);
-            }
-        }
-    }
-
-    /// Applies changes after they have been verified.
-    fn apply(
-        &mut self,
-        id: QpId,
-        from: QpState,
-        to: QpState,
-        attr: &QpAttr,
-    ) -> Result<(), VerbsError> {
-        let qp = self.qps.get_mut(id)?;
-        if to == QpState::Reset {
-            qp.attr = QpAttr::default();
-            qp.limiter = None;
-        } else {
-            merge(&mut qp.attr, attr);
-        }
-        // This includes attributes of previous requests, since access rights may have been set in
-        // INIT.
-        let merged = qp.attr;
-        let has_srq = qp.srq.is_some();
-        with_env!(self, qp, env);
-        match &mut qp.machine {
-            Machine::Rc(rc) | Machine::Xrc(rc) => {
-                move_rc(rc, from, to, attr, &merged, &mut env);
-                // In the RESET state, receives are discarded without a completion.
-                if to == QpState::Reset && !has_srq {
-                    env.rq.clear();
-                }
-            }
-            Machine::Uc(uc) => {
-                move_uc(uc, from, to, attr, &merged, &mut env);
-                if to == QpState::Reset && !has_srq {
-                    env.rq.clear();
-                }
-            }
-            Machine::Stream(stream) => {
-                move_stream(stream, from, to, attr, &mut env);
-                if to == QpState::Reset && !has_srq {
-                    env.rq.clear();
-                }
-            }
-            Machine::Ud(ud) => {
+        merged: &QpAttr,
+        has_srq: bool,
+        env: &mut Env<'_>,
+    ) {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => move_rc(rc, from, to, attr, merged, env),
+            Self::Uc(uc) => move_uc(uc, from, to, attr, merged, env),
+            Self::Stream(stream) => move_stream(stream, from, to, attr, env),
+            Self::Ud(ud) => {
                 if let Some(qkey) = attr.qkey {
                     ud.set_qkey(qkey);
                 }
@@ -529,160 +297,28 @@ impl Nic {
                 if from != to || to == QpState::Error {
                     ud.on_state(to, env.rq, env.out);
                 }
+                return;
             }
         }
-        Ok(())
-    }
-
-    /// Moves a QP to the ERROR state due to an internal error of the device.
-    pub(super) fn fail_qp(&mut self, id: QpId) {
-        let Ok(qp) = self.qps.get_mut(id) else {
-            return;
-        };
-        with_env!(self, qp, env);
-        match &mut qp.machine {
-            Machine::Rc(rc) | Machine::Xrc(rc) => rc.to_error(&mut env),
-            Machine::Uc(uc) => uc.to_error(&mut env),
-            Machine::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
-            Machine::Stream(stream) => stream.to_error(&mut env),
-        }
-        self.finish_turn(id);
-    }
-
-    pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
-        self.qps.get(id)?;
-        // This needs the QP and its peer.
-        self.keep_last_answers(id);
-        self.detach_all(id);
-        self.leave_peer(id);
-        let qp = self.qps.remove(id)?;
-        self.mrs.unbind_all(id);
-        if let Machine::Rc(rc) | Machine::Xrc(rc) = &qp.machine {
-            super::config::add_rc(&mut self.past, rc.counters());
-        }
-        if matches!(qp.machine, Machine::Stream(_)) {
-            // This tells the owner to close the stream.
-            self.ready.push_back(id);
-        }
-        if self.gsi == Some(id) {
-            self.gsi = None;
-        } else {
-            self.by_qpn.remove(&qp.qpn);
-            self.qpns.release(qp.qpn);
-        }
-        if let Some(xrcd) = qp.xrcd {
-            self.release_xrcd(xrcd);
-        } else {
-            for cq in [qp.send_cq, qp.recv_cq] {
-                if let Ok(cq) = self.cqs.get_mut(cq) {
-                    cq.remove_user();
-                }
-            }
-            if let Some(srq) = qp.srq.and_then(|s| self.srqs.get_mut(s).ok()) {
-                srq.users -= 1;
-            }
-            self.release_pd(qp.pd);
-        }
-        self.forget_events(id);
-        self.forget_cm_qp(id);
-        Ok(())
-    }
-
-    pub fn post_send(&mut self, id: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
-        let qp = self
-            .qps
-            .get_mut(id)
-            .map_err(|_| refuse(PostReason::InvalidHandle))?;
-        with_env!(self, qp, env);
-        let result = match &mut qp.machine {
-            Machine::Rc(rc) => rc.post_send(wrs, &mut env),
-            Machine::Xrc(rc) => post_xrc(rc, qp.qp_type, wrs, &mut env),
-            Machine::Uc(uc) => uc.post_send(wrs, &mut env),
-            Machine::Stream(stream) => stream.post_send(wrs, &mut env),
-            Machine::Ud(ud) => {
-                let ahs = &self.ahs;
-                let pd = qp.pd;
-                wrs.iter().enumerate().try_for_each(|(index, wr)| {
-                    // An address handle must be in the same protection domain, because it was
-                    // created for QPs of a different owner otherwise.
-                    let way = wr
-                        .ud
-                        .and_then(|u| ahs.get(u.ah).ok())
-                        .filter(|ah| ah.pd == pd)
-                        .map(|ah| datagram_way(&ah.attr))
-                        .ok_or(PostReason::InvalidKey);
-                    way.and_then(|way| ud.post_send(wr, way, env.out))
-                        .map_err(|reason| PostError { index, reason })
-                })
-            }
-        };
-        self.finish_turn(id);
-        result
-    }
-
-    /// Removes the last `count` sends, to ensure that either all requests of a list are posted or
-    /// none of them. Nothing else can be called on the device after posting them. If the QP is in
-    /// the ERROR state, the requests have already completed, and this has no effect.
-    pub fn unpost_send(&mut self, id: QpId, count: usize) {
-        match self.qps.get_mut(id).map(|qp| &mut qp.machine) {
-            Ok(Machine::Rc(rc) | Machine::Xrc(rc)) => rc.unpost_send(count),
-            Ok(Machine::Uc(uc)) => uc.unpost_send(count),
-            Ok(Machine::Ud(ud)) => ud.unpost_send(count),
-            Ok(Machine::Stream(stream)) => stream.unpost_send(count),
-            Err(_) => {}
+        // In the RESET state, receives are discarded without a completion.
+        if to == QpState::Reset && !has_srq {
+            env.rq.clear();
         }
     }
 
-    pub fn post_recv(&mut self, id: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
-        let qp = self
-            .qps
-            .get_mut(id)
-            .map_err(|_| refuse(PostReason::InvalidHandle))?;
-        let state = qp.state();
-        with_env!(self, qp, env);
-        let result = match &mut qp.machine {
-            Machine::Rc(rc) => rc.post_recv(wrs, &mut env),
-            // Receives must be posted to the shared queues.
-            Machine::Xrc(_) => Err(refuse(PostReason::InvalidOpcode)),
-            Machine::Uc(uc) => uc.post_recv(wrs, &mut env),
-            Machine::Stream(stream) => stream.post_recv(wrs, &mut env),
-            Machine::Ud(_) if state == QpState::Reset => {
-                Err(refuse(PostReason::InvalidState(state)))
-            }
-            Machine::Ud(ud) => {
-                let result = env.rq.post(wrs);
-                if state == QpState::Error {
-                    // Like for connections, receives posted in the ERROR state are flushed
-                    // immediately.
-                    ud.on_state(QpState::Error, env.rq, env.out);
-                }
-                result
-            }
-        };
-        self.finish_turn(id);
-        result
-    }
-}
-
-/// Returns the `TxPath` for an address handle. For multicast groups, the scope is limited by the hop
-/// limit.
-fn datagram_way(ah: &AhAttr) -> TxPath {
-    let ip = ah.dgid.ip();
-    let way = TxPath::to(std::net::SocketAddr::new(ip, ROCE_PORT));
-    TxPath {
-        from: ah.sgid_index as u8,
-        tos: ah.traffic_class & !ECN_MASK,
-        hop_limit: if ip.is_multicast() {
-            ah.hop_limit
-        } else {
-            way.hop_limit
-        },
-        ..way
+    /// Removes the last `count` sends.
+    pub(super) fn unpost_send(&mut self, count: usize) {
+        match self {
+            Self::Rc(rc) | Self::Xrc(rc) => rc.unpost_send(count),
+            Self::Uc(uc) => uc.unpost_send(count),
+            Self::Ud(ud) => ud.unpost_send(count),
+            Self::Stream(stream) => stream.unpost_send(count),
+        }
     }
 }
 
 /// If there are outstanding requests, only unrelated attributes can be changed (IBTA 10.3.1.5).
-fn check_sqd(attr: &QpAttr, is_draining: bool) -> Result<(), VerbsError> {
+pub(super) fn check_sqd(attr: &QpAttr, is_draining: bool) -> Result<(), VerbsError> {
     let waits = [
         ("ah", attr.ah.is_some()),
         ("port", attr.port.is_some()),
@@ -699,7 +335,8 @@ fn check_sqd(attr: &QpAttr, is_draining: bool) -> Result<(), VerbsError> {
     }
 }
 
-fn merge(into: &mut QpAttr, attr: &QpAttr) {
+/// Adds the attributes of a request to the current attributes.
+pub(super) fn merge(into: &mut QpAttr, attr: &QpAttr) {
     macro_rules! take {
         ($($field:ident)*) => { $(if attr.$field.is_some() { into.$field = attr.$field; })* };
     }
@@ -707,31 +344,8 @@ fn merge(into: &mut QpAttr, attr: &QpAttr) {
         max_rd_atomic min_rnr_timer timeout retry_cnt rnr_retry);
 }
 
-impl Machine {
-    /// Returns whether requests started before a change to SQD are still outstanding.
-    fn is_draining(&self) -> bool {
-        match self {
-            Self::Rc(rc) | Self::Xrc(rc) => rc.is_draining(),
-            Self::Uc(uc) => uc.is_draining(),
-            Self::Stream(stream) => stream.is_draining(),
-            // A datagram that has been started is always complete.
-            Self::Ud(_) => false,
-        }
-    }
-
-    /// Changes the maximum number of in-flight bytes.
-    fn set_max_inflight(&mut self, bytes: u32) {
-        match self {
-            Self::Rc(rc) | Self::Xrc(rc) => rc.set_max_inflight(bytes),
-            Self::Uc(uc) => uc.set_max_burst(bytes),
-            // A stream uses the flow control of its transport.
-            Self::Ud(_) | Self::Stream(_) => {}
-        }
-    }
-}
-
 /// Posts to an extended connection. Each request specifies a queue of the peer.
-fn post_xrc(
+pub(super) fn post_xrc(
     rc: &mut RcQp,
     qp_type: QpType,
     wrs: &[SendWr<'_>],

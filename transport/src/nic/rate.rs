@@ -6,9 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Nic, Qp, TURN};
-use crate::verbs::{Mtu, QpId, QpState, QpType, RateLimit, VerbsError};
-use crate::wire::MAX_HEADER_LEN;
+use crate::verbs::RateLimit;
 
 /// Minimum rate in kbit/s. At this rate, a full packet takes 35 ms, which is well below the retry
 /// timeout of a reliable connection.
@@ -30,7 +28,7 @@ pub(super) struct Limiter {
 }
 
 impl Limiter {
-    fn new(limit: RateLimit, now: Instant) -> Self {
+    pub(super) fn new(limit: RateLimit, now: Instant) -> Self {
         Self {
             limit,
             even: now,
@@ -73,56 +71,6 @@ impl Limiter {
     /// Returns when the next packet can be sent, if it needs to wait.
     pub(super) fn release(&self) -> Option<Instant> {
         self.release
-    }
-}
-
-impl Qp {
-    /// Returns the number of packets that the QP can send when it is scheduled, based on a path MTU
-    /// of `mtu` bytes.
-    pub(super) fn turn_budget(&mut self, now: Instant, mtu: u32) -> usize {
-        let mtu = self.attr.path_mtu.map_or(mtu, Mtu::bytes) as usize;
-        match &mut self.limiter {
-            None => TURN,
-            Some(limiter) => limiter.allow(now, mtu + MAX_HEADER_LEN, TURN),
-        }
-    }
-
-    /// Updates the limiter after the QP has sent this number of bytes.
-    pub(super) fn on_sent(&mut self, now: Instant, bytes: usize) {
-        if let Some(limiter) = &mut self.limiter {
-            limiter.on_sent(now, bytes);
-        }
-    }
-}
-
-#[allow(
-    missing_docs,
-    reason = "the calls of the verbs traits, documented there"
-)]
-impl Nic {
-    pub fn modify_qp_rate_limit(&mut self, id: QpId, limit: RateLimit) -> Result<(), VerbsError> {
-        let now = self.now;
-        self.config.check_packets("rate limits")?;
-        let qp = self.qps.get_mut(id)?;
-        if qp.qp_type == QpType::Gsi {
-            return Err(VerbsError::WrongQpType("rate limit"));
-        }
-        if matches!(qp.state(), QpState::Reset | QpState::Error) {
-            return Err(VerbsError::InvalidState("rate limit"));
-        }
-        if limit.rate_kbps != 0 && !(MIN_RATE..=MAX_RATE).contains(&limit.rate_kbps) {
-            return Err(VerbsError::InvalidParameter("rate limit"));
-        }
-        let is_limited = limit.rate_kbps != 0;
-        qp.limiter = is_limited.then(|| Box::new(Limiter::new(limit, now)));
-        // Packets may have been waiting for the previous limit.
-        self.schedule(id);
-        Ok(())
-    }
-
-    pub fn query_qp_rate_limit(&self, id: QpId) -> Result<RateLimit, VerbsError> {
-        let limiter = self.qps.get(id)?.limiter.as_ref();
-        Ok(limiter.map_or_else(RateLimit::default, |limiter| limiter.limit))
     }
 }
 

@@ -1,81 +1,20 @@
 //! Receive path: checks each packet and passes it to its queue pair.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Instant;
 
-use super::qp::with_env;
-use super::{Machine, Nic, PORTS_PER_QP, Peer};
-use crate::nic::batch::{HOP_LIMIT, TxBatch};
-use crate::rc::{Env, RcEvent};
-use crate::verbs::{AsyncEvent, CqId, PKey, PathMigState, QpId, QpType, RouteHeader};
+use super::qp::{Machine, Peer};
+use super::received::{IpFields, LinkPeer, Received};
+use super::tables::FlowPort;
+use super::{Nic, with_env};
+use crate::nic::batch::TxBatch;
+use crate::rc::Env;
+use crate::verbs::{PKey, PathMigState, QpId};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
 use crate::wire::{
     GSI_QKEY, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, ROCE_PORT, Service, is_link_local,
 };
-
-/// Fields of a received IP header, in addition to the source address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IpFields {
-    /// Type of service or traffic class: DSCP and ECN.
-    pub traffic_class: u8,
-    /// Hop limit or TTL of the received packet.
-    pub hop_limit: u8,
-    /// Destination address, as an index into the GID table.
-    pub gid_index: u8,
-}
-
-/// Source port of the peer in the lower half, and index of the local address in the upper half. The
-/// ICRC depends on both.
-pub(super) type FlowPort = u32;
-
-impl Default for IpFields {
-    fn default() -> Self {
-        Self {
-            traffic_class: 0,
-            hop_limit: HOP_LIMIT,
-            gid_index: 0,
-        }
-    }
-}
-
-impl IpFields {
-    /// Returns whether a router has set the congestion mark (RFC 3168, section 5).
-    #[must_use]
-    pub fn is_marked(self) -> bool {
-        self.traffic_class & 0b11 == 0b11
-    }
-}
-
-/// A received packet.
-pub(super) struct Received<'a> {
-    pub(super) src: SocketAddr,
-    /// Source address to pass to datagram users, which can be used to send a response.
-    pub(super) datagram_src: IpAddr,
-    /// Destination address.
-    pub(super) dst: IpAddr,
-    pub(super) bytes: &'a [u8],
-    pub(super) ip: IpFields,
-    /// Set if this is not the first packet of a train.
-    pub(super) follows: bool,
-}
-
-impl Received<'_> {
-    /// Creates the route header for the receiver of a datagram. The identification was recovered
-    /// from the ICRC.
-    pub(super) fn route_header(&self, identification: u16) -> RouteHeader {
-        RouteHeader {
-            source: self.datagram_src,
-            destination: self.dst,
-            traffic_class: self.ip.traffic_class,
-            flow_label: 0,
-            hop_limit: self.ip.hop_limit,
-            identification,
-            // This includes the UDP header.
-            payload_len: (self.bytes.len() + 8) as u16,
-        }
-    }
-}
 
 /// State shared by the packets of a train.
 #[derive(Default)]
@@ -84,7 +23,7 @@ struct Train<'a> {
     verifier: Option<&'a mut IcrcVerifier>,
     /// Number and id of the last QP.
     qp: Option<(Qpn, QpId)>,
-    /// QP with pending events in [`Nic::out`], which may also have something to send. It must be
+    /// QP with pending events in `Device::out`, which may also have something to send. It must be
     /// settled before we change anything else on the device.
     unsettled: Option<QpId>,
 }
@@ -95,15 +34,6 @@ pub(super) struct RxOutcome {
     pub(super) is_peer: bool,
     /// Set if this is the first packet on an accepted connection.
     pub(super) is_first: bool,
-}
-
-/// Peer on the other side of a link.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LinkPeer {
-    /// Link name.
-    pub(crate) name: IpAddr,
-    /// Source address for received datagrams, which can be used to reach the peer.
-    pub(crate) datagrams: IpAddr,
 }
 
 impl Nic {
@@ -122,22 +52,22 @@ impl Nic {
         bytes: &[u8],
         ip: IpFields,
     ) {
-        self.set_now(now);
+        self.device.set_now(now);
         // We can't send to a link-local address since we don't know the interface.
         if is_link_local(src.ip()) {
-            self.counters.rx_wrong_source += 1;
+            self.device.counters.rx_wrong_source += 1;
             return;
         }
-        let to = self.locals[usize::from(ip.gid_index)];
+        let to = self.device.port.addrs()[usize::from(ip.gid_index)];
         let key = (
             src.ip(),
             FlowPort::from(src.port()) | FlowPort::from(ip.gid_index) << 16,
         );
-        let known = self.verifiers.get(&key).copied();
+        let known = self.device.peers.verifier(key);
         // If the address families don't match, the packet is invalid and there is no ICRC to check.
         let Some(mut verifier) = known.or_else(|| IcrcFlow::new(src, to).map(IcrcVerifier::new))
         else {
-            self.counters.rx_malformed += 1;
+            self.device.counters.rx_malformed += 1;
             return;
         };
         let mut is_peer = known.is_some();
@@ -162,14 +92,13 @@ impl Nic {
         // Only store this for peers, so the table cannot be filled up by noise or strangers. For
         // most packets, there is nothing new to store.
         if is_peer && known != Some(verifier) {
-            self.remember(key, verifier);
+            self.device.peers.remember(key, verifier);
         }
     }
 
     /// Returns the packets to be looped back.
     pub(crate) fn own_packets(&self) -> Option<&TxBatch> {
-        let own = self.own_way.as_ref()?.packets.as_ref()?;
-        Some(&own.batch)
+        self.own.as_ref().map(|own| &own.batch)
     }
 
     /// Receives all packets looped back by the last [`Nic::poll_transmit`]. This will return the
@@ -178,39 +107,37 @@ impl Nic {
     pub(crate) fn receive_own(&mut self, now: Instant) -> usize {
         // We need to take this because handling packets requires `self`. It is put back afterwards
         // to reuse its memory.
-        let own_way = self.own_way.as_mut();
-        let Some(mut own) = own_way.and_then(|way| way.packets.take()) else {
+        let Some(mut own) = self.own.take() else {
             return 0;
         };
         let packets = own.batch.packets();
         for group in own.batch.groups() {
             own.train.clear();
             own.batch.copy_group(group, &mut own.train);
-            let to = self.locals.iter().position(|at| *at == group.way.dst);
+            let mut locals = self.device.port.addrs().iter();
+            let to = locals.position(|at| *at == group.way.dst);
             let ip = IpFields {
                 traffic_class: group.way.tos,
                 hop_limit: group.way.hop_limit,
                 gid_index: to.unwrap_or(0) as u8,
             };
-            let src = self.locals[usize::from(group.way.from)];
+            let src = self.device.port.addrs()[usize::from(group.way.from)];
             self.handle_train(now, src, group.segment, &own.train, ip);
         }
         own.batch.clear();
-        if let Some(way) = &mut self.own_way {
-            way.packets = Some(own);
-        }
+        self.own = Some(own);
         packets
     }
 
     /// Handles a packet without an ICRC, received from a wire with a trusted source
     /// ([`Wire::Links`](super::Wire::Links)).
     pub(crate) fn handle_unsealed(&mut self, now: Instant, from: LinkPeer, bytes: &[u8]) {
-        debug_assert!(!self.config.has_icrc());
-        self.set_now(now);
+        debug_assert!(!self.device.config.has_icrc());
+        self.device.set_now(now);
         let received = Received {
             src: SocketAddr::new(from.name, ROCE_PORT),
             datagram_src: from.datagrams,
-            dst: self.locals[0].ip(),
+            dst: self.device.port.addr().ip(),
             bytes,
             ip: IpFields::default(),
             follows: false,
@@ -220,41 +147,18 @@ impl Nic {
         self.settle_train(&mut train);
     }
 
-    /// Stores the packet numbering of a peer. If it uses too many ports, its oldest entry is
-    /// removed.
-    fn remember(&mut self, key: (IpAddr, FlowPort), verifier: IcrcVerifier) {
-        if self.verifiers.insert(key, verifier).is_some() {
-            return;
-        }
-        let (ip, port) = key;
-        let qps = self.peers.get(&ip).map_or(0, Vec::len);
-        let ports = self.verified_ports.entry(ip).or_default();
-        ports.push_back(port);
-        while ports.len() > qps * PORTS_PER_QP {
-            let oldest = ports.pop_front().expect("more than none");
-            self.verifiers.remove(&(ip, oldest));
-        }
-    }
-
-    /// Called when the last QP of a peer has been removed.
-    pub(super) fn forget_peer(&mut self, ip: IpAddr) {
-        for port in self.verified_ports.remove(&ip).into_iter().flatten() {
-            self.verifiers.remove(&(ip, port));
-        }
-    }
-
     /// Parses a packet and checks its partition key.
     #[inline]
     pub(super) fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
-        self.counters.rx_packets += 1;
-        self.counters.rx_bytes += bytes.len() as u64;
+        self.device.counters.rx_packets += 1;
+        self.device.counters.rx_bytes += bytes.len() as u64;
         let Ok(packet) = Packet::parse(bytes) else {
-            self.counters.rx_malformed += 1;
+            self.device.counters.rx_malformed += 1;
             return None;
         };
         // We are a full member, so we also accept packets from limited members.
         if (packet.bth.pkey() ^ PKey::DEFAULT.0) & 0x7fff != 0 {
-            self.counters.rx_wrong_pkey += 1;
+            self.device.counters.rx_wrong_pkey += 1;
             return None;
         }
         Some(packet)
@@ -278,12 +182,12 @@ impl Nic {
         // packet. This keeps the cost of a flood low if the attacker does not know both.
         let found = train.qp.filter(|&(last, _)| last == qpn);
         let found = found.map(|(_, id)| id);
-        let Some(id) = found.or_else(|| self.by_qpn.get(&qpn.value()).copied()) else {
-            self.counters.rx_unknown_qp += 1;
+        let Some(id) = found.or_else(|| self.device.qps.find(qpn)) else {
+            self.device.counters.rx_unknown_qp += 1;
             return false;
         };
         let is_plain = self.is_from_peer(id, received, &packet);
-        if !is_plain && !self.is_on_path(id, received, &packet) {
+        if !is_plain && !self.device.is_on_path(id, received, &packet) {
             return false;
         }
         let Some(ip_id) = self.verify(received, verifier) else {
@@ -296,7 +200,9 @@ impl Nic {
         if !is_plain {
             // Pending packets must be sent on the previous path.
             self.settle_train(train);
-            if !self.follow_path(id, received, &packet) {
+            let is_accepted = self.device.follow_path(id, received, &packet);
+            self.follow_migrations();
+            if !is_accepted {
                 return false;
             }
         }
@@ -308,7 +214,7 @@ impl Nic {
         // only retransmits it in response to another REP.
         if taken.is_first {
             self.settle_train(train);
-            self.on_first_packet(id);
+            self.cm.on_first_packet(&mut self.device, id);
         }
         taken.is_peer
     }
@@ -325,8 +231,8 @@ impl Nic {
             return self.hand_over_xrc(id, packet);
         }
         let (src, is_marked) = (received.src, received.ip.is_marked());
-        let now = self.now;
-        let qp = self.qps.get_mut(id).ok()?;
+        let now = self.device.now();
+        let qp = self.device.qps.get_mut(id).ok()?;
         // A CNP does not contain a PSN which an attacker would have to guess, so it must use the
         // same source port as packets with a valid PSN. This is also required for a congestion
         // mark, since we send a CNP in response.
@@ -334,10 +240,10 @@ impl Nic {
         let is_cnp = packet.op.operation == Operation::CongestionNotification;
         if is_cnp && is_new_port {
             qp.counters.wrong_source += 1;
-            self.counters.rx_wrong_source += 1;
+            self.device.counters.rx_wrong_source += 1;
             return None;
         }
-        with_env!(self, qp, env);
+        with_env!(self.device, qp, env);
         let taken = match &mut qp.machine {
             Machine::Rc(rc) => {
                 if is_marked && !is_new_port {
@@ -385,14 +291,14 @@ impl Nic {
     /// Settles the QP of the last packets in a train.
     fn settle_train(&mut self, train: &mut Train<'_>) {
         if let Some(id) = train.unsettled.take() {
-            self.finish_turn(id);
+            self.device.finish_turn(id);
         }
     }
 
     /// Returns whether a packet matches the service type of a QP and, if connected, its peer. This
     /// will return `false` if the QP has an alternate path which could match as well.
     fn is_from_peer(&self, id: QpId, received: &Received<'_>, packet: &Packet<'_>) -> bool {
-        let Ok(qp) = self.qps.get(id) else {
+        let Ok(qp) = self.device.qps.get(id) else {
             return false;
         };
         let is_peer =
@@ -418,7 +324,7 @@ impl Nic {
         };
         let verified = verifier.verify(received.bytes, received.follows);
         if verified.is_err() {
-            self.counters.rx_icrc_errors += 1;
+            self.device.counters.rx_icrc_errors += 1;
         }
         verified.ok()
     }
@@ -432,102 +338,36 @@ impl Nic {
             && packet.ext.deth.is_some_and(|d| d.qkey() == GSI_QKEY);
         let mad = <&Mad>::try_from(packet.payload).ok();
         let Some(mad) = mad.filter(|_| is_datagram) else {
-            self.counters.rx_malformed += 1;
+            self.device.counters.rx_malformed += 1;
             return;
         };
         if mad[MAD_CLASS_OFFSET] == MadClass::ComMgt as u8 {
-            if !self.handle_cm_mad(received, mad) {
-                self.counters.rx_dropped_mads += 1;
+            if !self.cm.handle_mad(&mut self.device, received, mad) {
+                self.device.counters.rx_dropped_mads += 1;
             }
             return;
         }
         let asker = packet.ext.deth.map(|deth| deth.src_qpn());
         // Agents always respond from the first address.
         let is_asked = asker == Some(Qpn::GSI) && received.ip.gid_index == 0;
-        if is_asked && self.handle_agent_mad(received.src.ip(), mad) {
+        if is_asked
+            && self
+                .agents
+                .handle_mad(&mut self.device, received.src.ip(), mad)
+        {
             return;
         }
-        let Some(id) = self.gsi else {
-            self.counters.rx_dropped_mads += 1;
+        let Some(id) = self.device.qps.gsi() else {
+            self.device.counters.rx_dropped_mads += 1;
             return;
         };
-        if let Ok(qp) = self.qps.get_mut(id)
+        if let Ok(qp) = self.device.qps.get_mut(id)
             && let Machine::Ud(ud) = &mut qp.machine
         {
             let header = received.route_header(ip_id);
-            ud.handle_packet(packet, &header, &self.mrs, &mut qp.rq, &mut self.out);
+            with_env!(self.device, qp, env);
+            ud.handle_packet(packet, &header, env.mrs, env.rq, env.out);
         }
-        self.finish_turn(id);
-    }
-
-    /// Must be called after using a QP: passes on its events, schedules it and updates the timer.
-    pub(super) fn finish_turn(&mut self, id: QpId) {
-        if !self.out.is_empty() {
-            self.drain(id);
-        }
-        self.schedule(id);
-    }
-
-    fn drain(&mut self, id: QpId) {
-        // We need to take this because passing on events requires `self`. It is put back afterwards
-        // to reuse the memory.
-        let mut out = std::mem::take(&mut self.out);
-        let mut broken: Vec<CqId> = Vec::new();
-        let mut shared = None;
-        if let Ok(qp) = self.qps.get(id) {
-            let (send_cq, notifies_drain) = (qp.send_cq, qp.notifies_drain);
-            let recv_cq = match qp.qp_type {
-                QpType::XrcTgt => qp.srq.and_then(|srq| self.xrc_cq(srq)),
-                _ => Some(qp.recv_cq),
-            };
-            shared = qp.srq;
-            for event in out.drain(..) {
-                let (cq, completion) = match event {
-                    RcEvent::Send(c) => (send_cq, c),
-                    RcEvent::Recv(c) => match recv_cq {
-                        Some(cq) => (cq, c),
-                        // The queue was destroyed while receiving the message.
-                        None => continue,
-                    },
-                    // The application didn't request this event.
-                    RcEvent::Async(AsyncEvent::SqDrained(_)) if !notifies_drain => continue,
-                    RcEvent::Async(e) => {
-                        self.raise(e);
-                        continue;
-                    }
-                };
-                if self.complete(cq, completion) {
-                    broken.push(cq);
-                }
-            }
-        }
-        out.clear();
-        self.out = out;
-        // Check this after using receives.
-        if let Some(srq) = shared {
-            self.check_srq_limit(srq);
-        }
-        for cq in broken {
-            self.fail_users(cq);
-        }
-    }
-
-    /// If a CQ overruns, completions are lost, so all QPs using it must fail.
-    pub(super) fn fail_users(&mut self, cq: CqId) {
-        let is_user = |qp: &super::Qp| qp.send_cq == cq || qp.recv_cq == cq;
-        let users = self.qps.iter().filter(|(_, qp)| is_user(qp));
-        let users: Vec<QpId> = users.map(|(id, _)| id).collect();
-        // Flushing a QP can overrun additional queues, but each queue can only overrun once, so the
-        // recursion terminates.
-        for user in users {
-            self.fail_qp(user);
-        }
-    }
-
-    /// Notifies the connection manager when the first packet is received from the peer.
-    pub(crate) fn await_first_packet(&mut self, id: QpId) {
-        if let Ok(qp) = self.qps.get_mut(id) {
-            qp.awaits_first_packet = true;
-        }
+        self.device.finish_turn(id);
     }
 }

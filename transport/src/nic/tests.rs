@@ -7,16 +7,18 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use riser_memory::Memory;
 
+use super::qp::Machine;
+use super::tables::PORTS_PER_QP;
 use super::*;
 use crate::nic::batch::{Group, Offered, SendOutcome, TxBatch};
 use crate::verbs::{
     Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
-    RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
+    RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, SrqId, UdDest, VerbsError, WrId,
 };
 use crate::wire::mad::MadClass;
 use crate::wire::{
-    Aeth, AethSyndrome, AtomicEth, Bth, Credit, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn,
-    Opcode, OpcodeInfo, PayloadRule, Psn, Qpn, Reth, emit_headers,
+    Aeth, AethSyndrome, AtomicEth, Bth, Credit, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Ieth, ImmDt,
+    Msn, Opcode, OpcodeInfo, PayloadRule, Psn, Qpn, Reth, emit_headers,
 };
 
 const CAP: QpCap = QpCap {
@@ -140,8 +142,8 @@ fn uc_drops_wrong_service_or_source() {
         let bth = Bth::new(opcode, dest, Psn::new(100));
         let bytes = sealed(&nic, src, &bth, &ext, &[]);
         receive(&mut nic, src, &bytes);
-        let taken = nic.qp_counters(qp).unwrap().uc.rx_packets;
-        let counters = nic.counters();
+        let taken = nic.device.qp_counters(qp).unwrap().uc.rx_packets;
+        let counters = nic.device.counters();
         (taken, counters.rx_unknown_qp, counters.rx_wrong_source)
     };
     let stranger = SocketAddr::new([10, 0, 0, 9].into(), 4791);
@@ -152,7 +154,7 @@ fn uc_drops_wrong_service_or_source() {
 
 /// Returns the maximum number of in-flight bytes for a QP.
 fn inflight(nic: &Nic, qp: QpId) -> u32 {
-    match &nic.qps.get(qp).unwrap().machine {
+    match &nic.device.qps.get(qp).unwrap().machine {
         Machine::Rc(rc) => rc.config().max_inflight_bytes,
         _ => panic!("not a connection"),
     }
@@ -213,14 +215,14 @@ fn sealed(nic: &Nic, src: SocketAddr, bth: &Bth, ext: &ExtHeaders, payload: &[u8
     let mut bytes = emit_headers(&bth, ext).to_vec();
     bytes.extend_from_slice(payload);
     bytes.resize(bytes.len().next_multiple_of(4), 0);
-    let flow = IcrcFlow::new(src, nic.local_addr()).unwrap();
+    let flow = IcrcFlow::new(src, nic.device.port.addr()).unwrap();
     let icrc = flow.compute(&bytes, 0);
     bytes.extend_from_slice(&icrc.to_le_bytes());
     bytes
 }
 
 fn receive(nic: &mut Nic, src: SocketAddr, bytes: &[u8]) {
-    let now = nic.now();
+    let now = nic.device.now();
     nic.handle_datagram(now, src, bytes.len(), bytes);
 }
 
@@ -264,7 +266,7 @@ fn invalid_packets_are_dropped() {
     .with_pkey(0x8001);
     let foreign = sealed(&nic, peer(), &bth, &ExtHeaders::default(), &[]);
     receive(&mut nic, peer(), &foreign);
-    let c = *nic.counters();
+    let c = *nic.device.counters();
     assert_eq!(
         (
             c.rx_malformed,
@@ -275,12 +277,12 @@ fn invalid_packets_are_dropped() {
         ),
         (1, 1, 1, 1, 1)
     );
-    assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 0);
+    assert_eq!(nic.device.qp_counters(qp).unwrap().rc.rx_packets, 0);
     receive(&mut nic, peer(), &good);
-    assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 1);
+    assert_eq!(nic.device.qp_counters(qp).unwrap().rc.rx_packets, 1);
     // The response must be sent to the peer's QP.
     let mut batch = TxBatch::new(1);
-    let now = nic.now();
+    let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let group = &batch.groups()[0];
     assert_eq!(
@@ -298,7 +300,7 @@ fn cnp_requires_verified_source_port() {
         let cnp = Bth::cnp(Qpn::new(qpn), 0xffff);
         let bytes = sealed(nic, src, &cnp, &ExtHeaders::default(), &[]);
         receive(nic, src, &bytes);
-        nic.rc_counters().rx_cnps
+        nic.device.rc_counters().rx_cnps
     };
     assert_eq!(notify(&mut nic, peer()), 0, "nothing has come from there");
     let first = write_only(&nic, qpn, 100);
@@ -316,7 +318,7 @@ fn cnp_requires_verified_source_port() {
     receive(&mut nic, port, &next);
     assert_eq!(notify(&mut nic, port), 2, "the peer has moved");
     assert_eq!(notify(&mut nic, "10.0.0.3:49152".parse().unwrap()), 2);
-    assert_eq!(nic.counters().rx_wrong_source, 4);
+    assert_eq!(nic.device.counters().rx_wrong_source, 4);
 }
 
 #[test]
@@ -326,10 +328,10 @@ fn marked_packet_triggers_cnp() {
     let qpn = nic.qp_num(qp).unwrap();
     let bth = Bth::new(Opcode::RcSendOnly, Qpn::new(qpn), Psn::new(100)).with_ack_request(true);
     let bytes = sealed(&nic, peer(), &bth, &ExtHeaders::default(), &[1; 4]);
-    let now = nic.now();
+    let now = nic.device.now();
     nic.handle_train(now, peer(), bytes.len(), &bytes, MARKED);
     let memory = Memory::new(4096).unwrap();
-    let pd = nic.qps.get(qp).unwrap().pd;
+    let pd = nic.device.qps.get(qp).unwrap().pd;
     let mr = nic
         .reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)
         .unwrap();
@@ -355,12 +357,12 @@ fn marked_packet_triggers_cnp() {
         (vec![0x04], false),
     ];
     assert_eq!(sent, expected);
-    assert_eq!(nic.rc_counters().tx_cnps, 1);
+    assert_eq!(nic.device.rc_counters().tx_cnps, 1);
 }
 
 /// Returns the opcodes of all packets sent by a device within a budget of bytes.
 fn opcodes_sent(nic: &mut Nic, budget: usize) -> Vec<u8> {
-    let (now, mut batch) = (nic.now(), TxBatch::new(64));
+    let (now, mut batch) = (nic.device.now(), TxBatch::new(64));
     nic.poll_transmit(now, &mut batch, budget);
     let packets = batch.groups().iter().map(|group| batch.copy_packets(group));
     packets.flatten().map(|packet| packet[0]).collect()
@@ -425,8 +427,8 @@ fn congestion_mark_requires_verified_source_port() {
             ..ExtHeaders::default()
         };
         let bytes = sealed(&nic, src, &bth, &ext, &[1; 4]);
-        nic.handle_train(nic.now(), src, bytes.len(), &bytes, MARKED);
-        nic.rc_counters().rx_marked
+        nic.handle_train(nic.device.now(), src, bytes.len(), &bytes, MARKED);
+        nic.device.rc_counters().rx_marked
     };
     assert_eq!(take(peer(), Opcode::RcSendOnly, 100), 1);
     let port = SocketAddr::new(peer().ip(), peer().port() + 1);
@@ -445,7 +447,7 @@ fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> 
         let mut batch = TxBatch::new(64);
         nic.poll_transmit(now, &mut batch, usize::MAX);
         for group in batch.groups() {
-            let from = SocketAddr::new(nic.local_addr().ip(), 5555);
+            let from = SocketAddr::new(nic.device.port.addr().ip(), 5555);
             let flow = IcrcFlow::new(from, group.way.dst).unwrap();
             let packets = batch.copy_packets(group);
             let is_sealed = flow.check_exact(&packets[0], 0).is_ok();
@@ -463,7 +465,7 @@ fn silent_peer_uses_separate_socket() {
     let qpn = nic.qp_num(qp).unwrap();
     let sends = [1, 2].map(|id| SendWr::new(id, SendOp::Send, &[]));
     nic.post_send(qp, &sends).unwrap();
-    let start = nic.now();
+    let start = nic.device.now();
     let second = Duration::from_secs(1);
     let first = repeated(&mut nic, start, second);
     assert!(first.iter().all(|&sent| sent == (false, false)));
@@ -480,7 +482,7 @@ fn silent_peer_uses_separate_socket() {
     };
     let answer = sealed(&nic, peer(), &bth, &ext, &[]);
     receive(&mut nic, peer(), &answer);
-    let start = nic.now();
+    let start = nic.device.now();
     let last = repeated(&mut nic, start, second / 5);
     assert!(!last.is_empty() && last.iter().all(|&sent| sent == (false, false)));
 }
@@ -493,7 +495,7 @@ fn qp_in_error_drops_packets() {
     nic.modify_qp(qp, &QpAttr::to(QpState::Error)).unwrap();
     let good = write_only(&nic, qpn, 100);
     receive(&mut nic, peer(), &good);
-    let counters = nic.qp_counters(qp).unwrap().rc;
+    let counters = nic.device.qp_counters(qp).unwrap().rc;
     assert_eq!((counters.rx_packets, counters.dropped), (0, 1));
 }
 
@@ -514,7 +516,7 @@ fn cve_2026_45910_timer_of_destroyed_qp() {
     );
     nic.post_send(qp, &[wr]).unwrap();
     let mut batch = TxBatch::new(1);
-    let now = nic.now();
+    let now = nic.device.now();
     nic.poll_transmit(now, &mut batch, 1 << 16);
     assert_eq!(batch.packets(), 1);
     let at = nic.timer_deadline().expect("a retransmission timer");
@@ -523,7 +525,7 @@ fn cve_2026_45910_timer_of_destroyed_qp() {
     assert_eq!(nic.handle_timeouts(at + Duration::from_secs(100)), 0);
     batch.clear();
     assert_eq!(nic.poll_transmit(at, &mut batch, 1 << 16), 0);
-    assert_eq!(nic.qp_counters(other).unwrap().rc.timeouts, 0);
+    assert_eq!(nic.device.qp_counters(other).unwrap().rc.timeouts, 0);
     assert_eq!(nic.timer_deadline(), None);
 }
 
@@ -596,7 +598,7 @@ fn gsi_qp_receives_other_classes() {
         let bad = sealed(&nic, peer(), &bth, &with_key(key), mad);
         receive(&mut nic, peer(), &bad);
     }
-    assert_eq!(nic.counters().rx_malformed, 2);
+    assert_eq!(nic.device.counters().rx_malformed, 2);
     let good = sealed(&nic, peer(), &bth, &with_key(GSI_QKEY), &mad);
     receive(&mut nic, peer(), &good);
     let mut out = Vec::new();
@@ -612,7 +614,7 @@ fn gsi_qp_receives_other_classes() {
     assert_eq!(nic.poll_cq(attr.recv_cq, 9, &mut out), Ok(0));
     nic.destroy_qp(qp).unwrap();
     receive(&mut nic, peer(), &good);
-    assert_eq!(nic.counters().rx_dropped_mads, 1);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 1);
 }
 
 #[test]
@@ -634,7 +636,11 @@ fn drained_connection_can_change_peer() {
     let qpn = nic.qp_num(qp).unwrap();
     let good = write_only(&nic, qpn, 100);
     receive(&mut nic, peer(), &good);
-    assert_eq!(nic.counters().rx_wrong_source, 1, "the peer has moved");
+    assert_eq!(
+        nic.device.counters().rx_wrong_source,
+        1,
+        "the peer has moved"
+    );
 }
 
 #[test]
@@ -717,7 +723,7 @@ proptest! {
         nic.bind_addr(listener, "10.0.0.1:700".parse().unwrap()).unwrap();
         nic.listen(listener, 4).unwrap();
         let memory = Memory::new(8192).unwrap();
-        let pd = nic.qps.get(qp).unwrap().pd;
+        let pd = nic.device.qps.get(qp).unwrap().pd;
         let access = Access::LOCAL_WRITE | Access::REMOTE;
         let mr = nic.reg_mr(pd, &memory.slice(0..4096).unwrap(), access).unwrap();
         let sge = |len| [crate::verbs::Sge { addr: mr.addr, length: len, lkey: mr.lkey }];
@@ -754,13 +760,13 @@ proptest! {
             let _ = nic.post_recv(qp, &[RecvWr { wr_id: WrId(0), sges: &sges }]);
             let _ = nic.post_send(qp, &[SendWr::new(0, SendOp::Send, &sges)]);
             receive(&mut nic, peer(), &bytes);
-            let now = nic.now() + Duration::from_millis(u64::from(knobs[2]));
+            let now = nic.device.now() + Duration::from_millis(u64::from(knobs[2]));
             nic.handle_timeouts(now);
             batch.clear();
             nic.poll_transmit(now, &mut batch, 1 << 20);
             prop_assert!(batch.packets() < 1000);
             let mut out = Vec::new();
-            let cq = nic.qps.get(qp).unwrap().recv_cq;
+            let cq = nic.device.qps.get(qp).unwrap().recv_cq;
             nic.poll_cq(cq, 64, &mut out).unwrap();
         }
         // Memory after the region must not be modified.
@@ -805,7 +811,7 @@ proptest! {
             let bytes = sealed(&nic, peer(), &bth, &ext, &vec![knobs[1]; len]);
             receive(&mut nic, peer(), &bytes);
             batch.clear();
-            let now = nic.now();
+            let now = nic.device.now();
             nic.poll_transmit(now, &mut batch, 1 << 20);
             prop_assert!(batch.packets() < 1000);
             nic.poll_cq(own.send_cq, 64, &mut out).unwrap();
@@ -822,9 +828,9 @@ proptest! {
     fn arbitrary_bytes_change_nothing(bytes in proptest::collection::vec(any::<u8>(), 0..300), segment in 0usize..400) {
         let mut nic = nic();
         let qp = connected(&mut nic);
-        let now = nic.now();
+        let now = nic.device.now();
         nic.handle_datagram(now, peer(), segment, &bytes);
-        prop_assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 0);
+        prop_assert_eq!(nic.device.qp_counters(qp).unwrap().rc.rx_packets, 0);
         prop_assert_eq!(nic.query_qp(qp).unwrap().state, Some(QpState::Rts));
     }
 }
@@ -937,12 +943,12 @@ fn messages_of_strangers_do_not_delay_data() {
         receive(&mut nic, peer(), &bytes);
     }
     assert_eq!(nic.cm_counters().received, 16);
-    assert_eq!(nic.counters().rx_dropped_mads, 1001 - 16 - 512);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 1001 - 16 - 512);
     // The remaining requests are handled in the next rounds.
     for round in 1..=3 {
-        assert_eq!(nic.deadline(), Some(nic.now()));
-        assert_eq!(nic.timer_deadline(), Some(nic.now()));
-        nic.handle_timeouts(nic.now());
+        assert_eq!(nic.deadline(), Some(nic.device.now()));
+        assert_eq!(nic.timer_deadline(), Some(nic.device.now()));
+        nic.handle_timeouts(nic.device.now());
         assert_eq!(nic.cm_counters().received, 16 * (1 + round));
     }
     // Messages for a known connection don't need to wait.
@@ -950,7 +956,7 @@ fn messages_of_strangers_do_not_delay_data() {
     nic.create_cm_qp(id, &attr).unwrap();
     nic.accept(id, &crate::verbs::ConnParam::default()).unwrap();
     let mut batch = TxBatch::new(1);
-    let now = nic.now();
+    let now = nic.device.now();
     nic.poll_transmit(now, &mut batch, 1 << 20);
     let groups = batch.groups().iter();
     let sent: Vec<_> = groups.flat_map(|g| batch.copy_packets(g)).collect();
@@ -978,7 +984,7 @@ fn data_is_not_delayed_by_request_flood() {
     let qpn = nic.qp_num(qp).unwrap();
     let mut request = requests();
     let mut socket = VecDeque::new();
-    let (start, mut now) = (nic.now(), nic.now());
+    let (start, mut now) = (nic.device.now(), nic.device.now());
     let (mut next_request, mut next_write, mut writes) = (start, start, 0);
     let (mut longest, mut handled) = (Duration::ZERO, 0);
     while now < start + Duration::from_secs(2) {
@@ -1000,7 +1006,7 @@ fn data_is_not_delayed_by_request_flood() {
                 longest = longest.max(now - arrived);
             }
         }
-        nic.set_behind(taken == ROUND);
+        nic.cm.set_behind(taken == ROUND);
         nic.handle_timeouts(now);
         while nic.poll_cm_event().is_some() {}
         let mut batch = TxBatch::new(1);
@@ -1025,26 +1031,26 @@ fn requests_are_handled_under_data_load() {
         receive(&mut nic, peer(), &bytes);
     }
     let before = nic.cm_counters().received;
-    nic.set_behind(true);
+    nic.cm.set_behind(true);
     for _ in 0..64 {
-        nic.handle_timeouts(nic.now());
+        nic.handle_timeouts(nic.device.now());
     }
     assert_eq!(nic.cm_counters().received, before + 8);
-    nic.set_behind(false);
-    nic.handle_timeouts(nic.now());
+    nic.cm.set_behind(false);
+    nic.handle_timeouts(nic.device.now());
     assert_eq!(nic.cm_counters().received, 32);
 }
 
 /// Simulates a full socket.
 fn block(nic: &Nic, batch: &mut TxBatch) {
-    let outcome = batch.drain(nic.now(), |_, _| Offered::Full);
+    let outcome = batch.drain(nic.device.now(), |_, _| Offered::Full);
     assert_eq!(outcome, SendOutcome::Blocked);
 }
 
 /// Returns the packets of `batch` when the socket finally accepts them.
 fn sent_late(nic: &Nic, batch: &mut TxBatch) -> Vec<Vec<u8>> {
     let mut packets = Vec::new();
-    batch.drain(nic.now(), |batch, groups| {
+    batch.drain(nic.device.now(), |batch, groups| {
         packets.extend(batch.copy_packets(&groups[0]));
         Offered::Taken(1)
     });
@@ -1061,7 +1067,7 @@ fn holds(packet: &[u8], byte: u8) -> bool {
 fn completed_request_does_not_change_in_batch() {
     let mut nic = nic();
     let qp = connected(&mut nic);
-    let attr = nic.qps.get(qp).unwrap();
+    let attr = nic.device.qps.get(qp).unwrap();
     let (pd, cq) = (attr.pd, attr.send_cq);
     let qpn = nic.qp_num(qp).unwrap();
     let memory = Memory::new(4096).unwrap();
@@ -1081,7 +1087,7 @@ fn completed_request_does_not_change_in_batch() {
     nic.post_send(qp, &[SendWr::new(1, SendOp::Write(to), &sges)])
         .unwrap();
     let mut batch = TxBatch::new(64);
-    let now = nic.now();
+    let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 18), 1);
     let bth = Bth::new(
         crate::wire::Opcode::RcAcknowledge,
@@ -1108,7 +1114,7 @@ fn completed_request_does_not_change_in_batch() {
 fn read_response_does_not_change_in_batch() {
     let mut nic = nic();
     let qp = connected(&mut nic);
-    let pd = nic.qps.get(qp).unwrap().pd;
+    let pd = nic.device.qps.get(qp).unwrap().pd;
     let qpn = nic.qp_num(qp).unwrap();
     let memory = Memory::new(4096).unwrap();
     memory.fill(0, 1024, b'A');
@@ -1127,7 +1133,7 @@ fn read_response_does_not_change_in_batch() {
     let read = sealed(&nic, peer(), &bth, &ext, &[]);
     receive(&mut nic, peer(), &read);
     let mut batch = TxBatch::new(64);
-    let now = nic.now();
+    let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 18), 1);
     block(&nic, &mut batch);
     nic.destroy_qp(qp).unwrap();
@@ -1181,7 +1187,7 @@ fn completed_datagram_does_not_change_in_batch() {
     };
     nic.post_send(qp, &[wr]).unwrap();
     let mut batch = TxBatch::new(64);
-    let now = nic.now();
+    let now = nic.device.now();
     nic.poll_transmit(now, &mut batch, 1 << 18);
     assert_eq!(nic.peek_cq(attr.send_cq, 9).unwrap(), 1);
     block(&nic, &mut batch);
@@ -1200,7 +1206,7 @@ fn ports_of_host_do_not_evict_peers() {
         receive(&mut nic, peer(), &write);
     }
     let key = (peer().ip(), peer().port().into());
-    let learned = nic.verifiers[&key].pattern();
+    let learned = nic.device.peers.verifier(key).unwrap().pattern();
     assert_eq!(learned, crate::wire::IdPattern::Segments);
     // A stranger sending valid messages, and a peer with an established connection.
     let hostile: IpAddr = [10, 0, 0, 3].into();
@@ -1220,11 +1226,10 @@ fn ports_of_host_do_not_evict_peers() {
         let bytes = write_from(&nic, src, own_qpn, 100);
         receive(&mut nic, src, &bytes);
     }
-    assert_eq!(nic.verifiers[&key].pattern(), learned);
-    assert_eq!(nic.verifiers.len(), 1 + PORTS_PER_QP);
+    assert_eq!(nic.device.peers.verifier(key).unwrap().pattern(), learned);
+    assert_eq!(nic.device.peers.verifier_count().0, 1 + PORTS_PER_QP);
     nic.destroy_qp(own).unwrap();
-    assert_eq!(nic.verifiers.len(), 1);
-    assert_eq!(nic.verified_ports.len(), 1);
+    assert_eq!(nic.device.peers.verifier_count(), (1, 1));
 }
 
 /// Single packets always use number 0, while segments are numbered starting from 0.
@@ -1233,7 +1238,7 @@ fn segments_are_accepted_after_single_packets() {
     let mut nic = nic();
     let qp = connected(&mut nic);
     let qpn = nic.qp_num(qp).unwrap();
-    let flow = IcrcFlow::new(peer(), nic.local_addr()).unwrap();
+    let flow = IcrcFlow::new(peer(), nic.device.port.addr()).unwrap();
     let singles = std::iter::repeat_n(0, 64);
     for (psn, id) in (100..).zip(singles.chain(0..=128)) {
         let mut bytes = write_only(&nic, qpn, psn);
@@ -1243,8 +1248,8 @@ fn segments_are_accepted_after_single_packets() {
         receive(&mut nic, peer(), &bytes);
     }
     // A send has up to 128 segments, so the last number is not valid.
-    assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 64 + 128);
-    assert_eq!(nic.counters().rx_icrc_errors, 1);
+    assert_eq!(nic.device.qp_counters(qp).unwrap().rc.rx_packets, 64 + 128);
+    assert_eq!(nic.device.counters().rx_icrc_errors, 1);
 }
 
 #[test]
@@ -1264,7 +1269,7 @@ fn link_local_addresses_are_rejected() {
     };
     let bytes = sealed(&nic, peer, &bth, &ext, &[0; 256]);
     receive(&mut nic, peer, &bytes);
-    assert_eq!(nic.counters().rx_wrong_source, 1);
+    assert_eq!(nic.device.counters().rx_wrong_source, 1);
 }
 
 /// Returns a MAD with a 24-byte header based on the class, and an attribute at byte 64.
@@ -1389,7 +1394,7 @@ fn selected_port_counters_are_reset() {
         receive(&mut nic, peer(), &stray);
     }
     receive(&mut nic, peer(), &[1, 2]);
-    let counters = *nic.counters();
+    let counters = *nic.device.counters();
     assert_eq!((counters.rx_packets, counters.rx_malformed), (3, 1));
     let words = counters.rx_bytes / 4;
     let basic = |method, select: u16, select2| {
@@ -1427,7 +1432,10 @@ fn selected_port_counters_are_reset() {
     assert_eq!((number(&data, 8, 2), number(&data, 36, 4)), (0, 1));
     // The counters returned to the device owner are not reset.
     assert_eq!(
-        (nic.counters().rx_packets, nic.counters().rx_malformed),
+        (
+            nic.device.counters().rx_packets,
+            nic.device.counters().rx_malformed
+        ),
         (4, 2)
     );
 }
@@ -1444,7 +1452,7 @@ fn remote_hosts_can_only_query_counters() {
     let packet = sealed(&nic, peer(), &bth, &ext, &question);
     receive(&mut nic, peer(), &packet);
     let mut batch = TxBatch::new(1);
-    let now = nic.now();
+    let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let sent = batch.copy_packets(&batch.groups()[0]);
     batch.clear();
@@ -1463,7 +1471,7 @@ fn remote_hosts_can_only_query_counters() {
         receive(&mut nic, peer(), &packet);
     }
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 0);
-    assert_eq!(nic.counters().rx_dropped_mads, 3);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 3);
     // This uses a different source QP, so it isn't a request from a management program.
     let other = ExtHeaders {
         deth: Some(Deth::new(GSI_QKEY, Qpn::new(0x1234))),
@@ -1472,13 +1480,13 @@ fn remote_hosts_can_only_query_counters() {
     let other = sealed(&nic, peer(), &bth, &other, &question);
     receive(&mut nic, peer(), &other);
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 0);
-    assert_eq!(nic.counters().rx_dropped_mads, 4);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 4);
     // Send many requests before sending any responses.
     for _ in 0..100 {
         receive(&mut nic, peer(), &packet);
     }
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 16);
-    assert_eq!(nic.counters().rx_dropped_mads, 4 + 84);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 4 + 84);
 }
 
 #[test]
@@ -1493,7 +1501,7 @@ fn performance_responses_go_to_program() {
     let answer = mad_of(0x04, 0x81, 0x0001, 0, &[]);
     let [asks, answers] = [question, answer].map(|mad| sealed(&nic, peer(), &bth, &ext, &mad));
     receive(&mut nic, peer(), &answers);
-    assert_eq!(nic.counters().rx_dropped_mads, 1);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 1);
     nic.register_agent(MadClass::Performance).unwrap();
     receive(&mut nic, peer(), &asks);
     receive(&mut nic, peer(), &answers);
@@ -1501,7 +1509,7 @@ fn performance_responses_go_to_program() {
     assert_eq!(nic.poll_mad(), None);
     // The request is handled by the device.
     let mut batch = TxBatch::new(1);
-    let now = nic.now();
+    let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let sent = batch.copy_packets(&batch.groups()[0]);
     assert_eq!(sent[0][20..24], [1, 4, 1, 0x81]);
@@ -1521,20 +1529,20 @@ fn program_handles_registered_classes() {
     let question = mad_of(0x03, 0x01, 0x0035, 0, &[]);
     let packet = sealed(&nic, peer(), &bth, &ext, &question);
     receive(&mut nic, peer(), &packet);
-    assert_eq!(nic.counters().rx_dropped_mads, 1);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 1);
     nic.register_agent(MadClass::SubnetAdm).unwrap();
     // Send more datagrams than can be queued.
     for _ in 0..300 {
         receive(&mut nic, peer(), &packet);
     }
-    assert_eq!(nic.counters().rx_dropped_mads, 1 + 44);
+    assert_eq!(nic.device.counters().rx_dropped_mads, 1 + 44);
     let taken: Vec<_> = std::iter::from_fn(|| nic.poll_mad()).collect();
     assert_eq!(taken, vec![(peer().ip(), question); 256]);
     // A response uses QP1 as both source and destination.
     let answer = mad_of(0x03, 0x81, 0x0035, 0, &[]);
     nic.send_mad(peer().ip(), &answer).unwrap();
     let mut batch = TxBatch::new(1);
-    let now = nic.now();
+    let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let sent = batch.copy_packets(&batch.groups()[0]);
     assert_eq!(sent[0][12..20], [0x80, 1, 0, 0, 0, 0, 0, 1]);

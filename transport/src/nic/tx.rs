@@ -1,54 +1,31 @@
 //! Transmit path: scheduling and timers.
 
-use std::cmp::Reverse;
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use riser_memory::fault;
 
-use super::qp::with_env;
-use super::rate::Limiter;
-use super::{MAX_LAST_ANSWERS, Machine, Nic, OwnWay, Qp};
-use crate::nic::batch::{TxBatch, TxPath, destination};
-use crate::rc::Env;
+use super::batch::{ECN_MASK, TxBatch, TxPath, destination};
+use super::qp::Machine;
+use super::{Nic, OwnPackets, with_env};
+use crate::cm::CmRoute;
+use crate::rc::{Env, TxPacket};
 use crate::verbs::{PathMigState, QpId, QpType};
-use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
+use crate::wire::mad::{MAD_LEN, Mad};
+use crate::wire::{
+    Bth, Deth, ExtHeaders, GSI_QKEY, ICRC_LEN, IcrcFlow, Opcode, Qpn, ROCE_PORT, emit_headers,
+};
 
 /// Selects the batch for a packet.
+#[inline]
 fn choose<'a>(
-    own_way: &'a mut Option<OwnWay>,
+    own: &'a mut Option<Box<OwnPackets>>,
     is_own: bool,
     batch: &'a mut TxBatch,
 ) -> &'a mut TxBatch {
-    match own_way.as_mut().filter(|_| is_own) {
-        Some(OwnWay {
-            packets: Some(own), ..
-        }) => &mut own.batch,
-        _ => batch,
-    }
-}
-
-impl Qp {
-    /// Returns the next time the state machine needs to be called even if nothing is received.
-    fn poll_timeout(&self) -> Option<Instant> {
-        let machine = match &self.machine {
-            Machine::Rc(rc) | Machine::Xrc(rc) => rc.poll_timeout(),
-            Machine::Uc(uc) => uc.poll_timeout(),
-            Machine::Ud(_) | Machine::Stream(_) => None,
-        };
-        let release = self.limiter.as_deref().and_then(Limiter::release);
-        [machine, release].into_iter().flatten().min()
-    }
-
-    /// Returns the time of a new timer entry if required by the current deadline.
-    fn rearm(&mut self) -> Option<Instant> {
-        // If the deadline has been moved back, we keep the earlier entry and add a new one when it
-        // fires. If the deadline is now earlier, the old entry becomes invalid.
-        let at = self.poll_timeout()?;
-        if self.armed.is_some_and(|armed| armed <= at) {
-            return None;
-        }
-        self.armed = Some(at);
-        self.armed
+    match own.as_deref_mut().filter(|_| is_own) {
+        Some(own) => &mut own.batch,
+        None => batch,
     }
 }
 
@@ -57,32 +34,32 @@ impl Nic {
     /// send. The last packet can exceed the budget, and can be followed by an acknowledgement. This
     /// will return the number of packets added.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
-        self.set_now(now);
-        let has_icrc = self.config.has_icrc();
+        self.device.set_now(now);
+        let has_icrc = self.device.config.has_icrc();
         let known = fault::count();
         let before = self.collected(batch);
         // Send these before the CM message that closes the connection, because the peer won't
         // accept them after that.
-        while let Some((peer, headers)) = self.last_answers.pop_front() {
-            self.tx.clear();
-            self.tx.headers = headers;
+        while let Some((peer, headers)) = self.device.schedule.pop_answer() {
+            self.device.tx.clear();
+            self.device.tx.headers = headers;
             let flow = has_icrc.then_some(&peer.flow);
-            let batch = choose(&mut self.own_way, peer.is_own, batch);
+            let batch = choose(&mut self.own, peer.is_own, batch);
             let way = TxPath {
                 from: peer.from,
                 ..TxPath::to(peer.addr)
             };
-            batch.push_packet(flow, &way, &mut self.tx);
+            batch.push_packet(flow, &way, &mut self.device.tx);
         }
         // Send CM messages next, since peers are waiting for them with a timeout. Most of the
         // budget is reserved for QPs, even if there are many messages caused by strangers.
         self.transmit_mads(batch, budget / 4);
         while self.collected(batch).1 < budget {
-            let Some(id) = self.ready.pop_front() else {
+            let Some(id) = self.device.schedule.pop() else {
                 break;
             };
             // The QP may have been destroyed while it was scheduled.
-            let has_more = match self.qps.get(id).map(|qp| qp.qp_type) {
+            let has_more = match self.device.qps.get(id).map(|qp| qp.qp_type) {
                 Ok(QpType::Rc | QpType::XrcIni | QpType::XrcTgt) => {
                     self.take_rc_turn(id, batch, budget)
                 }
@@ -91,35 +68,29 @@ impl Nic {
                 Ok(QpType::Smi | QpType::RawPacket) | Err(_) => continue,
             };
             // Schedule it last, so that all the other QPs can send before it continues.
-            let Ok(qp) = self.qps.get_mut(id) else {
+            let Ok(qp) = self.device.qps.get_mut(id) else {
                 continue;
             };
             qp.is_queued = has_more;
             let due = qp.rearm();
             if has_more {
-                self.ready.push_back(id);
+                self.device.schedule.push(id);
             }
             if let Some(at) = due {
-                self.push_timer(at, id);
+                self.device.schedule.push_timer(at, id, &self.device.qps);
             }
-            if !self.out.is_empty() {
+            if !self.device.out.is_empty() {
                 // Sending may have completed or failed requests. If this caused the QP to be
                 // closed, its last acknowledgements are sent later.
-                self.finish_turn(id);
+                self.device.finish_turn(id);
             }
         }
         let after = self.collected(batch);
         let packets = after.0 - before.0;
-        self.counters.tx_packets += packets as u64;
-        self.counters.tx_bytes += (after.1 - before.1) as u64;
-        let faults = fault::count();
-        if faults != self.faults {
-            // The number of faults that have been handled.
-            self.faults = faults;
-            self.mrs.page_faulted();
-            if faults != known {
-                self.lose_collected(batch);
-            }
+        self.device.counters.tx_packets += packets as u64;
+        self.device.counters.tx_bytes += (after.1 - before.1) as u64;
+        if self.device.memory.report_faults() != known {
+            self.lose_collected(batch);
         }
         packets
     }
@@ -129,26 +100,15 @@ impl Nic {
     #[cold]
     fn lose_collected(&mut self, batch: &mut TxBatch) {
         batch.clear();
-        let own = self.own_way.as_mut().and_then(|own| own.packets.as_mut());
-        if let Some(own) = own {
+        if let Some(own) = &mut self.own {
             own.batch.clear();
         }
-        let all: Vec<QpId> = self.qps.iter().map(|(id, _)| id).collect();
-        for id in all {
-            let machine = self.qps.get_mut(id).map(|qp| &mut qp.machine);
+        for id in self.device.qps.ids(|_| true) {
+            let machine = self.device.qps.get_mut(id).map(|qp| &mut qp.machine);
             if let Ok(Machine::Rc(rc) | Machine::Xrc(rc)) = machine {
                 rc.lose_answers();
             }
         }
-    }
-
-    /// Returns the batch for a packet.
-    pub(super) fn batch_for<'a>(
-        &'a mut self,
-        is_own: bool,
-        batch: &'a mut TxBatch,
-    ) -> &'a mut TxBatch {
-        choose(&mut self.own_way, is_own, batch)
     }
 
     /// Returns the number of collected packets and bytes, including looped back packets.
@@ -160,19 +120,22 @@ impl Nic {
 
     /// Sends packets of a connection. Returns whether it may have more to send.
     fn take_rc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
-        let (now, to_strangers) = (self.now, self.to_strangers);
-        let (has_icrc, mtu) = (self.config.has_icrc(), self.config.mtu.bytes());
-        let Ok(qp) = self.qps.get_mut(id) else {
+        let (now, to_strangers) = (self.device.now(), self.to_strangers);
+        let (has_icrc, mtu) = (
+            self.device.config.has_icrc(),
+            self.device.config.mtu.bytes(),
+        );
+        let Ok(qp) = self.device.qps.get_mut(id) else {
             return false;
         };
         let peer = qp.peer;
         let is_own = peer.is_some_and(|peer| peer.is_own);
-        let batch = choose(&mut self.own_way, is_own, batch);
+        let batch = choose(&mut self.own, is_own, batch);
         let (turn, before) = (qp.turn_budget(now, mtu), batch.total_bytes());
         // Extended connections don't support congestion notification.
         let is_markable = qp.qp_type == QpType::Rc;
         let is_migrated = qp.mig_state == PathMigState::Migrated;
-        with_env!(self, qp, env);
+        with_env!(self.device, qp, env);
         // The peer is unknown if the QP was reset after being scheduled.
         let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
@@ -195,16 +158,16 @@ impl Nic {
         let mut has_more = true;
         // This limits the time before other QPs can send even if packets are small.
         for _ in 0..turn {
-            if !rc.poll_transmit(now, &mut env, &mut self.tx) {
+            if !rc.poll_transmit(now, &mut env, &mut self.device.tx) {
                 has_more = false;
                 break;
             }
             if !is_migrated {
-                Bth::clear_migrated(&mut self.tx.headers);
+                Bth::clear_migrated(&mut self.device.tx.headers);
             }
             // Only data should be reduced when a router is congested.
-            way = way.markable(is_markable && self.tx.payload_len > 0);
-            batch.push_packet(flow, &way, &mut self.tx);
+            way = way.markable(is_markable && self.device.tx.payload_len > 0);
+            batch.push_packet(flow, &way, &mut self.device.tx);
             // There may be more to send. The next call will find out.
             if batch.total_bytes() >= budget {
                 break;
@@ -212,12 +175,12 @@ impl Nic {
         }
         // It can take some time until all other QPs have sent their packets, and the peer could run
         // into a timeout.
-        if has_more && rc.poll_waiting_ack(now, &mut env, &mut self.tx) {
+        if has_more && rc.poll_waiting_ack(now, &mut env, &mut self.device.tx) {
             if !is_migrated {
-                Bth::clear_migrated(&mut self.tx.headers);
+                Bth::clear_migrated(&mut self.device.tx.headers);
             }
             way = way.markable(false);
-            batch.push_packet(flow, &way, &mut self.tx);
+            batch.push_packet(flow, &way, &mut self.device.tx);
         }
         qp.on_sent(now, batch.total_bytes() - before);
         has_more && turn > 0
@@ -225,17 +188,17 @@ impl Nic {
 
     /// Same as [`Nic::take_rc_turn`], for an unreliable connection.
     fn take_uc_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
-        let (now, has_icrc) = (self.now, self.config.has_icrc());
-        let mtu = self.config.mtu.bytes();
-        let Ok(qp) = self.qps.get_mut(id) else {
+        let (now, has_icrc) = (self.device.now(), self.device.config.has_icrc());
+        let mtu = self.device.config.mtu.bytes();
+        let Ok(qp) = self.device.qps.get_mut(id) else {
             return false;
         };
         let peer = qp.peer;
         let is_own = peer.is_some_and(|peer| peer.is_own);
-        let batch = choose(&mut self.own_way, is_own, batch);
+        let batch = choose(&mut self.own, is_own, batch);
         let is_migrated = qp.mig_state == PathMigState::Migrated;
         let (turn, before) = (qp.turn_budget(now, mtu), batch.total_bytes());
-        with_env!(self, qp, env);
+        with_env!(self.device, qp, env);
         let (Machine::Uc(uc), Some(peer)) = (&mut qp.machine, peer) else {
             return false;
         };
@@ -247,14 +210,14 @@ impl Nic {
         };
         let mut has_more = turn > 0;
         for _ in 0..turn {
-            if !uc.poll_transmit(now, &mut env, &mut self.tx) {
+            if !uc.poll_transmit(now, &mut env, &mut self.device.tx) {
                 has_more = false;
                 break;
             }
             if !is_migrated {
-                Bth::clear_migrated(&mut self.tx.headers);
+                Bth::clear_migrated(&mut self.device.tx.headers);
             }
-            batch.push_packet(flow, &way, &mut self.tx);
+            batch.push_packet(flow, &way, &mut self.device.tx);
             if batch.total_bytes() >= budget {
                 break;
             }
@@ -265,39 +228,39 @@ impl Nic {
 
     /// Same as [`Nic::take_rc_turn`], for a datagram QP.
     fn take_ud_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
-        let (locals, to_strangers, cm) = (&self.locals, self.to_strangers, self.cm.machine());
-        let (now, has_icrc) = (self.now, self.config.has_icrc());
-        let mtu = self.config.mtu.bytes();
-        let Ok(qp) = self.qps.get_mut(id) else {
+        let (to_strangers, cm) = (self.to_strangers, self.cm.machine());
+        let (now, has_icrc) = (self.device.now(), self.device.config.has_icrc());
+        let mtu = self.device.config.mtu.bytes();
+        let Ok(qp) = self.device.qps.get_mut(id) else {
             return false;
         };
         let turn = qp.turn_budget(now, mtu);
-        with_env!(self, qp, env);
+        with_env!(self.device, qp, env);
         let Machine::Ud(ud) = &mut qp.machine else {
             return false;
         };
         let (mut has_more, mut sent) = (turn > 0, 0);
         for _ in 0..turn {
-            let Some(mut way) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
+            let Some(mut way) = ud.poll_transmit(env.mrs, env.out, &mut self.device.tx) else {
                 has_more = false;
                 break;
             };
-            sent += self.tx.len() + ICRC_LEN;
+            sent += self.device.tx.len() + ICRC_LEN;
             let dst = way.dst;
             // A request on QP1 can have a spoofed source address.
-            let qpn = destination(&self.tx.headers);
-            let own_way = self.own_way.as_ref();
-            let is_own = own_way.is_some_and(|own| own.accepts(dst, qpn));
-            let local = locals[usize::from(way.from)];
+            let qpn = destination(&self.device.tx.headers);
+            let own_path = self.device.own_path.as_ref();
+            let is_own = own_path.is_some_and(|own| own.accepts(dst, qpn));
+            let local = self.device.port.addrs()[usize::from(way.from)];
             let is_stranger =
                 qpn == Qpn::GSI && !is_own && way.from == 0 && !cm.is_proven(dst.ip());
             let from = if is_stranger { to_strangers } else { local };
             // The address family was checked when the address handle was created.
             if let Some(flow) = IcrcFlow::new(from, dst) {
                 way.is_to_stranger = is_stranger;
-                let batch = choose(&mut self.own_way, is_own, batch);
-                batch.push_packet(has_icrc.then_some(&flow), &way, &mut self.tx);
-                self.counters.tx_multicast += u64::from(dst.ip().is_multicast());
+                let batch = choose(&mut self.own, is_own, batch);
+                batch.push_packet(has_icrc.then_some(&flow), &way, &mut self.device.tx);
+                self.device.counters.tx_multicast += u64::from(dst.ip().is_multicast());
             }
             if batch.total_bytes() >= budget {
                 break;
@@ -307,95 +270,73 @@ impl Nic {
         has_more
     }
 
-    /// Saves the pending acknowledgements of a QP before it is destroyed. A hardware adapter would
-    /// have sent them immediately, but our owner can close a connection or destroy its QP while it
-    /// is still handling received packets.
-    pub(super) fn keep_last_answers(&mut self, id: QpId) {
-        let now = self.now;
-        let Ok(qp) = self.qps.get_mut(id) else {
-            return;
-        };
-        let peer = qp.peer;
-        let is_migrated = qp.mig_state == PathMigState::Migrated;
-        with_env!(self, qp, env);
-        let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
-            return;
-        };
-        // This must be bounded, because a peer can close many connections at once.
-        while self.last_answers.len() < MAX_LAST_ANSWERS
-            && rc.poll_last_answer(now, &mut env, &mut self.tx)
-        {
-            if !is_migrated {
-                Bth::clear_migrated(&mut self.tx.headers);
-            }
-            self.last_answers.push_back((peer, self.tx.headers.clone()));
-        }
+    /// Returns whether there may be a MAD to send.
+    fn has_mads(&self) -> bool {
+        self.cm.may_send() || self.agents.has_answers()
     }
 
-    /// Schedules a QP and updates the timer.
-    pub(super) fn schedule(&mut self, id: QpId) {
-        let Ok(qp) = self.qps.get_mut(id) else {
-            return;
-        };
-        let due = qp.rearm();
-        if !std::mem::replace(&mut qp.is_queued, true) {
-            self.ready.push_back(id);
-        }
-        if let Some(at) = due {
-            self.push_timer(at, id);
-        }
+    /// Returns the next MAD to send and its route.
+    fn poll_outgoing(&mut self) -> Option<(CmRoute, Mad)> {
+        self.cm.poll_transmit().or_else(|| {
+            let (peer, mad) = self.agents.poll_answer()?;
+            let route = CmRoute {
+                peer,
+                gid_index: 0,
+                traffic_class: 0,
+            };
+            Some((route, mad))
+        })
     }
 
-    /// Adds a timer. We remove invalid entries before the heap needs to grow, so its size depends
-    /// on the number of QPs and not on the number of packets.
-    fn push_timer(&mut self, at: Instant, id: QpId) {
-        if self.timers.len() == self.timers.capacity() {
-            let qps = &self.qps;
-            self.timers
-                .retain(|Reverse((at, id))| qps.get(*id).is_ok_and(|qp| qp.armed == Some(*at)));
-            self.timers.reserve(self.timers.len().max(8));
+    /// Appends MADs from the CM and the agents to a batch until it contains `budget` bytes.
+    fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
+        while self.has_mads() && self.collected(batch).1 < budget {
+            let Some((route, mad)) = self.poll_outgoing() else {
+                break;
+            };
+            let dst = SocketAddr::new(route.peer, ROCE_PORT);
+            // A message to an unverified address can be blocked by neighbor resolution, so it must
+            // use a separate socket.
+            let is_own = self.device.keeps(dst, Qpn::GSI);
+            let is_stranger =
+                !is_own && route.gid_index == 0 && !self.cm.machine().is_proven(route.peer);
+            let from = match is_stranger {
+                true => self.to_strangers,
+                false => self.device.port.addrs()[usize::from(route.gid_index)],
+            };
+            // We cannot send to an address of the other family.
+            let Some(flow) = IcrcFlow::new(from, dst) else {
+                continue;
+            };
+            let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.cm.next_psn());
+            let ext = ExtHeaders {
+                deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+                ..ExtHeaders::default()
+            };
+            let mut tx = TxPacket {
+                headers: emit_headers(&bth, &ext),
+                inline: mad.to_vec(),
+                payload_len: MAD_LEN,
+                ..TxPacket::default()
+            };
+            let way = TxPath {
+                from: route.gid_index,
+                tos: route.traffic_class & !ECN_MASK,
+                is_to_stranger: is_stranger,
+                ..TxPath::to(dst)
+            };
+            let flow = self.device.config.has_icrc().then_some(&flow);
+            choose(&mut self.own, is_own, batch).push_packet(flow, &way, &mut tx);
         }
-        self.timers.push(Reverse((at, id)));
     }
 
     /// Fires all expired timers and returns how many have fired.
     pub fn handle_timeouts(&mut self, now: Instant) -> usize {
-        self.set_now(now);
-        let mut fired = self.handle_waiting_mads() + self.handle_cm_timeouts();
-        while let Some(&Reverse((at, id))) = self.timers.peek() {
-            if at > now {
-                break;
-            }
-            self.timers.pop();
-            // The handle contains a generation, so a destroyed QP will not be found.
-            let Ok(qp) = self.qps.get_mut(id) else {
-                continue;
-            };
-            // This entry has been replaced by an earlier or later one.
-            if qp.armed != Some(at) {
-                continue;
-            }
-            qp.armed = None;
-            if qp.poll_timeout().is_some_and(|t| t <= now) {
-                if let Some(limiter) = &mut qp.limiter {
-                    limiter.handle_timeout(now);
-                }
-                match &mut qp.machine {
-                    Machine::Rc(_) | Machine::Xrc(_) => self.fire_rc_timer(id),
-                    Machine::Uc(uc) => uc.handle_timeout(now),
-                    Machine::Ud(_) | Machine::Stream(_) => {}
-                }
-                fired += 1;
-                self.finish_turn(id);
-            } else if let Some(at) = qp.rearm() {
-                // The deadline has been moved back since then, as happens with each
-                // acknowledgement.
-                self.push_timer(at, id);
-            }
-        }
-        // Call this last, because QP timers can add completions which a delayed event is waiting
-        // for.
-        fired + self.handle_moderated(now)
+        self.device.set_now(now);
+        let fired = self.cm.handle_timeouts(&mut self.device);
+        let fired = fired + self.device.handle_timeouts(now);
+        self.follow_migrations();
+        fired
     }
 
     /// Returns the next time when the device needs to be called even if nothing is received. This
@@ -403,7 +344,7 @@ impl Nic {
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         if self.has_output() {
-            return Some(self.now);
+            return Some(self.device.now());
         }
         self.timer_deadline()
     }
@@ -411,15 +352,16 @@ impl Nic {
     /// Returns when the next timer expires, ignoring packets that are ready to be sent.
     #[must_use]
     pub fn timer_deadline(&self) -> Option<Instant> {
-        let timer = self.timers.peek().map(|Reverse((at, _))| *at);
-        let moderated = self.moderated.first().map(|(at, _)| *at);
-        let all = [timer, self.cm_deadline(), moderated];
+        let all = [
+            self.device.timer_deadline(),
+            self.cm.deadline(self.device.now()),
+        ];
         all.into_iter().flatten().min()
     }
 
     /// Returns whether [`Nic::poll_transmit`] may return packets now.
     #[must_use]
     pub fn has_output(&self) -> bool {
-        !self.ready.is_empty() || self.has_mads() || !self.last_answers.is_empty()
+        self.device.schedule.has_output() || self.has_mads()
     }
 }

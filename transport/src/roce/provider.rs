@@ -19,7 +19,7 @@ use crate::netif::{AddressState, AddressWatch, interface_mtu};
 use crate::nic::batch::{SendOutcome, TxBatch, TxPath};
 use crate::nic::delegate::{delegate_counters_to_nic, delegate_to_nic};
 use crate::nic::{IpFields, Nic, NicConfig, NicLimits};
-use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, VerbsError};
+use crate::verbs::{EventFds, MrId, Mtu, PortState, Provider, QpId, Verbs as _, VerbsError};
 use crate::wire::mad::MadClass;
 use crate::wire::{CommId, IcrcFlow, Mad, Qpn, ROCE_PORT, is_link_local};
 
@@ -298,7 +298,7 @@ impl Roce {
             .as_ref()
             .is_some_and(|w| w.state() == AddressState::Down)
         {
-            nic.set_port_state(PortState::Down);
+            nic.device.set_port_state(PortState::Down);
             // The port has never been up, so these events can be ignored.
             while nic.poll_async_event().is_some() {}
         }
@@ -337,7 +337,7 @@ impl Roce {
     }
 
     fn tick(&mut self) {
-        self.nic.set_now(Instant::now());
+        self.nic.device.set_now(Instant::now());
     }
 
     fn join_group(&mut self, group: IpAddr) -> Result<(), VerbsError> {
@@ -355,7 +355,7 @@ impl Roce {
         if !watch.follow() {
             return;
         }
-        let (addr, state) = (self.nic.local_addr().ip(), watch.state());
+        let (addr, state) = (self.nic.device.port.addr().ip(), watch.state());
         let is_there = |state| matches!(state, AddressState::Up | AddressState::Down);
         match state {
             AddressState::Up => info!(%addr, "port is active"),
@@ -366,9 +366,9 @@ impl Roce {
             AddressState::Gone => warn!(%addr, "port is down: interface was removed"),
         }
         if is_there(before) != is_there(state) {
-            self.nic.note_gid_change();
+            self.nic.device.note_gid_change();
         }
-        self.nic.set_port_state(match state {
+        self.nic.device.set_port_state(match state {
             AddressState::Up => PortState::Active,
             AddressState::Down | AddressState::Absent | AddressState::Gone => PortState::Down,
         });
@@ -383,7 +383,7 @@ impl Roce {
         if self.is_removed() {
             return;
         }
-        let addr = self.nic.local_addr().ip();
+        let addr = self.nic.device.port.addr().ip();
         warn!(%addr, "device was removed");
         self.nic.remove();
         self.watch = None;
@@ -398,23 +398,23 @@ impl Roce {
     /// Returns whether the device has been removed.
     #[must_use]
     pub fn is_removed(&self) -> bool {
-        self.nic.check_present().is_err()
+        self.nic.device.check_present().is_err()
     }
 
     /// Updates the path MTU limit from the current interface MTU. If this is unknown, because the
     /// interface was removed or is too small for RoCE packets, the device keeps its current limit.
     fn follow_mtu(&mut self) {
-        let addr = self.nic.local_addr().ip();
-        let before = self.nic.config().mtu;
+        let addr = self.nic.device.port.addr().ip();
+        let before = self.nic.device.config().mtu;
         // A connection can migrate to any of these addresses.
-        let addrs = self.nic.local_addrs().iter();
+        let addrs = self.nic.device.port.addrs().iter();
         let carried = addrs.map(|addr| carried_mtu(addr.ip()).ok().flatten());
         let least = carried.reduce(|a, b| a.zip(b).map(|(a, b)| a.min(b)));
         let Some(mtu) = least.flatten() else {
             return;
         };
         let mtu = self.mtu_limit.map_or(mtu, |limit| limit.min(mtu));
-        self.nic.set_mtu(mtu);
+        self.nic.device.set_mtu(mtu);
         let (mtu, before_bytes) = (mtu.bytes(), before.bytes());
         if mtu < before_bytes {
             warn!(%addr, mtu, before = before_bytes, "interface MTU was lowered: \
@@ -447,18 +447,18 @@ impl Roce {
 
     /// See [`Cm::watch_connections`](crate::cm::Cm::watch_connections).
     pub fn watch_connections(&mut self) {
-        self.nic.watch_connections();
+        self.nic.cm.watch_connections();
     }
 
     /// See [`Cm::poll_connection`](crate::cm::Cm::poll_connection).
     pub fn poll_connection(&mut self) -> Option<(CommId, Option<(IpAddr, Mad)>)> {
-        self.nic.poll_connection()
+        self.nic.cm.poll_connection()
     }
 
     /// Returns the device address with the RoCEv2 port.
     #[must_use]
     pub fn socket_addr(&self) -> SocketAddr {
-        self.nic.local_addr()
+        self.nic.device.port.addr()
     }
 
     /// Returns the socket counters.
@@ -482,14 +482,14 @@ impl Roce {
 
     /// Returns the device clock in nanoseconds, as used for timestamps of completions.
     pub fn device_time(&mut self, now: Instant) -> u64 {
-        self.nic.set_now(now);
-        self.nic.clock().0
+        self.nic.device.set_now(now);
+        self.nic.device.clock.device_time()
     }
 
     /// Returns the memory region with this index in its id.
     #[must_use]
     pub fn mr_at(&self, index: u32) -> Option<MrId> {
-        self.nic.mr_at(index)
+        self.nic.device.memory.mr_at(index)
     }
 
     /// Removes the last `count` sends which have just been posted to a QP. This is used to ensure
@@ -497,7 +497,7 @@ impl Roce {
     /// the device in between. If the QP is in the ERROR state, the requests have already completed,
     /// and this has no effect.
     pub fn unpost_send(&mut self, qp: QpId, count: usize) {
-        self.nic.unpost_send(qp, count);
+        self.nic.device.unpost_send(qp, count);
     }
 
     /// Returns the next datagram for another worker, which should pass it to
@@ -512,7 +512,13 @@ impl Roce {
             return;
         }
         let (src, ip, bytes) = (packet.src, packet.ip, &packet.bytes[..]);
-        capture_received(&mut self.capture, now, src, self.nic.local_addr(), bytes);
+        capture_received(
+            &mut self.capture,
+            now,
+            src,
+            self.nic.device.port.addr(),
+            bytes,
+        );
         match &mut self.rx_faults {
             // The packet will be returned with the next received packets.
             Some(f) => {
@@ -534,8 +540,9 @@ impl Roce {
     /// process exits, so that peers are notified of each closed connection instead of having to
     /// wait for a timeout. A kernel does the same when it cleans up a process.
     pub fn end_connections(&mut self, now: Instant) {
-        self.nic.set_now(now);
-        self.nic.destroy_ids();
+        self.nic.device.set_now(now);
+        let nic = &mut self.nic;
+        nic.cm.destroy_ids(&mut nic.device);
         self.transmit(now);
     }
 
@@ -552,7 +559,10 @@ impl Roce {
     fn receive(&mut self, now: Instant) -> usize {
         let (nic, capture) = (&mut self.nic, &mut self.capture);
         let (faults, forwarded) = (&mut self.rx_faults, &mut self.forwarded);
-        let (worker, bits) = (nic.config().worker_index, nic.config().worker_bits);
+        let (worker, bits) = (
+            nic.device.config().worker_index,
+            nic.device.config().worker_bits,
+        );
         let requests = self.requests;
         let is_plain = capture.is_none() && faults.is_none();
         let is_ours = |packet: &[u8]| steer(packet, bits, requests).is_none_or(|to| to == worker);
@@ -578,7 +588,7 @@ impl Roce {
                     }
                     continue;
                 }
-                let local = nic.local_addrs()[usize::from(ip.gid_index)];
+                let local = nic.device.port.addrs()[usize::from(ip.gid_index)];
                 capture_received(capture, now, src, local, packet);
                 match faults {
                     Some(f) => {
@@ -615,7 +625,7 @@ impl Roce {
     /// Sends posted work like [`Provider::progress`], but does not receive. This is useful if the
     /// caller may not call the device again soon. Returns the number of packets sent.
     pub fn transmit(&mut self, now: Instant) -> usize {
-        self.nic.set_now(now);
+        self.nic.device.set_now(now);
         if self.is_removed() {
             return 0;
         }
@@ -687,7 +697,7 @@ impl Roce {
 
 impl Provider for Roce {
     fn progress(&mut self, now: Instant) -> usize {
-        self.nic.set_now(now);
+        self.nic.device.set_now(now);
         // Don't do this each time, because these system calls aren't needed by the data path.
         if now >= self.look_at {
             self.look_at = now + LOOK_INTERVAL;
@@ -697,9 +707,9 @@ impl Provider for Roce {
         if self.is_removed() {
             return 0;
         }
-        if self.nic.has_datagrams() {
+        if self.nic.device.has_datagrams() {
             self.driver.report_hop_limits();
-            while let Some(group) = self.nic.poll_left_group() {
+            while let Some(group) = self.nic.device.groups.poll_left() {
                 self.driver.leave(group);
             }
         }
@@ -723,7 +733,7 @@ impl Provider for Roce {
         }
         // Set this before strangers are handled, since their messages must not be the reason for
         // the backlog.
-        self.nic.set_behind(received >= RX_LIMIT);
+        self.nic.cm.set_behind(received >= RX_LIMIT);
         let fired = self.nic.handle_timeouts(now);
         sent + received + fired
     }
@@ -731,7 +741,7 @@ impl Provider for Roce {
     fn deadline(&self) -> Option<Instant> {
         // Don't let the application sleep if there are unread events.
         if self.nic.has_events() {
-            return Some(self.nic.now());
+            return Some(self.nic.device.now());
         }
         if self.is_removed() {
             return None;
@@ -817,7 +827,7 @@ fn capture_sent(capture: &mut Capture, now: Instant, nic: &Nic, batch: &TxBatch)
     for group in batch.groups() {
         let local = match group.way.is_to_stranger {
             true => nic.stranger_addr(),
-            false => nic.local_addrs()[usize::from(group.way.from)],
+            false => nic.device.port.addrs()[usize::from(group.way.from)],
         };
         // The kernel uses the index in the group as the identification of the packet.
         for (id, packet) in batch.copy_packets(group).iter().enumerate() {

@@ -10,10 +10,11 @@ use tracing::{debug, info};
 use super::hello::{self, Listener, ListeningProcess, ShmUsers};
 use super::link::{LinkCounters, Links};
 use crate::nic::batch::{Offered, TxBatch};
-use crate::nic::delegate::{delegate_counters_to_nic, delegate_verbs_to_nic, forward_cm_calls};
+use crate::nic::delegate::{delegate_counters_to_nic, forward_cm_calls, forward_verbs_to_nic};
 use crate::nic::{Nic, NicConfig, NicLimits, Wire};
 use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, EventFds, Mtu, Provider, RdmaCm, VerbsError,
+    CmError, CmEvent, CmEventKind, CmId, EventFds, Gid, Mtu, Provider, QpId, RdmaCm, Verbs,
+    VerbsError,
 };
 use crate::wire::is_link_local;
 
@@ -127,7 +128,6 @@ pub struct Shm {
     look_due: Instant,
 }
 
-delegate_verbs_to_nic!(Shm);
 delegate_counters_to_nic!(Shm);
 
 impl Shm {
@@ -168,13 +168,13 @@ impl Shm {
     }
 
     fn tick(&mut self) {
-        self.nic.set_now(Instant::now());
+        self.nic.device.set_now(Instant::now());
     }
 
     /// Returns the device address.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
-        self.nic.local_addr().ip()
+        self.nic.device.port.addr().ip()
     }
 
     /// Returns the link counters.
@@ -236,20 +236,18 @@ impl Shm {
         lost
     }
 
-    /// Each link connects to a single device, and the NIC does not support multicast groups on
-    /// links.
-    #[allow(
-        clippy::unused_self,
-        clippy::needless_pass_by_ref_mut,
-        reason = "the method of those that join"
-    )]
-    fn join_group(&mut self, _group: IpAddr) -> Result<(), VerbsError> {
-        Err(VerbsError::InvalidParameter("multicast group"))
-    }
-
     /// Returns the address of a peer to show to the application.
     fn peer(&self, addr: SocketAddr) -> SocketAddr {
         SocketAddr::new(self.links.peer_of(addr.ip()), addr.port())
+    }
+}
+
+impl Verbs for Shm {
+    forward_verbs_to_nic!();
+
+    fn attach_mcast(&mut self, qp: QpId, mgid: Gid, mlid: u16) -> Result<(), VerbsError> {
+        // Each link connects to a single device, so the NIC does not support any groups.
+        self.nic.attach_mcast(qp, mgid, mlid)
     }
 }
 
@@ -264,7 +262,7 @@ impl RdmaCm for Shm {
         timeout: Duration,
     ) -> Result<(), CmError> {
         self.tick();
-        let (now, ip) = (self.nic.now(), dst.ip().to_canonical());
+        let (now, ip) = (self.nic.device.now(), dst.ip().to_canonical());
         let name = self.links.reach(now, ip).unwrap_or_else(|error| {
             debug!(%dst, %error, "cannot share memory");
             // This address is unreachable, which will be reported by the device.
@@ -278,7 +276,7 @@ impl RdmaCm for Shm {
     }
 
     fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
-        self.nic.cm_peer_addr(id).map(|addr| self.peer(addr))
+        self.nic.peer_addr(id).map(|addr| self.peer(addr))
     }
 
     fn poll_cm_event(&mut self) -> Option<CmEvent> {
@@ -292,7 +290,7 @@ impl RdmaCm for Shm {
 
 impl Provider for Shm {
     fn progress(&mut self, now: Instant) -> usize {
-        self.nic.set_now(now);
+        self.nic.device.set_now(now);
         let looked = self.poll_sockets(now);
         // Send first, like on a socket (`roce/provider.rs`): if the application has posted work
         // based on the completions of the last call, it is sent with the acknowledgements of that
@@ -310,7 +308,7 @@ impl Provider for Shm {
     fn deadline(&self) -> Option<Instant> {
         // Don't let the application sleep if there are unread events or packets.
         if self.nic.has_events() || self.links.has_input() {
-            return Some(self.nic.now());
+            return Some(self.nic.device.now());
         }
         let due = [self.nic.deadline(), self.links.deadline()];
         due.into_iter().flatten().min()

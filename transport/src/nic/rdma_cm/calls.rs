@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use riser_state::become_state;
 
-use super::{Id, IdState};
+use super::qp_attr::new_psn;
+use super::{CmAgent, Id, IdState};
 use crate::cm::IbCmError;
-use crate::nic::Nic;
+use crate::nic::Device;
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, PortSpace, QpId, QpInitAttr, QpState, QpType, VerbsError,
 };
@@ -96,52 +97,52 @@ pub(crate) fn forget_events(events: &mut VecDeque<CmEvent>, id: CmId) -> Vec<CmI
     unseen
 }
 
-#[allow(
-    missing_docs,
-    reason = "the calls of the RDMA CM trait, documented there"
-)]
-impl Nic {
+impl CmAgent {
     pub(super) fn cm_id(&mut self, id: CmId, call: &'static str) -> Result<&mut Id, CmError> {
-        let agent = &mut self.cm;
-        agent
-            .ids
+        self.ids
             .get_mut(id)
             .map_err(|_| CmError::InvalidState(call))
     }
 
-    pub fn create_id(&mut self, space: PortSpace) -> Result<CmId, CmError> {
-        self.create_id_for(space, space.qp_type())
-    }
-
-    pub fn create_id_for(&mut self, space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
+    pub(crate) fn create_id_for(
+        &mut self,
+        device: &mut Device,
+        space: PortSpace,
+        qp_type: QpType,
+    ) -> Result<CmId, CmError> {
         if matches!(qp_type, QpType::Gsi | QpType::Smi | QpType::RawPacket) {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
-        let rq_psn = self.new_psn();
-        self.cm
-            .ids
+        let rq_psn = new_psn(device);
+        self.ids
             .insert(Id::new(space, qp_type, rq_psn))
             .map_err(|_| CmError::TooManyIds)
     }
 
-    pub fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
+    pub(crate) fn bind_addr(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        addr: SocketAddr,
+    ) -> Result<(), CmError> {
         let entry = self.cm_id(id, "bind_addr")?;
         if entry.state != IdState::Idle {
             return Err(CmError::InvalidState("bind_addr"));
         }
-        self.bind(id, addr)?;
+        self.bind(device, id, addr)?;
         become_state(&mut self.cm_id(id, "bind_addr")?.state, IdState::Bound);
         Ok(())
     }
 
-    pub fn resolve_addr(
+    pub(crate) fn resolve_addr(
         &mut self,
+        device: &mut Device,
         id: CmId,
         src: Option<SocketAddr>,
         dst: SocketAddr,
         _timeout: Duration,
     ) -> Result<(), CmError> {
-        let own = self.local_addr().ip();
+        let own = device.port.addr().ip();
         let entry = self.cm_id(id, "resolve_addr")?;
         if !matches!(entry.state, IdState::Idle | IdState::Bound) {
             return Err(CmError::InvalidState("resolve_addr"));
@@ -153,7 +154,7 @@ impl Nic {
         let outcome =
             check_destination(own, dst.ip(), takes_groups).and_then(|()| match is_bound {
                 true => Ok(()),
-                false => self.bind(id, src.unwrap_or(SocketAddr::new(own, 0))),
+                false => self.bind(device, id, src.unwrap_or(SocketAddr::new(own, 0))),
             });
         let kind = match outcome {
             Ok(()) => {
@@ -168,7 +169,7 @@ impl Nic {
         Ok(())
     }
 
-    pub fn resolve_route(&mut self, id: CmId, _timeout: Duration) -> Result<(), CmError> {
+    pub(crate) fn resolve_route(&mut self, id: CmId, _timeout: Duration) -> Result<(), CmError> {
         let entry = self.cm_id(id, "resolve_route")?;
         if entry.state != IdState::AddrResolved {
             return Err(CmError::InvalidState("resolve_route"));
@@ -178,7 +179,12 @@ impl Nic {
         Ok(())
     }
 
-    pub fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
+    pub(crate) fn create_cm_qp(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        init: &QpInitAttr,
+    ) -> Result<QpId, CmError> {
         let entry = self.cm_id(id, "create_cm_qp")?;
         // As in librdmacm, an id is only assigned to a device once it has an address.
         let has_device = matches!(
@@ -191,7 +197,7 @@ impl Nic {
         if init.qp_type != entry.qp_type {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
-        let qp = self.create_qp(init)?;
+        let qp = device.create_qp(init)?;
         let ready = match init.qp_type {
             QpType::Ud => &DATAGRAM_STATES[..],
             _ => &[QpState::Init],
@@ -199,18 +205,23 @@ impl Nic {
         // There is no peer to wait for when using datagrams.
         let ready = ready
             .iter()
-            .try_for_each(|state| self.move_qp(id, qp, *state));
+            .try_for_each(|state| self.move_qp(device, id, qp, *state));
         if let Err(e) = ready {
             // We have just created it, so it can be destroyed.
-            let _ = self.destroy_qp(qp);
+            let _ = device.destroy_qp(qp);
             return Err(e);
         }
         self.cm_id(id, "create_cm_qp")?.qp = Some(qp);
-        self.cm.by_qp.insert(qp, id);
+        self.by_qp.insert(qp, id);
         Ok(qp)
     }
 
-    pub fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
+    pub(crate) fn listen(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        backlog: u32,
+    ) -> Result<(), CmError> {
         let entry = self.cm_id(id, "listen")?;
         let is_bare = matches!(entry.space, PortSpace::Ib { .. });
         match entry.state {
@@ -218,8 +229,8 @@ impl Nic {
             // You don't need an address to listen on a bare service id.
             IdState::Idle if is_bare => {}
             IdState::Idle => {
-                let any = unspecified(self.local_addr().ip());
-                self.bind_addr(id, SocketAddr::new(any, 0))?;
+                let any = unspecified(device.port.addr().ip());
+                self.bind_addr(device, id, SocketAddr::new(any, 0))?;
             }
             _ => return Err(CmError::InvalidState("listen")),
         }
@@ -228,74 +239,73 @@ impl Nic {
         let port = entry.local.map_or(0, |a| a.port());
         let (service, mask) = service_id(entry.space, port);
         // A backlog of 0 would drop all requests.
-        let ib = self.cm.cm.listen(service, mask, backlog.max(1) as usize)?;
+        let ib = self.cm.listen(service, mask, backlog.max(1) as usize)?;
         let entry = self.cm_id(id, "listen")?;
         // Nothing else can bind to this port now.
         entry.options.reuse = false;
         entry.ib = Some(ib);
         become_state(&mut entry.state, IdState::Listening);
-        self.cm.by_ib.insert(ib, id);
+        self.by_ib.insert(ib, id);
         Ok(())
     }
 
-    pub fn destroy_id(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(crate) fn destroy_id(&mut self, device: &mut Device, id: CmId) -> Result<(), CmError> {
         let entry = self
-            .cm
             .ids
             .remove(id)
             .map_err(|_| CmError::InvalidState("destroy_id"))?;
         self.leave_port(id, &entry);
         // Keep the QP: it is owned by the application, which can destroy it before or after its id.
         if let Some(qp) = entry.qp {
-            self.cm.by_qp.remove(&qp);
+            self.by_qp.remove(&qp);
         }
         if let Some(ib) = entry.ib {
-            self.cm.by_ib.remove(&ib);
+            self.by_ib.remove(&ib);
             // We can ignore the error if the IB CM has already removed this id.
-            let _ = self.cm.cm.destroy(self.now(), ib);
+            let _ = self.cm.destroy(device.now(), ib);
         }
-        for request in forget_events(&mut self.cm.events, id) {
+        for request in forget_events(&mut self.events, id) {
             // This can't fail, because only this event refers to it.
-            let _ = self.destroy_id(request);
+            let _ = self.destroy_id(device, request);
         }
         // When a connection is released, we need to send a REJ or DREQ.
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(())
     }
 
     /// Destroys all ids when a process exits.
-    pub fn destroy_ids(&mut self) {
-        let all: Vec<CmId> = self.cm.ids.iter().map(|(id, _)| id).collect();
+    pub(crate) fn destroy_ids(&mut self, device: &mut Device) {
+        let all: Vec<CmId> = self.ids.iter().map(|(id, _)| id).collect();
         for id in all {
             // Pending requests have already been destroyed with their listener.
-            let _ = self.destroy_id(id);
+            let _ = self.destroy_id(device, id);
         }
     }
 
     /// See [`Cm::watch_connections`](crate::cm::Cm::watch_connections).
-    pub fn watch_connections(&mut self) {
-        self.cm.cm.watch_connections();
+    pub(crate) fn watch_connections(&mut self) {
+        self.cm.watch_connections();
     }
 
     /// See [`Cm::poll_connection`](crate::cm::Cm::poll_connection).
-    pub fn poll_connection(&mut self) -> Option<(CommId, Option<(IpAddr, Mad)>)> {
-        self.cm.cm.poll_connection()
+    pub(crate) fn poll_connection(&mut self) -> Option<(CommId, Option<(IpAddr, Mad)>)> {
+        self.cm.poll_connection()
     }
 
-    pub fn cm_local_addr(&self, id: CmId) -> Option<SocketAddr> {
-        self.cm.ids.get(id).ok()?.local
+    pub(crate) fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
+        self.ids.get(id).ok()?.local
     }
 
-    pub fn cm_peer_addr(&self, id: CmId) -> Option<SocketAddr> {
-        self.cm.ids.get(id).ok()?.peer
+    pub(crate) fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
+        self.ids.get(id).ok()?.peer
     }
 
-    pub fn poll_cm_event(&mut self) -> Option<CmEvent> {
-        self.cm.events.pop_front()
+    pub(crate) fn poll_event(&mut self) -> Option<CmEvent> {
+        self.events.pop_front()
     }
 
     /// Returns whether an event is available.
-    pub(crate) fn has_cm_events(&self) -> bool {
-        !self.cm.events.is_empty()
+    pub(crate) fn has_events(&self) -> bool {
+        !self.events.is_empty()
     }
 }

@@ -4,10 +4,11 @@ use std::net::SocketAddr;
 
 use riser_state::become_state;
 
-use super::IdState;
 use super::calls::service_id;
+use super::paths::cm_path;
+use super::{CmAgent, IdState};
 use crate::cm::{RepParams, ReqParams};
-use crate::nic::Nic;
+use crate::nic::Device;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, MAX_ACCEPT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA,
     MULTICAST_QPN, Mtu, PKey, QpId, QpType,
@@ -40,23 +41,24 @@ pub(super) fn padded<const N: usize>(data: &[u8]) -> PrivateData<N> {
     PrivateData::new(data).expect("the length was checked")
 }
 
-#[allow(
-    missing_docs,
-    reason = "the calls of the RDMA CM trait, documented there"
-)]
-impl Nic {
-    pub fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+impl CmAgent {
+    pub(crate) fn connect(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        param: &ConnParam,
+    ) -> Result<(), CmError> {
         let (max_resources, max_depth) = {
-            let limits = self.config().limits;
+            let limits = device.config().limits;
             (limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
         };
-        let mtu = self.config().mtu;
+        let mtu = device.config().mtu;
         let entry = self.cm_id(id, "connect")?;
         if entry.state != IdState::RouteResolved {
             return Err(CmError::InvalidState("connect"));
         }
         if entry.qp_type == QpType::Ud {
-            return self.ask_for_qp(id, param);
+            return self.ask_for_qp(device, id, param);
         }
         let mut param = param.clone();
         // If we offered the peer more than the device supports, this would only fail later, when
@@ -66,15 +68,16 @@ impl Nic {
         entry.depths = Some((param.responder_resources, param.initiator_depth));
         entry.external = entry.qp.is_none().then(|| external(&param)).transpose()?;
         let mtu = entry.options.path_mtu.map_or(mtu, |most| most.min(mtu));
-        self.send_request(id, &param, mtu)?;
+        self.send_request(device, id, &param, mtu)?;
         self.cm_id(id, "connect")?.param = Some(Box::new(param));
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(())
     }
 
     /// Sends a request with the given path MTU.
     pub(super) fn send_request(
         &mut self,
+        device: &mut Device,
         id: CmId,
         param: &ConnParam,
         path_mtu: Mtu,
@@ -88,19 +91,19 @@ impl Nic {
         let alternate = entry.alternate;
         let has_header = entry.has_header();
         let private_data = request_data(has_header, local, peer, &param.private_data)?;
-        let now = self.now();
+        let now = device.now();
         let ack_timeout = CmTimeout::new(options.ack_timeout.unwrap_or(ACK_TIMEOUT));
         let params = ReqParams {
             service_id: service_id(space, peer.port()).0,
             qp_type,
-            local_qpn: self.connected_qpn(qp, external)?,
+            local_qpn: connected_qpn(device, qp, external)?,
             ece: param.ece,
             starting_psn: rq_psn,
             primary: CmPath {
                 traffic_class: options.traffic_class.unwrap_or(0),
                 ..CmPath::roce(local.ip().into(), peer.ip().into(), ack_timeout)
             },
-            alternate: alternate.map_or(CmPath::default(), |path| self.cm_path(&path)),
+            alternate: alternate.map_or(CmPath::default(), |path| cm_path(device, &path)),
             path_mtu,
             pkey: PKey::DEFAULT,
             responder_resources: param.responder_resources,
@@ -114,18 +117,23 @@ impl Nic {
             max_cm_retries: Bits::saturate(CM_RETRIES),
             private_data,
         };
-        let ib = self.cm.cm.send_req(now, peer.ip(), &params)?;
+        let ib = self.cm.send_req(now, peer.ip(), &params)?;
         let entry = self.cm_id(id, "connect")?;
         entry.ib = Some(ib);
         become_state(&mut entry.state, IdState::Connecting);
-        self.cm.by_ib.insert(ib, id);
+        self.by_ib.insert(ib, id);
         Ok(())
     }
 
-    pub fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+    pub(crate) fn accept(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        param: &ConnParam,
+    ) -> Result<(), CmError> {
         let entry = self.cm_id(id, "accept")?;
         if entry.qp_type == QpType::Ud {
-            return self.name_qp(id, param);
+            return self.name_qp(device, id, param);
         }
         check_len(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
@@ -135,7 +143,7 @@ impl Nic {
         let offered = offered.ok_or(CmError::InvalidState("accept"))?;
         let (qp, rq_psn) = (entry.qp, entry.rq_psn);
         let external = qp.is_none().then(|| external(param)).transpose()?;
-        let limits = self.config().limits;
+        let limits = device.config().limits;
         let responder_resources = param.responder_resources.min(limits.max_qp_rd_atom);
         // The number of READs supported by a Linux peer is the value from the reply, which may be
         // less than it offered in the request.
@@ -146,12 +154,12 @@ impl Nic {
         let entry = self.cm_id(id, "accept")?;
         entry.depths = Some((responder_resources, initiator_depth));
         entry.external = external;
-        let local_qpn = self.connected_qpn(qp, external)?;
-        let failover = self.judge_offered_path(id);
+        let local_qpn = connected_qpn(device, qp, external)?;
+        let failover = self.judge_offered_path(device, id);
         // The QP must be ready before we send the REP, since the peer can send data as soon as it
         // receives this message.
         if let Some(qp) = qp {
-            self.connect_qp(id, qp)?;
+            self.connect_qp(device, id, qp)?;
         }
         let params = RepParams {
             local_qpn,
@@ -166,58 +174,69 @@ impl Nic {
             srq: param.srq,
             private_data: padded(&param.private_data),
         };
-        let now = self.now();
-        self.cm.cm.send_rep(now, ib, &params)?;
+        let now = device.now();
+        self.cm.send_rep(now, ib, &params)?;
         // If the RTU is lost, the connection is established when the first packet is received.
         if let Some(qp) = qp {
-            self.await_first_packet(qp);
+            device.await_first_packet(qp);
         }
         let entry = self.cm_id(id, "accept")?;
         become_state(&mut entry.state, IdState::Accepting);
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(())
     }
 
-    /// Returns the QP number of a connection, which is either managed by the id or by the
-    /// application.
-    fn connected_qpn(&self, qp: Option<QpId>, external: Option<Qpn>) -> Result<Qpn, CmError> {
-        match (qp, external) {
-            (Some(qp), _) => Ok(Qpn::new(self.qp_num(qp)?)),
-            (None, Some(qpn)) => Ok(qpn),
-            (None, None) => Err(CmError::InvalidState("a connection without a queue pair")),
-        }
-    }
-
-    pub fn establish(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(crate) fn establish(&mut self, device: &mut Device, id: CmId) -> Result<(), CmError> {
         let entry = self.cm_id(id, "establish")?;
         let (IdState::Responded, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("establish"));
         };
-        self.cm.cm.send_rtu(ib, PrivateData::default())?;
+        self.cm.send_rtu(ib, PrivateData::default())?;
         let entry = self.cm_id(id, "establish")?;
         become_state(&mut entry.state, IdState::Established);
         entry.was_established = true;
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(())
     }
 
-    pub fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+    pub(crate) fn reject(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
         if self.cm_id(id, "reject")?.qp_type == QpType::Ud {
-            return self.name_no_qp(id, private_data);
+            return self.name_no_qp(device, id, private_data);
         }
-        self.refuse(id, RejReason::ConsumerDefined, private_data)
+        self.refuse(device, id, RejReason::ConsumerDefined, private_data)
     }
 
-    pub fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+    pub(crate) fn reject_ece(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
         if self.cm_id(id, "reject_ece")?.qp_type == QpType::Ud {
             return Err(CmError::InvalidState("reject_ece"));
         }
-        self.refuse(id, RejReason::VendorOptionNotSupported, private_data)
+        self.refuse(
+            device,
+            id,
+            RejReason::VendorOptionNotSupported,
+            private_data,
+        )
     }
 
-    fn refuse(&mut self, id: CmId, reason: RejReason, private_data: &[u8]) -> Result<(), CmError> {
+    fn refuse(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        reason: RejReason,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
         check_len(private_data, MAX_REJECT_PRIVATE_DATA)?;
-        let now = self.now();
+        let now = device.now();
         let entry = self.cm_id(id, "reject")?;
         let (IdState::Requested | IdState::Responded, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("reject"));
@@ -226,41 +245,44 @@ impl Nic {
         // decision.
         become_state(&mut entry.state, IdState::Closed);
         entry.ib = None;
-        self.cm.by_ib.remove(&ib);
+        self.by_ib.remove(&ib);
         let info = AdditionalInfo::default();
         let sent = self
             .cm
-            .cm
             .send_rej(now, ib, reason, info, padded(private_data));
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(sent?)
     }
 
-    pub fn mra(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(crate) fn mra(&mut self, device: &mut Device, id: CmId) -> Result<(), CmError> {
         let entry = self.cm_id(id, "mra")?;
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("mra"));
         };
         let time = CmTimeout::new(MRA_TIMEOUT);
-        self.cm.cm.send_mra(ib, time, PrivateData::default())?;
-        self.pump_cm();
+        self.cm.send_mra(ib, time, PrivateData::default())?;
+        self.pump_cm(device);
         Ok(())
     }
 
-    pub fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(crate) fn notify_established(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+    ) -> Result<(), CmError> {
         let entry = self.cm_id(id, "notify_established")?;
         let (IdState::Accepting, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("notify_established"));
         };
-        let now = self.now();
-        self.cm.cm.establish(now, ib)?;
+        let now = device.now();
+        self.cm.establish(now, ib)?;
         self.on_established(id, ConnParam::default());
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(())
     }
 
-    pub fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
-        let now = self.now();
+    pub(crate) fn disconnect(&mut self, device: &mut Device, id: CmId) -> Result<(), CmError> {
+        let now = device.now();
         let entry = self.cm_id(id, "disconnect")?;
         let (state, ib) = (entry.state, entry.ib);
         match state {
@@ -270,9 +292,9 @@ impl Nic {
                 become_state(&mut entry.state, IdState::Disconnecting);
                 // Change the state of the QP first, because it must not send any new data after the
                 // DREQ. Pending acknowledgements are sent before the DREQ.
-                self.fail_cm_qp(id);
+                self.fail_cm_qp(device, id);
                 if let Some(ib) = ib {
-                    self.cm.cm.send_dreq(now, ib, PrivateData::default())?;
+                    self.cm.send_dreq(now, ib, PrivateData::default())?;
                 }
             }
             IdState::Connecting | IdState::Responded | IdState::Accepting => {
@@ -280,17 +302,17 @@ impl Nic {
                 // sends a REJ to cancel the REQ or REP.
                 become_state(&mut entry.state, IdState::Closed);
                 entry.ib = None;
-                self.fail_cm_qp(id);
+                self.fail_cm_qp(device, id);
                 if let Some(ib) = ib {
-                    self.cm.by_ib.remove(&ib);
-                    self.cm.cm.destroy(now, ib)?;
+                    self.by_ib.remove(&ib);
+                    self.cm.destroy(now, ib)?;
                 }
                 self.report(id, CmEventKind::Disconnected);
             }
             IdState::Disconnecting | IdState::Closed => {}
             _ => return Err(CmError::InvalidState("disconnect")),
         }
-        self.pump_cm();
+        self.pump_cm(device);
         Ok(())
     }
 }
@@ -326,4 +348,14 @@ pub(super) fn request_data<const N: usize>(
     data[..bytes.len()].copy_from_slice(&bytes);
     data[bytes.len()..][..user.len()].copy_from_slice(user);
     Ok(PrivateData(data))
+}
+
+/// Returns the QP number of a connection, which is either managed by the id or by the
+/// application.
+fn connected_qpn(device: &Device, qp: Option<QpId>, external: Option<Qpn>) -> Result<Qpn, CmError> {
+    match (qp, external) {
+        (Some(qp), _) => Ok(Qpn::new(device.qp_num(qp)?)),
+        (None, Some(qpn)) => Ok(qpn),
+        (None, None) => Err(CmError::InvalidState("a connection without a queue pair")),
+    }
 }

@@ -11,9 +11,9 @@ use super::calls::service_id;
 use super::connect::{CM_RETRIES, CM_TIMEOUT, check_len, padded, request_data};
 use super::events::split_request;
 use super::qp_attr::way_to;
-use super::{Id, IdState};
+use super::{CmAgent, Id, IdState};
 use crate::cm::{IbCmId, SidrRepParams, SidrReqParams};
-use crate::nic::Nic;
+use crate::nic::Device;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_DATAGRAM_ANSWER_PRIVATE_DATA, PKey,
     QKey, QpType,
@@ -23,9 +23,14 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::{Psn, Qpn};
 
-impl Nic {
+impl CmAgent {
     /// Requests the QP number for a port of the peer.
-    pub(super) fn ask_for_qp(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+    pub(super) fn ask_for_qp(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        param: &ConnParam,
+    ) -> Result<(), CmError> {
         let entry = self.cm_id(id, "connect")?;
         let (Some(local), Some(peer)) = (entry.local, entry.peer) else {
             return Err(CmError::InvalidState("connect"));
@@ -44,21 +49,26 @@ impl Nic {
             max_cm_retries: Bits::saturate(CM_RETRIES),
             private_data: request_data(has_header, local, peer, &param.private_data)?,
         };
-        let now = self.now();
-        let ib = self.cm.cm.send_sidr_req(now, peer.ip(), &params)?;
+        let now = device.now();
+        let ib = self.cm.send_sidr_req(now, peer.ip(), &params)?;
         let entry = self.cm_id(id, "connect")?;
         entry.ib = Some(ib);
         become_state(&mut entry.state, IdState::Connecting);
-        self.cm.by_ib.insert(ib, id);
-        self.pump_cm();
+        self.by_ib.insert(ib, id);
+        self.pump_cm(device);
         Ok(())
     }
 
     /// Responds to a request with the QP of the id, or a QP managed by the application.
-    pub(super) fn name_qp(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+    pub(super) fn name_qp(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        param: &ConnParam,
+    ) -> Result<(), CmError> {
         let qp = self.cm_id(id, "accept")?.qp;
         let qpn = match qp {
-            Some(qp) => self.qp_num(qp)?,
+            Some(qp) => device.qp_num(qp)?,
             None => param.qp_num,
         };
         // The peer can't send to an invalid QP number.
@@ -67,17 +77,30 @@ impl Nic {
         }
         let answer = (SidrStatus::Success, Qpn::new(qpn));
         let qkey = param.qkey.unwrap_or(DATAGRAM_QKEY);
-        self.answer_sidr(id, IdState::Established, answer, qkey, &param.private_data)
+        self.answer_sidr(
+            device,
+            id,
+            IdState::Established,
+            answer,
+            qkey,
+            &param.private_data,
+        )
     }
 
     /// Rejects a request.
-    pub(super) fn name_no_qp(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+    pub(super) fn name_no_qp(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
         let answer = (SidrStatus::Reject, Qpn::default());
-        self.answer_sidr(id, IdState::Closed, answer, QKey(0), private_data)
+        self.answer_sidr(device, id, IdState::Closed, answer, QKey(0), private_data)
     }
 
     fn answer_sidr(
         &mut self,
+        device: &mut Device,
         id: CmId,
         next: IdState,
         (status, qpn): (SidrStatus, Qpn),
@@ -92,7 +115,7 @@ impl Nic {
         // The IB CM removes the request after sending the response.
         become_state(&mut entry.state, next);
         entry.ib = None;
-        self.cm.by_ib.remove(&ib);
+        self.by_ib.remove(&ib);
         let params = SidrRepParams {
             status,
             qpn,
@@ -100,20 +123,21 @@ impl Nic {
             info: AdditionalInfo::default(),
             private_data: padded(private_data),
         };
-        let sent = self.cm.cm.send_sidr_rep(ib, &params);
-        self.pump_cm();
+        let sent = self.cm.send_sidr_rep(ib, &params);
+        self.pump_cm(device);
         Ok(sent?)
     }
 
     /// Handles a request for the QP number of a port.
     pub(super) fn on_sidr_req(
         &mut self,
+        device: &mut Device,
         ib: IbCmId,
         listener: IbCmId,
         peer: IpAddr,
         req: &SidrReqMsg,
     ) {
-        let Err(status) = self.take_question(ib, listener, peer, req) else {
+        let Err(status) = self.take_question(device, ib, listener, peer, req) else {
             return;
         };
         let params = SidrRepParams {
@@ -124,22 +148,19 @@ impl Nic {
             private_data: PrivateData::default(),
         };
         // We don't need to send a response if the request has been removed since.
-        let _ = self.cm.cm.send_sidr_rep(ib, &params);
+        let _ = self.cm.send_sidr_rep(ib, &params);
     }
 
     fn take_question(
         &mut self,
+        device: &mut Device,
         ib: IbCmId,
         listener: IbCmId,
         peer: IpAddr,
         req: &SidrReqMsg,
     ) -> Result<(), SidrStatus> {
-        let listener = *self
-            .cm
-            .by_ib
-            .get(&listener)
-            .ok_or(SidrStatus::Unsupported)?;
-        let entry = self.cm.ids.get(listener);
+        let listener = *self.by_ib.get(&listener).ok_or(SidrStatus::Unsupported)?;
+        let entry = self.ids.get(listener);
         // If the port is used for connections, there is no datagram QP.
         let entry = entry
             .ok()
@@ -147,7 +168,7 @@ impl Nic {
             .ok_or(SidrStatus::Unsupported)?;
         let (port, data) = split_request(entry.has_header(), &req.private_data.0)
             .map_err(|_| SidrStatus::UnsupportedVersion)?;
-        let here = SocketAddr::new(self.local_addr().ip(), 0);
+        let here = SocketAddr::new(device.port.addr().ip(), 0);
         let remote = SocketAddr::new(peer, port);
         let new = Id {
             state: IdState::Requested,
@@ -162,8 +183,8 @@ impl Nic {
             ..ConnParam::default()
         };
         // An event requires an id. If no id is free, reject the request; the peer can retry later.
-        let id = self.cm.ids.insert(new).map_err(|_| SidrStatus::NoQp)?;
-        self.cm.by_ib.insert(ib, id);
+        let id = self.ids.insert(new).map_err(|_| SidrStatus::NoQp)?;
+        self.by_ib.insert(ib, id);
         let kind = CmEventKind::ConnectRequest {
             listener,
             peer: remote,
@@ -174,8 +195,8 @@ impl Nic {
     }
 
     /// Handles the response from a peer.
-    pub(super) fn on_sidr_rep(&mut self, id: CmId, rep: &SidrRepMsg) {
-        let Ok(entry) = self.cm.ids.get(id) else {
+    pub(super) fn on_sidr_rep(&mut self, device: &mut Device, id: CmId, rep: &SidrRepMsg) {
+        let Ok(entry) = self.ids.get(id) else {
             return;
         };
         let class = entry.options.traffic_class.unwrap_or(0);
@@ -186,6 +207,7 @@ impl Nic {
         if rep.status != SidrStatus::Success {
             let reason = u8::from(rep.status).into();
             return self.on_closed(
+                device,
                 id,
                 CmEventKind::Rejected {
                     reason,

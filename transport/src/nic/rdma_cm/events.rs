@@ -6,183 +6,123 @@ use std::time::Instant;
 use riser_state::become_state;
 
 use super::connect::MRA_TIMEOUT;
-use super::{Id, IdState, MAX_WAITING_MADS};
+use super::paths::offered_path;
+use super::qp_attr::new_psn;
+use super::{CmAgent, Id, IdState};
 use crate::cm::{CmRoute, IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
-use crate::nic::batch::{ECN_MASK, TxBatch, TxPath};
-use crate::nic::rx::Received;
-use crate::nic::{Nic, Qp};
-use crate::rc::TxPacket;
+use crate::nic::Device;
+use crate::nic::received::Received;
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, QpAttr, QpId, QpState, QpType,
 };
+use crate::wire::Psn;
 use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, RepMsg, ReqMsg};
 use crate::wire::cma::{CmaError, CmaHeader};
-use crate::wire::mad::{MAD_LEN, Mad};
-use crate::wire::{
-    Bth, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Opcode, Qpn, ROCE_PORT, emit_headers,
-};
+use crate::wire::mad::Mad;
 
-impl Nic {
+impl CmAgent {
     pub(super) fn report(&mut self, id: CmId, kind: CmEventKind) {
-        self.cm.events.push_back(CmEvent { id, kind });
+        self.events.push_back(CmEvent { id, kind });
     }
 
     /// Handles a CM MAD now or in a later round. This will return `false` if it is dropped.
-    pub(in crate::nic) fn handle_cm_mad(&mut self, received: &Received<'_>, mad: &Mad) -> bool {
+    pub(in crate::nic) fn handle_mad(
+        &mut self,
+        device: &mut Device,
+        received: &Received<'_>,
+        mad: &Mad,
+    ) -> bool {
         let from = received.src.ip();
+        // The sender has received one of our messages for this connection, so this can't be a flood
+        // with spoofed addresses.
+        let is_known = self.cm.knows(from, mad);
         // Connections are only established using the first address. Other addresses are valid for
         // connections that have been migrated.
-        if received.ip.gid_index != 0 && !self.cm.cm.knows(from, mad) {
+        if received.ip.gid_index != 0 && !is_known {
             return false;
         }
-        if self.cm.takes_now(from, mad) {
-            self.take_mad(from, mad);
+        if is_known || self.backlog.admits() {
+            self.process_mad(device, from, mad);
             return true;
         }
         // If the queue is full, drop the message like any datagram; peers will retransmit their
         // requests.
-        let fits = self.cm.waiting.len() < MAX_WAITING_MADS;
-        if fits {
-            self.cm.waiting.push_back((from, *mad));
-        }
-        fits
+        self.backlog.push(from, mad)
     }
 
-    fn take_mad(&mut self, from: IpAddr, mad: &Mad) {
-        let now = self.now();
-        if let Err(e) = self.cm.cm.handle_mad(now, from, mad) {
+    fn process_mad(&mut self, device: &mut Device, from: IpAddr, mad: &Mad) {
+        if let Err(e) = self.cm.handle_mad(device.now(), from, mad) {
             tracing::debug!(%from, %e, "malformed CM message");
         }
-        self.pump_cm();
-    }
-
-    /// Starts a new round and handles queued messages from strangers. This will return the number
-    /// of messages handled.
-    pub(crate) fn handle_waiting_mads(&mut self) -> usize {
-        self.cm.begin_round();
-        let mut taken = 0;
-        while self.cm.turns > 0
-            && let Some((from, mad)) = self.cm.waiting.pop_front()
-        {
-            self.cm.turns -= 1;
-            self.take_mad(from, &mad);
-            taken += 1;
-        }
-        taken
+        self.pump_cm(device);
     }
 
     /// Sets whether there are more packets in the socket than we could receive.
     pub(crate) fn set_behind(&mut self, is_behind: bool) {
-        self.cm.is_behind = is_behind;
+        self.backlog.set_behind(is_behind);
     }
 
     /// Returns the next time when the CM needs to be called.
-    pub(crate) fn cm_deadline(&self) -> Option<Instant> {
+    pub(in crate::nic) fn deadline(&self, now: Instant) -> Option<Instant> {
         // Queued messages should be handled immediately, in the next round.
-        if !self.cm.waiting.is_empty() {
-            return Some(self.now());
+        if !self.backlog.is_empty() {
+            return Some(now);
         }
-        self.cm.cm.poll_timeout()
+        self.cm.poll_timeout()
+    }
+
+    /// Starts a new round, handles queued messages from strangers and CM timers. This will return
+    /// the number of messages handled and calls made.
+    pub(in crate::nic) fn handle_timeouts(&mut self, device: &mut Device) -> usize {
+        self.backlog.begin_round();
+        let mut handled = 0;
+        while let Some((from, mad)) = self.backlog.pop() {
+            self.process_mad(device, from, &mad);
+            handled += 1;
+        }
+        let now = device.now();
+        if self.cm.poll_timeout().is_none_or(|at| at > now) {
+            return handled;
+        }
+        self.cm.handle_timeout(now);
+        self.pump_cm(device);
+        handled + 1
     }
 
     /// Returns whether there may be a MAD to send.
-    pub(crate) fn has_mads(&self) -> bool {
-        self.cm.may_send || self.agents.has_answers()
-    }
-
-    /// Handles CM timers. Returns the number of calls made.
-    pub(crate) fn handle_cm_timeouts(&mut self) -> usize {
-        let now = self.now();
-        if self.cm.cm.poll_timeout().is_none_or(|at| at > now) {
-            return 0;
-        }
-        self.cm.cm.handle_timeout(now);
-        self.pump_cm();
-        1
+    pub(in crate::nic) fn may_send(&self) -> bool {
+        self.may_send
     }
 
     /// Returns the next MAD to send and its route.
-    fn poll_outgoing(&mut self) -> Option<(CmRoute, Mad)> {
-        if self.cm.may_send {
-            let of_cm = self.cm.cm.poll_transmit();
-            self.cm.may_send = of_cm.is_some();
-            if let Some((peer, mad)) = of_cm {
-                return Some((self.cm.cm.route(peer, &mad), mad));
-            }
+    pub(in crate::nic) fn poll_transmit(&mut self) -> Option<(CmRoute, Mad)> {
+        if !self.may_send {
+            return None;
         }
-        let (peer, mad) = self.agents.poll_answer()?;
-        let route = CmRoute {
-            peer,
-            gid_index: 0,
-            traffic_class: 0,
-        };
-        Some((route, mad))
+        let next = self.cm.poll_transmit();
+        self.may_send = next.is_some();
+        next.map(|(peer, mad)| (self.cm.route(peer, &mad), mad))
     }
 
-    /// Appends MADs from the CM and the agents to a batch until it contains `budget` bytes.
-    pub(crate) fn transmit_mads(&mut self, batch: &mut TxBatch, budget: usize) {
-        while self.has_mads() && self.collected(batch).1 < budget {
-            let Some((route, mad)) = self.poll_outgoing() else {
-                break;
-            };
-            let dst = SocketAddr::new(route.peer, ROCE_PORT);
-            // A message to an unverified address can be blocked by neighbor resolution, so it must
-            // use a separate socket.
-            let is_own = self.keeps(dst, Qpn::GSI);
-            let is_stranger = !is_own && route.gid_index == 0 && !self.cm.cm.is_proven(route.peer);
-            let from = match is_stranger {
-                true => self.stranger_addr(),
-                false => self.local_addrs()[usize::from(route.gid_index)],
-            };
-            // We cannot send to an address of the other family.
-            let Some(flow) = IcrcFlow::new(from, dst) else {
-                continue;
-            };
-            let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.cm.psn);
-            self.cm.psn = self.cm.psn.next();
-            let ext = ExtHeaders {
-                deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
-                ..ExtHeaders::default()
-            };
-            let mut tx = TxPacket {
-                headers: emit_headers(&bth, &ext),
-                inline: mad.to_vec(),
-                payload_len: MAD_LEN,
-                ..TxPacket::default()
-            };
-            let way = TxPath {
-                from: route.gid_index,
-                tos: route.traffic_class & !ECN_MASK,
-                is_to_stranger: is_stranger,
-                ..TxPath::to(dst)
-            };
-            let flow = self.config().has_icrc().then_some(&flow);
-            self.batch_for(is_own, batch)
-                .push_packet(flow, &way, &mut tx);
-        }
+    /// Returns the PSN of the next MAD.
+    pub(in crate::nic) fn next_psn(&mut self) -> Psn {
+        let psn = self.psn;
+        self.psn = psn.next();
+        psn
     }
 
-    /// Called when a peer is known to be dead, and not just since it doesn't respond. All
-    /// connections, QPs and requests of this peer are closed immediately.
-    pub(crate) fn lose_peer(&mut self, now: Instant, peer: IpAddr) {
-        self.set_now(now);
-        self.cm.cm.lose_peer(now, peer);
-        self.pump_cm();
-        // This includes QPs which no longer have a connection id.
-        let with_peer = |qp: &Qp| qp.peer.is_some_and(|it| it.addr.ip() == peer);
-        let qps = self.qps.iter().filter(|(_, qp)| with_peer(qp));
-        let qps: Vec<QpId> = qps.map(|(id, _)| id).collect();
-        for qp in qps {
-            self.fail_qp(qp);
-        }
+    /// Closes all connections and requests of a peer that is known to be dead.
+    pub(in crate::nic) fn lose_peer(&mut self, device: &mut Device, peer: IpAddr) {
+        self.cm.lose_peer(device.now(), peer);
+        self.pump_cm(device);
     }
 
     /// Closes all ids without sending messages when the device is removed.
-    pub(crate) fn end_cm_ids(&mut self) {
-        self.cm.waiting.clear();
-        self.cm.may_send = false;
+    pub(in crate::nic) fn end_ids(&mut self) {
+        self.backlog.clear();
+        self.may_send = false;
         // An id without an address is not assigned to a device.
-        let ids = self.cm.ids.iter();
+        let ids = self.ids.iter();
         let ids = ids.filter(|(_, entry)| entry.state != IdState::Idle);
         let ids: Vec<CmId> = ids.map(|(id, _)| id).collect();
         for id in ids {
@@ -191,46 +131,46 @@ impl Nic {
     }
 
     /// Called when the first packet of a connection is received, which may be before the RTU.
-    pub(crate) fn on_first_packet(&mut self, qp: QpId) {
-        if let Some(&id) = self.cm.by_qp.get(&qp) {
+    pub(crate) fn on_first_packet(&mut self, device: &mut Device, qp: QpId) {
+        if let Some(&id) = self.by_qp.get(&qp) {
             // This has no effect unless the connection is waiting for an RTU.
-            let _ = self.notify_established(id);
+            let _ = self.notify_established(device, id);
         }
     }
 
     /// Called when a QP has been migrated. Messages for the connection must use the new path.
-    pub(crate) fn migrate_cm_qp(&mut self, qp: QpId, route: CmRoute) {
-        let id = self.cm.by_qp.get(&qp);
-        let entry = id.and_then(|id| self.cm.ids.get(*id).ok());
+    pub(crate) fn migrate_qp(&mut self, qp: QpId, route: CmRoute) {
+        let id = self.by_qp.get(&qp);
+        let entry = id.and_then(|id| self.ids.get(*id).ok());
         if let Some(ib) = entry.and_then(|entry| entry.ib) {
-            self.cm.cm.migrate(ib, route);
+            self.cm.migrate(ib, route);
         }
     }
 
     /// Called when a QP is destroyed, to remove it from its id.
-    pub(crate) fn forget_cm_qp(&mut self, qp: QpId) {
-        if let Some(id) = self.cm.by_qp.remove(&qp)
-            && let Ok(entry) = self.cm.ids.get_mut(id)
+    pub(crate) fn forget_qp(&mut self, qp: QpId) {
+        if let Some(id) = self.by_qp.remove(&qp)
+            && let Ok(entry) = self.ids.get_mut(id)
         {
             entry.qp = None;
         }
     }
 
     /// Moves the QP of an id to the ERROR state.
-    pub(super) fn fail_cm_qp(&mut self, id: CmId) {
-        let Some(qp) = self.cm.ids.get(id).ok().and_then(|e| e.qp) else {
+    pub(super) fn fail_cm_qp(&mut self, device: &mut Device, id: CmId) {
+        let Some(qp) = self.ids.get(id).ok().and_then(|e| e.qp) else {
             return;
         };
         let attr = QpAttr::to(QpState::Error);
         // This can't fail: the transition is valid in any state, and the QP exists while it is used
         // by an id.
-        let _ = self.modify_qp(qp, &attr);
+        let _ = device.modify_qp(qp, &attr);
     }
 
     /// Handles IB CM events.
-    pub(super) fn pump_cm(&mut self) {
-        self.cm.may_send = true;
-        while let Some(IbCmEvent { id: ib, kind }) = self.cm.cm.poll_event() {
+    pub(super) fn pump_cm(&mut self, device: &mut Device) {
+        self.may_send = true;
+        while let Some(IbCmEvent { id: ib, kind }) = self.cm.poll_event() {
             let is_last = kind.is_last();
             match kind {
                 IbCmEventKind::ReqReceived {
@@ -238,47 +178,56 @@ impl Nic {
                     peer,
                     qp,
                     req,
-                } => self.on_req(ib, listener, peer, qp, &req),
+                } => self.on_req(device, ib, listener, peer, qp, &req),
                 IbCmEventKind::SidrReqReceived {
                     listener,
                     peer,
                     req,
-                } => self.on_sidr_req(ib, listener, peer, &req),
+                } => self.on_sidr_req(device, ib, listener, peer, &req),
                 kind => {
-                    if let Some(&id) = self.cm.by_ib.get(&ib) {
-                        self.on_ib_event(id, ib, kind);
+                    if let Some(&id) = self.by_ib.get(&ib) {
+                        self.on_ib_event(device, id, ib, kind);
                     }
                 }
             }
             // After the last event, the IB CM can reuse the id for a new connection.
             if is_last
-                && let Some(id) = self.cm.by_ib.remove(&ib)
-                && let Ok(entry) = self.cm.ids.get_mut(id)
+                && let Some(id) = self.by_ib.remove(&ib)
+                && let Ok(entry) = self.ids.get_mut(id)
             {
                 entry.ib = None;
             }
         }
     }
 
-    fn on_req(&mut self, ib: IbCmId, listener: IbCmId, peer: IpAddr, qp: QpPeer, req: &ReqMsg) {
-        let refusal = match self.take_request(ib, listener, peer, qp, req) {
+    fn on_req(
+        &mut self,
+        device: &mut Device,
+        ib: IbCmId,
+        listener: IbCmId,
+        peer: IpAddr,
+        qp: QpPeer,
+        req: &ReqMsg,
+    ) {
+        let refusal = match self.take_request(device, ib, listener, peer, qp, req) {
             Ok(()) => return,
             Err(reason) => reason,
         };
-        let now = self.now();
+        let now = device.now();
         // If we reject a path MTU, we need to include the supported value.
         let info = match refusal {
-            RejReason::InvalidMtu => AdditionalInfo::new(&[self.config().mtu.code()]),
+            RejReason::InvalidMtu => AdditionalInfo::new(&[device.config().mtu.code()]),
             _ => AdditionalInfo::new(&[]),
         }
         .unwrap_or_default();
         let data = PrivateData::default();
         // We don't need to send a REJ if the request has been removed since.
-        let _ = self.cm.cm.send_rej(now, ib, refusal, info, data);
+        let _ = self.cm.send_rej(now, ib, refusal, info, data);
     }
 
     fn take_request(
         &mut self,
+        device: &mut Device,
         ib: IbCmId,
         listener: IbCmId,
         peer: IpAddr,
@@ -286,13 +235,11 @@ impl Nic {
         req: &ReqMsg,
     ) -> Result<(), RejReason> {
         let listener_id = *self
-            .cm
             .by_ib
             .get(&listener)
             .ok_or(RejReason::InvalidServiceId)?;
-        let rq_psn = self.new_psn();
+        let rq_psn = new_psn(device);
         let entry = self
-            .cm
             .ids
             .get(listener_id)
             .map_err(|_| RejReason::InvalidServiceId)?;
@@ -304,7 +251,7 @@ impl Nic {
             return Err(RejReason::InvalidTransportType);
         }
         // If the path MTU were larger than our interface MTU, all large packets would be lost.
-        if qp.path_mtu > self.config().mtu {
+        if qp.path_mtu > device.config().mtu {
             return Err(RejReason::InvalidMtu);
         }
         let (port, data) = split_request(entry.has_header(), &req.private_data.0)
@@ -319,13 +266,13 @@ impl Nic {
             local: Some(
                 entry
                     .local
-                    .unwrap_or(SocketAddr::new(self.local_addr().ip(), 0)),
+                    .unwrap_or(SocketAddr::new(device.port.addr().ip(), 0)),
             ),
             peer: Some(peer),
             ib: Some(ib),
             said: Some(Box::new(qp)),
             options: entry.options.of_request(),
-            alternate: self.offered_path(&req.alternate),
+            alternate: offered_path(device, &req.alternate),
             ..Id::new(entry.space, entry.qp_type, rq_psn)
         };
         let kind = CmEventKind::ConnectRequest {
@@ -334,36 +281,35 @@ impl Nic {
             param: param_of(&qp, ece, data.to_vec()),
         };
         let id = self
-            .cm
             .ids
             .insert(new)
             // An event requires an id. If no id is free, reject the request; the peer can retry
             // later.
             .map_err(|_| RejReason::NoResources)?;
-        self.cm.by_ib.insert(ib, id);
+        self.by_ib.insert(ib, id);
         self.report(id, kind);
         Ok(())
     }
 
-    fn on_ib_event(&mut self, id: CmId, ib: IbCmId, kind: IbCmEventKind) {
-        let now = self.now();
+    fn on_ib_event(&mut self, device: &mut Device, id: CmId, ib: IbCmId, kind: IbCmEventKind) {
+        let now = device.now();
         match kind {
             IbCmEventKind::RepReceived { qp, rep } => {
                 self.judge_answered_path(id, rep.failover);
-                self.on_rep(id, ib, &qp, &rep);
+                self.on_rep(device, id, ib, &qp, &rep);
             }
             IbCmEventKind::RtuReceived { .. } => self.on_established(id, ConnParam::default()),
-            IbCmEventKind::SidrRepReceived { rep } => self.on_sidr_rep(id, &rep),
+            IbCmEventKind::SidrRepReceived { rep } => self.on_sidr_rep(device, id, &rep),
             IbCmEventKind::ReqTimeout
             | IbCmEventKind::RepTimeout
             | IbCmEventKind::SidrReqTimeout => {
-                self.on_closed(id, CmEventKind::Unreachable);
+                self.on_closed(device, id, CmEventKind::Unreachable);
             }
             IbCmEventKind::RejReceived {
                 reason: RejReason::InvalidMtu,
                 info,
                 ..
-            } if self.retry_with_mtu(id, ib, &info) => {}
+            } if self.retry_with_mtu(device, id, ib, &info) => {}
             IbCmEventKind::RejReceived {
                 reason,
                 private_data,
@@ -372,7 +318,7 @@ impl Nic {
                 // If all our RTUs and data packets are lost, the peer will time out and send a REJ
                 // when the connection is already established on our side. In this case, we need to
                 // report a closed connection instead of a rejected one.
-                let was_up = self.cm.ids.get(id).is_ok_and(|e| {
+                let was_up = self.ids.get(id).is_ok_and(|e| {
                     matches!(e.state, IdState::Established | IdState::Disconnecting)
                 });
                 let kind = if was_up {
@@ -383,23 +329,25 @@ impl Nic {
                         private_data: private_data.0.to_vec(),
                     }
                 };
-                self.on_closed(id, kind);
+                self.on_closed(device, id, kind);
             }
             IbCmEventKind::DreqReceived { .. } => {
                 // Send this first. It is valid in the current state.
-                let _ = self.cm.cm.send_drep(now, ib, PrivateData::default());
-                self.on_closed(id, CmEventKind::Disconnected);
+                let _ = self.cm.send_drep(now, ib, PrivateData::default());
+                self.on_closed(device, id, CmEventKind::Disconnected);
             }
             IbCmEventKind::DrepReceived { .. }
             | IbCmEventKind::DreqTimeout
-            | IbCmEventKind::StaleConnection => self.on_closed(id, CmEventKind::Disconnected),
+            | IbCmEventKind::StaleConnection => {
+                self.on_closed(device, id, CmEventKind::Disconnected);
+            }
             // If the connection was never established, the application has already received a
             // reject or timeout event.
-            IbCmEventKind::TimewaitExit if self.cm.ids.get(id).is_ok_and(|e| e.was_established) => {
+            IbCmEventKind::TimewaitExit if self.ids.get(id).is_ok_and(|e| e.was_established) => {
                 self.report(id, CmEventKind::TimewaitExit);
             }
-            IbCmEventKind::LapReceived { lap } => self.on_lap(id, ib, &lap),
-            IbCmEventKind::AprReceived { status, .. } => self.on_apr(id, status),
+            IbCmEventKind::LapReceived { lap } => self.on_lap(device, id, ib, &lap),
+            IbCmEventKind::AprReceived { status, .. } => self.on_apr(device, id, status),
             IbCmEventKind::LapTimeout => self.on_no_path(id, None),
             // Timeouts requested by the peer are handled by the IB CM.
             _ => {}
@@ -408,12 +356,18 @@ impl Nic {
 
     /// Sends a new request with a path MTU supported by the peer. This will return `false` if this
     /// is not possible.
-    fn retry_with_mtu(&mut self, id: CmId, ib: IbCmId, info: &AdditionalInfo) -> bool {
+    fn retry_with_mtu(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        ib: IbCmId,
+        info: &AdditionalInfo,
+    ) -> bool {
         let takes = info.first().and_then(|&code| Mtu::from_code(code));
-        let Some(mtu) = takes.filter(|&m| m < self.config().mtu) else {
+        let Some(mtu) = takes.filter(|&m| m < device.config().mtu) else {
             return false;
         };
-        let Ok(entry) = self.cm.ids.get_mut(id) else {
+        let Ok(entry) = self.ids.get_mut(id) else {
             return false;
         };
         // Only retry once, because a peer could reject every path MTU.
@@ -427,13 +381,13 @@ impl Nic {
         // The id was closed by the REJ, even if we cannot send another request: the IB CM can reuse
         // it for a new connection.
         entry.ib = None;
-        self.cm.by_ib.remove(&ib);
-        self.send_request(id, &param, mtu).is_ok()
+        self.by_ib.remove(&ib);
+        self.send_request(device, id, &param, mtu).is_ok()
     }
 
-    fn on_rep(&mut self, id: CmId, ib: IbCmId, qp: &QpPeer, rep: &RepMsg) {
-        let now = self.now();
-        let Ok(entry) = self.cm.ids.get_mut(id) else {
+    fn on_rep(&mut self, device: &mut Device, id: CmId, ib: IbCmId, qp: &QpPeer, rep: &RepMsg) {
+        let now = device.now();
+        let Ok(entry) = self.ids.get_mut(id) else {
             return;
         };
         entry.said = Some(Box::new(*qp));
@@ -447,18 +401,18 @@ impl Nic {
             // Make the peer wait, so that the owner of the QP has enough time. This is valid in the
             // new state.
             let time = CmTimeout::new(MRA_TIMEOUT);
-            let _ = self.cm.cm.send_mra(ib, time, PrivateData::default());
+            let _ = self.cm.send_mra(ib, time, PrivateData::default());
             return self.report(id, CmEventKind::ConnectResponse { param });
         }
         // The QP must be ready before we send the RTU, since the peer can send data after that.
         let outcome = match entry.qp {
-            Some(q) => self.connect_qp(id, q),
+            Some(q) => self.connect_qp(device, id, q),
             None => Err(CmError::InvalidState("connect")),
         };
         match outcome {
             Ok(()) => {
                 // This is valid in the new state.
-                let _ = self.cm.cm.send_rtu(ib, PrivateData::default());
+                let _ = self.cm.send_rtu(ib, PrivateData::default());
                 self.on_established(id, param);
             }
             // The peer keeps a QP until its REP times out, but a REJ will release it immediately.
@@ -467,16 +421,15 @@ impl Nic {
                 // This is valid in the new state.
                 let _ = self
                     .cm
-                    .cm
                     .send_rej(now, ib, RejReason::NoResources, info, none);
-                self.on_closed(id, CmEventKind::ConnectError(e));
+                self.on_closed(device, id, CmEventKind::ConnectError(e));
             }
         }
     }
 
     pub(super) fn on_established(&mut self, id: CmId, param: ConnParam) {
         // Only the first one counts if we receive both the RTU and a data packet.
-        if let Ok(entry) = self.cm.ids.get_mut(id)
+        if let Ok(entry) = self.ids.get_mut(id)
             && matches!(entry.state, IdState::Connecting | IdState::Accepting)
         {
             become_state(&mut entry.state, IdState::Established);
@@ -491,8 +444,8 @@ impl Nic {
 
     /// Closes a connection: the QP is moved to the ERROR state and the application is notified
     /// once.
-    pub(super) fn on_closed(&mut self, id: CmId, kind: CmEventKind) {
-        let Ok(entry) = self.cm.ids.get_mut(id) else {
+    pub(super) fn on_closed(&mut self, device: &mut Device, id: CmId, kind: CmEventKind) {
+        let Ok(entry) = self.ids.get_mut(id) else {
             return;
         };
         if entry.state == IdState::Closed {
@@ -501,7 +454,7 @@ impl Nic {
         become_state(&mut entry.state, IdState::Closed);
         // A datagram QP can also be used with other peers.
         if entry.qp_type != QpType::Ud {
-            self.fail_cm_qp(id);
+            self.fail_cm_qp(device, id);
         }
         self.report(id, kind);
     }

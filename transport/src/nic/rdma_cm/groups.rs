@@ -7,26 +7,23 @@
 
 use std::net::IpAddr;
 
-use super::IdState;
 use super::qp_attr::way_to;
-use crate::nic::Nic;
+use super::{CmAgent, IdState};
+use crate::nic::Device;
 use crate::verbs::{
     CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, Gid, MAX_GROUPS_PER_ID, MULTICAST_QPN,
     QpType, VerbsError, mgid,
 };
 
-#[allow(
-    missing_docs,
-    reason = "the calls of the RDMA CM trait, documented there"
-)]
-impl Nic {
-    pub fn join_multicast(
+impl CmAgent {
+    pub(crate) fn join_multicast(
         &mut self,
+        device: &mut Device,
         id: CmId,
         group: IpAddr,
         _send_only: bool,
     ) -> Result<(), CmError> {
-        let own = self.local_addr().ip();
+        let own = device.port.addr().ip();
         let entry = self.cm_id(id, "join_multicast")?;
         // Same conditions as in Linux: the datagram id must be assigned to a device, and it must
         // not be connected.
@@ -60,7 +57,7 @@ impl Nic {
         Ok(())
     }
 
-    pub fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
+    pub(crate) fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
         let entry = self.cm_id(id, "leave_multicast")?;
         let group = group.to_canonical();
         let at = entry.groups.iter().position(|joined| *joined == group);
@@ -68,7 +65,7 @@ impl Nic {
         entry.groups.swap_remove(at);
         // Remove unread events, because the id has left this group.
         let mgid = Gid::from(group);
-        self.cm.events.retain(|event| {
+        self.events.retain(|event| {
             !matches!(&event.kind, CmEventKind::MulticastJoin { param }
                 if event.id == id && param.ah.is_some_and(|way| way.dgid == mgid))
         });

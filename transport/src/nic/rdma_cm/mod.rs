@@ -4,10 +4,12 @@
 //! The IB CM ([`crate::cm::Cm`]) uses service ids and MADs. This layer adds addresses and ports,
 //! inserts the address header into the private data of requests like Linux does, and changes the
 //! state of queue pairs when a connection is established or closed. Each device has a [`CmAgent`].
-//! The calls are implemented as methods of [`Nic`](super::Nic) because they modify queue pairs.
+//! Calls
+//! that modify queue pairs have the device as a parameter.
 //!
 //! | module | description |
 //! | --- | --- |
+//! | `backlog` | messages from strangers |
 //! | `calls` | identifiers, addresses, listeners |
 //! | `connect` | connect, accept, reject, disconnect |
 //! | `datagram` | datagram identifiers, which look up the queue pair for a port |
@@ -35,14 +37,15 @@
 //! identifier only has a few pending events, and a listener has no more requests than its backlog.
 //!
 //! Messages from strangers (i.e. if they don't match a connection with this sender) share the CPU
-//! with data: [`MADS_PER_ROUND`] messages are handled per round, and up to [`MAX_WAITING_MADS`] are
+//! with data: 16 messages are handled per round, and up to 512 are
 //! queued for the following rounds. Any more are dropped, which the sender should be prepared for.
 //! In each round, the device receives a limited number of packets from the socket. If there are any
-//! packets left, we only handle a single message every [`ROUNDS_PER_MAD`] rounds until the socket
+//! packets left, we only handle a single message every eight rounds until the socket
 //! is empty, since they are far more expensive than dropping them, and received data would have to
 //! wait behind all of them. As a result, a flood of requests doesn't block packets of connections,
 //! or messages of new connections.
 
+mod backlog;
 mod calls;
 mod connect;
 mod datagram;
@@ -60,6 +63,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use self::backlog::Backlog;
 pub use self::calls::port_space;
 pub(crate) use self::calls::{check_destination, forget_events, unspecified};
 pub(crate) use self::options::Options;
@@ -69,18 +73,7 @@ use crate::table::Table;
 use crate::verbs::{AltPath, CmEvent, CmId, ConnParam, PortSpace, QpId, QpType};
 use crate::wire::cm_msg::CaGuid;
 use crate::wire::cma::RdmaPortSpace;
-use crate::wire::mad::Mad;
 use crate::wire::{Psn, Qpn};
-
-/// Max number of messages from strangers handled per round. The application may create an entire
-/// channel for each of them.
-const MADS_PER_ROUND: u32 = 16;
-/// Max number of messages from strangers queued for later rounds.
-const MAX_WAITING_MADS: usize = 512;
-/// Number of rounds per message from a stranger while there are more packets in the socket. This
-/// must not be unlimited, because the socket may never be empty due to data packets, and hosts
-/// still need to be able to log in.
-const ROUNDS_PER_MAD: u32 = 8;
 
 /// RDMA CM id.
 #[derive(Debug)]
@@ -154,14 +147,7 @@ pub struct CmAgent {
     /// Identifiers using each local port.
     ports: HashMap<(RdmaPortSpace, u16), Vec<CmId>>,
     events: VecDeque<CmEvent>,
-    /// Messages from strangers queued for a later round.
-    waiting: VecDeque<(IpAddr, Mad)>,
-    /// Number of messages from strangers that can still be handled in this round.
-    turns: u32,
-    /// Set if there were more packets in the socket after the last receive, and the number of
-    /// rounds since the last message from a stranger was handled.
-    is_behind: bool,
-    rounds: u32,
+    backlog: Backlog,
     /// Set if the IB CM may have a MAD to send.
     may_send: bool,
     /// PSN of the next MAD.
@@ -204,38 +190,10 @@ impl CmAgent {
             by_qp: HashMap::new(),
             ports: HashMap::new(),
             events: VecDeque::new(),
-            waiting: VecDeque::new(),
-            turns: MADS_PER_ROUND,
-            is_behind: false,
-            rounds: 0,
+            backlog: Backlog::new(),
             may_send: false,
             psn: Psn::new(0),
         }
-    }
-
-    /// Allows messages from strangers to be handled in a new round.
-    fn begin_round(&mut self) {
-        self.rounds += 1;
-        self.turns = match (self.is_behind, self.rounds >= ROUNDS_PER_MAD) {
-            (false, _) => MADS_PER_ROUND,
-            (true, is_due) => u32::from(is_due),
-        };
-        if self.turns > 0 {
-            self.rounds = 0;
-        }
-    }
-
-    /// Returns whether a message can be handled in this round.
-    fn takes_now(&mut self, from: IpAddr, mad: &[u8]) -> bool {
-        // The sender has received one of our messages for this connection, so this can't be a flood
-        // with spoofed addresses.
-        if self.cm.knows(from, mad) {
-            return true;
-        }
-        // Queued messages must be handled first, to preserve the order.
-        let takes = self.turns > 0 && self.waiting.is_empty();
-        self.turns -= u32::from(takes);
-        takes
     }
 
     /// Returns the IB CM counters.

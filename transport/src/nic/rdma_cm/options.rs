@@ -3,8 +3,7 @@
 use std::net::IpAddr;
 
 use super::calls::port_space;
-use super::{Id, IdState};
-use crate::nic::Nic;
+use super::{CmAgent, Id, IdState};
 use crate::verbs::{CmError, CmId, CmOption, Mtu, QpType, VerbsError};
 
 /// Max ACK timeout exponent, which is a 5-bit value.
@@ -105,9 +104,8 @@ impl Id {
     }
 }
 
-#[allow(missing_docs, reason = "a call of the RDMA CM trait, documented there")]
-impl Nic {
-    pub fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
+impl CmAgent {
+    pub(crate) fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
         let entry = self.cm_id(id, "set_option")?;
         entry.options.set(option, entry.state, entry.qp_type)
     }

@@ -19,10 +19,10 @@
 //!
 //! [`CmOption::AlternatePaths`]: crate::verbs::CmOption::AlternatePaths
 
-use super::IdState;
 use super::qp_attr::ACK_TIMEOUTS;
+use super::{CmAgent, IdState};
 use crate::cm::IbCmId;
-use crate::nic::{Nic, Wire};
+use crate::nic::{Device, Wire};
 use crate::verbs::{
     AhAttr, AltPath, CmError, CmEventKind, CmId, Gid, PathMigState, QpAttr, QpId, QpType,
     VerbsError,
@@ -40,9 +40,13 @@ fn rearm(path: AltPath) -> QpAttr {
     }
 }
 
-#[allow(missing_docs, reason = "a call of the RDMA CM trait, documented there")]
-impl Nic {
-    pub fn load_alternate_path(&mut self, id: CmId, path: &AltPath) -> Result<(), CmError> {
+impl CmAgent {
+    pub(crate) fn load_alternate_path(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        path: &AltPath,
+    ) -> Result<(), CmError> {
         const CALL: &str = "load_alternate_path";
         let entry = self.cm_id(id, CALL)?;
         // Only connections can be migrated (IBTA 17.2.8), not datagrams.
@@ -54,17 +58,17 @@ impl Nic {
                 IdState::Idle | IdState::Bound | IdState::AddrResolved | IdState::RouteResolved,
                 ..,
             ) => {
-                self.check_path(path)?;
+                check_path(device, path)?;
                 self.cm_id(id, CALL)?.alternate = Some(*path);
                 Ok(())
             }
             (IdState::Established, Some(qp), Some(ib)) => {
-                self.plan_alternate(qp, &rearm(*path))?;
-                let (now, proposed) = (self.now(), self.cm_path(path));
+                device.plan_alternate(qp, &rearm(*path))?;
+                let (now, proposed) = (device.now(), cm_path(device, path));
                 let data = PrivateData::default();
-                self.cm.cm.send_lap(now, ib, proposed, data)?;
+                self.cm.send_lap(now, ib, proposed, data)?;
                 self.cm_id(id, CALL)?.alternate = Some(*path);
-                self.pump_cm();
+                self.pump_cm(device);
                 Ok(())
             }
             _ => Err(CmError::InvalidState(CALL)),
@@ -72,63 +76,21 @@ impl Nic {
     }
 }
 
-impl Nic {
-    /// Checks a path for a QP that is not connected yet.
-    fn check_path(&self, path: &AltPath) -> Result<(), VerbsError> {
-        if self.config().wire == Wire::Links {
-            return Err(VerbsError::Unsupported("alternate paths"));
-        }
-        if path.pkey_index != 0 {
-            return Err(VerbsError::InvalidIndex(path.pkey_index));
-        }
-        if path.timeout > 31 {
-            return Err(VerbsError::InvalidParameter("alternate timeout"));
-        }
-        self.reachable(&path.ah).map(drop)
-    }
-
-    /// Converts a path to the format used in our messages.
-    pub(super) fn cm_path(&self, path: &AltPath) -> CmPath {
-        let local = self.local_addrs()[usize::from(path.ah.sgid_index)].ip();
-        CmPath {
-            traffic_class: path.ah.traffic_class,
-            ..CmPath::roce(local.into(), path.ah.dgid, CmTimeout::new(path.timeout))
-        }
-    }
-
-    /// Converts a path from a message of the peer to our perspective. Returns `None` if the remote
-    /// address is not a local address of this device.
-    pub(super) fn offered_path(&self, theirs: &CmPath) -> Option<AltPath> {
-        let is_ours = |at: &std::net::SocketAddr| Gid::from(at.ip()) == theirs.remote_gid;
-        let index = self.local_addrs().iter().position(is_ours)?;
-        let timeout = theirs.ack_timeout.exponent();
-        Some(AltPath {
-            ah: AhAttr {
-                // The GID table is smaller than this.
-                sgid_index: index as u16,
-                traffic_class: theirs.traffic_class,
-                ..AhAttr::new(theirs.local_gid)
-            },
-            pkey_index: 0,
-            // Same as for the path of the request.
-            timeout: timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end()),
-        })
-    }
-
+impl CmAgent {
     /// Returns whether to accept the alternate path of a request that is being accepted.
-    pub(super) fn judge_offered_path(&mut self, id: CmId) -> Failover {
-        let Ok(entry) = self.cm.ids.get(id) else {
+    pub(super) fn judge_offered_path(&mut self, device: &mut Device, id: CmId) -> Failover {
+        let Ok(entry) = self.ids.get(id) else {
             return Failover::Rejected;
         };
         let failover = match entry.alternate {
             None => return Failover::Accepted,
             Some(_) if !entry.options.alternate_paths => Failover::Unsupported,
-            Some(path) => match self.check_path(&path) {
+            Some(path) => match check_path(device, &path) {
                 Ok(()) => return Failover::Accepted,
                 Err(_) => Failover::Rejected,
             },
         };
-        if let Ok(entry) = self.cm.ids.get_mut(id) {
+        if let Ok(entry) = self.ids.get_mut(id) {
             entry.alternate = None;
         }
         failover
@@ -137,61 +99,56 @@ impl Nic {
     /// Removes the alternate path of our request if it was not accepted by the peer.
     pub(super) fn judge_answered_path(&mut self, id: CmId, failover: Failover) {
         if failover != Failover::Accepted
-            && let Ok(entry) = self.cm.ids.get_mut(id)
+            && let Ok(entry) = self.ids.get_mut(id)
         {
             entry.alternate = None;
         }
     }
 
-    pub(super) fn on_lap(&mut self, id: CmId, ib: IbCmId, lap: &LapMsg) {
-        let judged = self.take_lap(id, lap);
+    pub(super) fn on_lap(&mut self, device: &mut Device, id: CmId, ib: IbCmId, lap: &LapMsg) {
+        let judged = self.take_lap(device, id, lap);
         let status = judged.err().unwrap_or(AprStatus::Success);
         let info = AdditionalInfo::default();
         // We don't need to respond if the connection has been closed since.
-        let _ = self
-            .cm
-            .cm
-            .send_apr(ib, status, info, PrivateData::default());
+        let _ = self.cm.send_apr(ib, status, info, PrivateData::default());
         if let Ok(path) = judged {
             self.report(id, CmEventKind::AlternatePath { path });
         }
     }
 
     /// Loads a path proposed by the peer, or returns the reason why it is rejected.
-    fn take_lap(&mut self, id: CmId, lap: &LapMsg) -> Result<AltPath, AprStatus> {
-        let entry = self.cm.ids.get(id).map_err(|_| AprStatus::Reject)?;
+    fn take_lap(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        lap: &LapMsg,
+    ) -> Result<AltPath, AprStatus> {
+        let entry = self.ids.get(id).map_err(|_| AprStatus::Reject)?;
         // If the application manages the QP, it would also have to load the path.
         let qp = entry.qp.filter(|_| entry.options.alternate_paths);
         let qp = qp.ok_or(AprStatus::Unsupported)?;
         if entry.state != IdState::Established {
             return Err(AprStatus::Reject);
         }
-        let path = self.offered_path(&lap.alternate);
+        let path = offered_path(device, &lap.alternate);
         let path = path.ok_or(AprStatus::InvalidGid)?;
-        if self.is_current(qp, &path) {
+        if is_current(device, qp, &path) {
             return Err(AprStatus::IsCurrent);
         }
-        self.modify_qp(qp, &rearm(path)).map_err(|e| match e {
+        device.modify_qp(qp, &rearm(path)).map_err(|e| match e {
             VerbsError::InvalidParameter("destination address") => AprStatus::InvalidGid,
             VerbsError::Unsupported(_) => AprStatus::Unsupported,
             _ => AprStatus::Reject,
         })?;
-        self.cm
-            .ids
+        self.ids
             .get_mut(id)
             .map_err(|_| AprStatus::Reject)?
             .alternate = Some(path);
         Ok(path)
     }
 
-    /// Returns whether this is the current path of a QP.
-    fn is_current(&self, qp: QpId, path: &AltPath) -> bool {
-        let now = self.query_qp(qp).ok().and_then(|attr| attr.ah);
-        now.is_some_and(|ah| (ah.dgid, ah.sgid_index) == (path.ah.dgid, path.ah.sgid_index))
-    }
-
-    pub(super) fn on_apr(&mut self, id: CmId, status: AprStatus) {
-        let Ok(entry) = self.cm.ids.get(id) else {
+    pub(super) fn on_apr(&mut self, device: &mut Device, id: CmId, status: AprStatus) {
+        let Ok(entry) = self.ids.get(id) else {
             return;
         };
         let (Some(path), Some(qp)) = (entry.alternate, entry.qp) else {
@@ -201,7 +158,7 @@ impl Nic {
             return self.on_no_path(id, Some(status));
         }
         // Our QP may have failed since we sent the request.
-        match self.modify_qp(qp, &rearm(path)) {
+        match device.modify_qp(qp, &rearm(path)) {
             Ok(()) => self.report(id, CmEventKind::AlternatePath { path }),
             Err(_) => self.on_no_path(id, None),
         }
@@ -209,10 +166,58 @@ impl Nic {
 
     /// Called if the peer has not accepted a path.
     pub(super) fn on_no_path(&mut self, id: CmId, status: Option<AprStatus>) {
-        if let Ok(entry) = self.cm.ids.get_mut(id) {
+        if let Ok(entry) = self.ids.get_mut(id) {
             entry.alternate = None;
         }
         let status = status.map(u8::from);
         self.report(id, CmEventKind::AlternatePathError { status });
     }
+}
+
+/// Checks a path for a QP that is not connected yet.
+fn check_path(device: &Device, path: &AltPath) -> Result<(), VerbsError> {
+    if device.config().wire == Wire::Links {
+        return Err(VerbsError::Unsupported("alternate paths"));
+    }
+    if path.pkey_index != 0 {
+        return Err(VerbsError::InvalidIndex(path.pkey_index));
+    }
+    if path.timeout > 31 {
+        return Err(VerbsError::InvalidParameter("alternate timeout"));
+    }
+    device.port.reachable(&path.ah).map(drop)
+}
+
+/// Converts a path to the format used in our messages.
+pub(super) fn cm_path(device: &Device, path: &AltPath) -> CmPath {
+    let local = device.port.addrs()[usize::from(path.ah.sgid_index)].ip();
+    CmPath {
+        traffic_class: path.ah.traffic_class,
+        ..CmPath::roce(local.into(), path.ah.dgid, CmTimeout::new(path.timeout))
+    }
+}
+
+/// Converts a path from a message of the peer to our perspective. Returns `None` if the remote
+/// address is not a local address of this device.
+pub(super) fn offered_path(device: &Device, theirs: &CmPath) -> Option<AltPath> {
+    let is_ours = |at: &std::net::SocketAddr| Gid::from(at.ip()) == theirs.remote_gid;
+    let index = device.port.addrs().iter().position(is_ours)?;
+    let timeout = theirs.ack_timeout.exponent();
+    Some(AltPath {
+        ah: AhAttr {
+            // The GID table is smaller than this.
+            sgid_index: index as u16,
+            traffic_class: theirs.traffic_class,
+            ..AhAttr::new(theirs.local_gid)
+        },
+        pkey_index: 0,
+        // Same as for the path of the request.
+        timeout: timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end()),
+    })
+}
+
+/// Returns whether this is the current path of a QP.
+fn is_current(device: &Device, qp: QpId, path: &AltPath) -> bool {
+    let now = device.query_qp(qp).ok().and_then(|attr| attr.ah);
+    now.is_some_and(|ah| (ah.dgid, ah.sgid_index) == (path.ah.dgid, path.ah.sgid_index))
 }

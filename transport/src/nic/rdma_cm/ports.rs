@@ -7,11 +7,12 @@
 
 use std::net::{IpAddr, SocketAddr};
 
+use chacha20::ChaCha20Rng;
 use chacha20::rand_core::Rng;
 
-use super::Id;
 use super::calls::port_space;
-use crate::nic::Nic;
+use super::{CmAgent, Id};
+use crate::nic::Device;
 #[cfg(doc)]
 use crate::verbs::CmOption;
 use crate::verbs::{CmError, CmId};
@@ -22,10 +23,15 @@ const FIRST_EPHEMERAL: u16 = 32_768;
 /// Number of ephemeral ports.
 const EPHEMERALS: u16 = 28_232;
 
-impl Nic {
+impl CmAgent {
     /// Sets the local address and port of an id.
-    pub(super) fn bind(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
-        let own = self.local_addr().ip();
+    pub(super) fn bind(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        addr: SocketAddr,
+    ) -> Result<(), CmError> {
+        let own = device.port.addr().ip();
         let ip = addr.ip().to_canonical();
         let entry = self.cm_id(id, "bind_addr")?;
         // The unspecified address matches all addresses of a host, including the device address.
@@ -40,14 +46,14 @@ impl Nic {
             return Ok(());
         };
         let port = match addr.port() {
-            0 => self.free_port(space)?,
+            0 => self.free_port(space, &mut device.random)?,
             port => {
                 let shares = self.cm_id(id, "bind_addr")?.options.reuse;
                 self.check_port(id, (space, port), ip, shares)?;
                 port
             }
         };
-        self.cm.ports.entry((space, port)).or_default().push(id);
+        self.ports.entry((space, port)).or_default().push(id);
         let entry = self.cm_id(id, "bind_addr")?;
         entry.bound = Some(ip);
         entry.local = Some(SocketAddr::new(own, port));
@@ -55,11 +61,11 @@ impl Nic {
     }
 
     /// Returns a free port, starting the search at a random port.
-    fn free_port(&mut self, space: RdmaPortSpace) -> Result<u16, CmError> {
-        let start = (self.random().next_u32() % u32::from(EPHEMERALS)) as u16;
+    fn free_port(&self, space: RdmaPortSpace, random: &mut ChaCha20Rng) -> Result<u16, CmError> {
+        let start = (random.next_u32() % u32::from(EPHEMERALS)) as u16;
         (0..EPHEMERALS)
             .map(|i| FIRST_EPHEMERAL + (start + i) % EPHEMERALS)
-            .find(|&port| !self.cm.ports.contains_key(&(space, port)))
+            .find(|&port| !self.ports.contains_key(&(space, port)))
             .ok_or(CmError::AddressInUse)
     }
 
@@ -72,12 +78,11 @@ impl Nic {
         shares: bool,
     ) -> Result<(), CmError> {
         let only = self
-            .cm
             .ids
             .get(id)
             .is_ok_and(|entry| entry.options.is_family_only(ip));
-        for &owner in self.cm.ports.get(&port).into_iter().flatten() {
-            let Ok(entry) = self.cm.ids.get(owner) else {
+        for &owner in self.ports.get(&port).into_iter().flatten() {
+            let Ok(entry) = self.ids.get(owner) else {
                 continue;
             };
             let Some(theirs) = entry.bound.filter(|_| owner != id) else {
@@ -118,10 +123,10 @@ impl Nic {
             return;
         };
         let port = (space, local.port());
-        if let Some(owners) = self.cm.ports.get_mut(&port) {
+        if let Some(owners) = self.ports.get_mut(&port) {
             owners.retain(|owner| *owner != id);
             if owners.is_empty() {
-                self.cm.ports.remove(&port);
+                self.ports.remove(&port);
             }
         }
     }

@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use chacha20::rand_core::Rng;
 
-use super::{Id, IdState};
-use crate::nic::{Nic, NicLimits};
+use super::{CmAgent, Id, IdState};
+use crate::nic::{Device, NicLimits};
 use crate::verbs::{
     Access, AhAttr, CmError, CmId, DATAGRAM_QKEY, Gid, PathMigState, QpAttr, QpId, QpState, QpType,
     VerbsError,
@@ -119,16 +119,20 @@ impl Id {
     }
 }
 
-#[allow(missing_docs, reason = "a call of the RDMA CM trait, documented there")]
-impl Nic {
-    pub fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError> {
+impl CmAgent {
+    pub(crate) fn init_qp_attr(
+        &self,
+        device: &Device,
+        id: CmId,
+        state: QpState,
+    ) -> Result<QpAttr, CmError> {
         let unknown = CmError::InvalidState("init_qp_attr");
-        let entry = self.cm.ids.get(id).map_err(|_| unknown)?;
+        let entry = self.ids.get(id).map_err(|_| unknown)?;
         // Before this, the id is not assigned to a device.
         if entry.local.is_none() {
             return Err(unknown);
         }
-        let limits = &self.config().limits;
+        let limits = &device.config().limits;
         match state {
             QpState::Init => Ok(entry.to_init()),
             QpState::Rtr => entry.to_rtr(limits).ok_or(unknown),
@@ -138,19 +142,30 @@ impl Nic {
     }
 
     /// Changes the state of a QP using the attributes of its id.
-    pub(super) fn move_qp(&mut self, id: CmId, qp: QpId, state: QpState) -> Result<(), CmError> {
-        let attr = self.init_qp_attr(id, state)?;
-        Ok(self.modify_qp(qp, &attr)?)
+    pub(super) fn move_qp(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        qp: QpId,
+        state: QpState,
+    ) -> Result<(), CmError> {
+        let attr = self.init_qp_attr(device, id, state)?;
+        Ok(device.modify_qp(qp, &attr)?)
     }
 
     /// Moves a QP from INIT to RTS. The peer's message contains the attributes for both steps.
-    pub(super) fn connect_qp(&mut self, id: CmId, qp: QpId) -> Result<(), CmError> {
-        self.move_qp(id, qp, QpState::Rtr)?;
-        self.move_qp(id, qp, QpState::Rts)
+    pub(super) fn connect_qp(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        qp: QpId,
+    ) -> Result<(), CmError> {
+        self.move_qp(device, id, qp, QpState::Rtr)?;
+        self.move_qp(device, id, qp, QpState::Rts)
     }
+}
 
-    /// Returns a random PSN, so that strangers can't guess which PSNs are currently valid.
-    pub(super) fn new_psn(&mut self) -> Psn {
-        Psn::new(self.random().next_u32())
-    }
+/// Returns a random PSN, so that strangers can't guess which PSNs are currently valid.
+pub(super) fn new_psn(device: &mut Device) -> Psn {
+    Psn::new(device.random.next_u32())
 }

@@ -11,7 +11,7 @@ use super::state::IdState::{
 use super::*;
 use crate::nic::batch::TxBatch;
 use crate::nic::{Nic, NicConfig};
-use crate::verbs::{CmEventKind, Mtu, QpCap, QpInitAttr, QpType};
+use crate::verbs::{CmEventKind, Mtu, QpCap, QpInitAttr, QpType, RdmaCm as _, Verbs as _};
 
 const STATES: [IdState; 12] = [
     Idle,
@@ -44,7 +44,7 @@ impl Two {
             b: nic(2),
             now,
         };
-        two.b.set_mtu(Mtu::Mtu512);
+        two.b.device.set_mtu(Mtu::Mtu512);
         let id = two.b.create_id(PortSpace::Tcp).unwrap();
         two.b.bind_addr(id, ([10, 0, 0, 2], 4000).into()).unwrap();
         two.b.listen(id, 8).unwrap();
@@ -100,7 +100,7 @@ fn hand_over(now: Instant, from: &mut Nic, to: &mut Nic) -> usize {
         .flat_map(|g| batch.copy_packets(g))
         .collect();
     for packet in &packets {
-        to.handle_datagram(now, from.local_addr(), packet.len(), packet);
+        to.handle_datagram(now, from.device.port.addr(), packet.len(), packet);
     }
     packets.len()
 }
@@ -335,7 +335,7 @@ fn classes(now: Instant, from: &mut Nic, to: &mut Nic) -> Vec<u8> {
     from.poll_transmit(now, &mut batch, 1 << 20);
     let groups = batch.groups();
     for packet in groups.iter().flat_map(|g| batch.copy_packets(g)) {
-        to.handle_datagram(now, from.local_addr(), packet.len(), &packet);
+        to.handle_datagram(now, from.device.port.addr(), packet.len(), &packet);
     }
     groups.iter().map(|g| g.way.tos).collect()
 }
@@ -345,7 +345,7 @@ fn type_of_service_is_taken_from_request() {
     use crate::verbs::CmOption;
 
     let two = &mut Two::new();
-    two.a.set_mtu(Mtu::Mtu512);
+    two.a.device.set_mtu(Mtu::Mtu512);
     for own in [None, Some(0x20)] {
         let id = resolved(&mut two.a);
         with_qp(&mut two.a, id);

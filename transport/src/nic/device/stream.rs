@@ -1,25 +1,26 @@
 //! Connections over byte streams ([`RdmapQp`]). The owner of the device transfers the data.
 //!
 //! ```text
-//! nic.start_stream(qp, &params)                      // when both sides have agreed
-//! nic.handle_stream(now, qp, bytes)                  // received data
-//! while let Some(qp) = nic.next_stream() { … }       // may have something to send:
-//!     nic.poll_stream(now, qp, &mut bytes, limit)
-//! nic.lose_stream(now, qp)                           // the stream was closed
+//! device.start_stream(qp, &params)                      // when both sides have agreed
+//! device.handle_stream(now, qp, bytes)                  // received data
+//! while let Some(qp) = device.next_stream() { … }       // may have something to send:
+//!     device.poll_stream(now, qp, &mut bytes, limit)
+//! device.fail_qp(qp)                                    // the stream was closed
 //! ```
 
 use std::time::Instant;
 
 use riser_memory::fault;
 
-use super::qp::with_env;
-use super::{Machine, Nic, Qp};
+use super::Device;
+use crate::nic::qp::{Machine, Qp};
+use crate::nic::with_env;
 use crate::rc::Env;
 use crate::rdmap::setup::Disagreement;
 use crate::rdmap::{RdmapQp, StreamParams};
 use crate::verbs::{Access, QpId, QpState, VerbsError};
 
-impl Nic {
+impl Device {
     /// Calls `f` with a connection and its environment, then passes on the events.
     fn with_stream<T>(
         &mut self,
@@ -60,14 +61,14 @@ impl Nic {
         // Device limits are less than 256.
         qp.attr.max_rd_atomic = Some(params.agreed.ord.min(255) as u8);
         qp.attr.max_dest_rd_atomic = Some(params.agreed.ird.min(255) as u8);
-        self.schedule(id);
+        self.schedule_qp(id);
         Ok(())
     }
 
     /// Closes a new connection because the reply is not compatible.
     pub(crate) fn refuse_stream(&mut self, id: QpId, disagreement: Disagreement) {
         self.with_stream(id, |stream, env| stream.refuse_reply(disagreement, env));
-        self.schedule(id);
+        self.schedule_qp(id);
     }
 
     /// Handles data received from a stream.
@@ -78,7 +79,7 @@ impl Nic {
         self.with_stream(id, |stream, env| stream.handle_input(bytes, env));
         self.fail_where_faulted(id, faults);
         // The connection may need to send a response.
-        self.schedule(id);
+        self.schedule_qp(id);
     }
 
     /// Fails a QP if there were new memory faults while it was running, which means it has accessed
@@ -86,35 +87,19 @@ impl Nic {
     fn fail_where_faulted(&mut self, id: QpId, faults: u64) -> bool {
         let has_faulted = fault::count() != faults;
         if has_faulted {
-            self.mrs.page_faulted();
+            self.memory.mrs.page_faulted();
             self.fail_qp(id);
         }
         has_faulted
     }
 
-    /// Handles a closed stream.
-    pub(crate) fn lose_stream(&mut self, now: Instant, id: QpId) {
-        self.set_now(now);
-        self.fail_qp(id);
-    }
-
     /// Returns the next QP that may have something to send, or has been destroyed.
     pub(crate) fn next_stream(&mut self) -> Option<QpId> {
-        let id = self.ready.pop_front()?;
+        let id = self.schedule.pop()?;
         if let Ok(qp) = self.qps.get_mut(id) {
             qp.is_queued = false;
         }
         Some(id)
-    }
-
-    /// Returns the number of scheduled QPs.
-    pub(crate) fn ready_streams(&self) -> usize {
-        self.ready.len()
-    }
-
-    /// Schedules a QP again.
-    pub(crate) fn wake_stream(&mut self, id: QpId) {
-        self.schedule(id);
     }
 
     /// Appends data to be sent by a QP to `out`, until it contains `limit` bytes. Returns whether
@@ -135,11 +120,6 @@ impl Nic {
             return false;
         }
         has_more == Some(true)
-    }
-
-    /// Counts a connection that was rejected because the peer exceeds its limit.
-    pub(crate) fn count_refused(&mut self) {
-        self.counters.refused_qps += 1;
     }
 
     /// Returns whether nothing more will be sent on this stream, except for a terminate message if

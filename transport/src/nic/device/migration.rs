@@ -33,28 +33,17 @@
 //! an acknowledgement for received data, so that the peer also migrates if there is nothing else to
 //! send.
 
-use super::Wire;
-use super::qp::with_env;
-use super::rx::Received;
-use super::{Machine, Nic, Peer, Qp};
 use std::mem;
 
+use super::Device;
 use crate::cm::CmRoute;
+use crate::nic::Wire;
+use crate::nic::qp::{Alternate, Machine, Peer, Qp};
+use crate::nic::received::Received;
+use crate::nic::with_env;
 use crate::rc::Env;
 use crate::verbs::{AltPath, AsyncEvent, PathMigState, QpAttr, QpId, QpState, QpType, VerbsError};
-use crate::wire::{Packet, Service};
-
-/// Alternate path of a connection.
-#[derive(Debug)]
-pub(super) struct Alternate {
-    path: AltPath,
-    peer: Peer,
-    /// Set after a migration to an unknown path has been rejected and reported. This is only
-    /// reported once per alternate path, since the peer can repeat these packets.
-    has_refused: bool,
-    /// Number of packets requesting migration to this path with an unexpected PSN.
-    guesses: u8,
-}
+use crate::wire::Packet;
 
 /// After this number of wrong guesses, packets can no longer migrate the connection to its
 /// alternate path. A valid peer does not need to guess, and only one in a few thousand PSNs is
@@ -96,7 +85,7 @@ fn plan_arrival(
 
 impl Peer {
     /// Returns whether a packet was received on this path.
-    pub(super) fn is_way_of(&self, received: &Received<'_>) -> bool {
+    pub(in crate::nic) fn is_way_of(&self, received: &Received<'_>) -> bool {
         self.addr.ip() == received.src.ip() && self.from == received.ip.gid_index
     }
 }
@@ -123,14 +112,13 @@ impl Qp {
         )
     }
 
-    fn service(&self) -> Service {
-        match &self.machine {
-            Machine::Rc(_) => Service::Rc,
-            Machine::Xrc(_) => Service::Xrc,
-            Machine::Uc(_) => Service::Uc,
-            // There are no packets, and no path to migrate to.
-            Machine::Ud(_) | Machine::Stream(_) => Service::Ud,
-        }
+    /// Returns the alternate path and the migration state for a query.
+    pub(super) fn migration_attr(&self) -> (Option<AltPath>, Option<PathMigState>) {
+        let is_connected = !matches!(self.qp_type, QpType::Ud | QpType::Gsi);
+        (
+            self.alternate.as_ref().map(|alternate| alternate.path),
+            is_connected.then_some(self.mig_state),
+        )
     }
 
     /// Changes the migration state.
@@ -144,17 +132,17 @@ impl Qp {
     }
 
     /// Removes the alternate path, as required for RESET.
-    pub(super) fn forget_alternate(&mut self) {
+    pub(in crate::nic) fn forget_alternate(&mut self) {
         self.alternate = None;
         self.become_mig_state(PathMigState::Migrated);
     }
 }
 
-impl Nic {
+impl Device {
     /// Checks if a packet is valid for a QP with two paths, after `is_from_peer` has failed. If
     /// not, it is counted as an error. The ICRC has not been verified yet.
     #[cold]
-    pub(super) fn is_on_path(
+    pub(in crate::nic) fn is_on_path(
         &mut self,
         id: QpId,
         received: &Received<'_>,
@@ -183,10 +171,10 @@ impl Nic {
         is_ours
     }
 
-    /// Updates the migration state for a packet accepted by [`Nic::is_on_path`], after its ICRC has
+    /// Updates the migration state for a packet accepted by [`Device::is_on_path`], after its ICRC has
     /// been verified. This will return whether the packet should be processed.
     #[cold]
-    pub(super) fn follow_path(
+    pub(in crate::nic) fn follow_path(
         &mut self,
         id: QpId,
         received: &Received<'_>,
@@ -206,7 +194,7 @@ impl Nic {
                 let is_first = alternate
                     .is_some_and(|alternate| !mem::replace(&mut alternate.has_refused, true));
                 if is_first {
-                    self.raise(AsyncEvent::PathMigError(id));
+                    self.events.raise(AsyncEvent::PathMigError(id));
                 }
                 return false;
             }
@@ -216,7 +204,7 @@ impl Nic {
     }
 
     /// Checks the migration attributes of a request. Returns the alternate path, if included.
-    pub(super) fn plan_alternate(
+    pub(in crate::nic) fn plan_alternate(
         &mut self,
         id: QpId,
         attr: &QpAttr,
@@ -254,7 +242,7 @@ impl Nic {
     }
 
     /// Applies a path or migration state change after it has been verified.
-    pub(super) fn apply_alternate(
+    pub(in crate::nic) fn apply_alternate(
         &mut self,
         id: QpId,
         alternate: Option<Box<Alternate>>,
@@ -272,18 +260,9 @@ impl Nic {
         Ok(())
     }
 
-    /// Returns the alternate path and the migration state for a query.
-    pub(super) fn migration_attr(qp: &Qp) -> (Option<AltPath>, Option<PathMigState>) {
-        let is_connected = !matches!(qp.qp_type, QpType::Ud | QpType::Gsi);
-        (
-            qp.alternate.as_ref().map(|alternate| alternate.path),
-            is_connected.then_some(qp.mig_state),
-        )
-    }
-
     /// Migrates a connection to its alternate path.
-    pub(super) fn migrate(&mut self, id: QpId) {
-        let now = self.now;
+    pub(in crate::nic) fn migrate(&mut self, id: QpId) {
+        let now = self.clock.now();
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
         };
@@ -307,20 +286,20 @@ impl Nic {
             rc.on_migrated(now, path.timeout);
         }
         self.counters.migrations += 1;
-        self.raise(AsyncEvent::PathMig(id));
+        self.events.raise(AsyncEvent::PathMig(id));
         let route = CmRoute {
             peer: peer.addr.ip(),
             gid_index: peer.from,
             traffic_class: path.ah.traffic_class,
         };
-        self.migrate_cm_qp(id, route);
+        self.migrated.push((id, route));
         self.finish_turn(id);
     }
 
     /// Handles a connection timer. If there are no retries left, the connection is migrated to its
     /// alternate path.
-    pub(super) fn fire_rc_timer(&mut self, id: QpId) {
-        let now = self.now;
+    pub(in crate::nic) fn fire_rc_timer(&mut self, id: QpId) {
+        let now = self.clock.now();
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
         };

@@ -1,7 +1,7 @@
 //! Hardware failures for use by the simulator.
 
-use super::{Machine, Nic, Qp};
-use crate::nic::cq::Cq;
+use super::Device;
+use crate::nic::qp::{Machine, Qp};
 use crate::verbs::{AsyncEvent, CqId, QpId, QpState};
 
 /// Type of failure.
@@ -19,7 +19,7 @@ impl Qp {
     }
 }
 
-impl Nic {
+impl Device {
     /// Returns whether this is a connected QP.
     pub fn is_connection(&self, qp: QpId) -> bool {
         let qp = self.qps.get(qp);
@@ -29,7 +29,7 @@ impl Nic {
     /// Reports that the device and all its objects have been lost, as if the device had been
     /// unplugged. Pending work will not complete.
     pub fn pull_out(&mut self) {
-        self.raise(AsyncEvent::DeviceFatal);
+        self.events.raise(AsyncEvent::DeviceFatal);
     }
 
     /// Breaks connected QP number `nth` (modulo the number of QPs), or the receive CQ. This will
@@ -43,10 +43,10 @@ impl Nic {
         match what {
             Breakage::Qp => {
                 self.fail_qp(qp);
-                self.raise(AsyncEvent::QpFatal(qp));
+                self.events.raise(AsyncEvent::QpFatal(qp));
             }
             Breakage::Cq => {
-                if self.cqs.get_mut(cq).is_ok_and(Cq::overrun) {
+                if self.cqs.overrun(cq) {
                     self.on_overrun(cq);
                     self.fail_users(cq);
                 }

@@ -1,0 +1,117 @@
+//! Hosts with connected queue pairs.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+
+use crate::verbs::QpId;
+use crate::wire::IcrcVerifier;
+
+/// Source port of the peer in the lower half, and index of the local address in the upper half. The
+/// ICRC depends on both.
+pub(in crate::nic) type FlowPort = u32;
+
+/// Number of source ports per connected QP for which we store the identification pattern. Linux
+/// uses one port per QP.
+pub(in crate::nic) const PORTS_PER_QP: usize = 4;
+
+/// Hosts with connected QPs, and the packet numbering of their source ports. Nothing is stored for
+/// strangers.
+#[derive(Debug, Default)]
+pub(in crate::nic) struct Peers {
+    /// QPs connected to each address.
+    qps: HashMap<IpAddr, Vec<QpId>>,
+    /// Packet numbering by address and source port.
+    verifiers: HashMap<(IpAddr, FlowPort), IcrcVerifier>,
+    /// Source ports of each peer in this map, oldest first.
+    ports: HashMap<IpAddr, VecDeque<FlowPort>>,
+}
+
+impl Peers {
+    /// Returns the QPs connected to an address.
+    pub(in crate::nic) fn qps(&self, ip: IpAddr) -> &[QpId] {
+        self.qps.get(&ip).map_or(&[], Vec::as_slice)
+    }
+
+    /// Adds a connected QP.
+    pub(in crate::nic) fn add(&mut self, ip: IpAddr, qp: QpId) {
+        self.qps.entry(ip).or_default().push(qp);
+    }
+
+    /// Removes a QP. If there are no more QPs with this peer, its packets will not be verified, so
+    /// all state about it is discarded.
+    pub(in crate::nic) fn remove(&mut self, ip: IpAddr, qp: QpId) {
+        let Some(qps) = self.qps.get_mut(&ip) else {
+            return;
+        };
+        qps.retain(|&other| other != qp);
+        if qps.is_empty() {
+            self.qps.remove(&ip);
+            for port in self.ports.remove(&ip).into_iter().flatten() {
+                self.verifiers.remove(&(ip, port));
+            }
+        }
+    }
+
+    /// Returns the packet numbering of a peer, if known.
+    #[inline]
+    pub(in crate::nic) fn verifier(&self, key: (IpAddr, FlowPort)) -> Option<IcrcVerifier> {
+        self.verifiers.get(&key).copied()
+    }
+
+    /// Stores the packet numbering of a peer. If it uses too many ports, its oldest entry is
+    /// removed, so that a peer can't evict the entries of another peer.
+    pub(in crate::nic) fn remember(&mut self, key: (IpAddr, FlowPort), verifier: IcrcVerifier) {
+        if self.verifiers.insert(key, verifier).is_some() {
+            return;
+        }
+        let (ip, port) = key;
+        let qps = self.qps.get(&ip).map_or(0, Vec::len);
+        let ports = self.ports.entry(ip).or_default();
+        ports.push_back(port);
+        while ports.len() > qps * PORTS_PER_QP {
+            let oldest = ports.pop_front().expect("more than none");
+            self.verifiers.remove(&(ip, oldest));
+        }
+    }
+
+    /// Returns the number of stored entries: packet numberings, and peers with any.
+    #[cfg(test)]
+    pub(in crate::nic) fn verifier_count(&self) -> (usize, usize) {
+        (self.verifiers.len(), self.ports.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::Handle;
+    use crate::wire::IcrcFlow;
+
+    fn verifier(port: u16) -> IcrcVerifier {
+        let src = ([10, 0, 0, 2], port).into();
+        let flow = IcrcFlow::new(src, ([10, 0, 0, 1], 4791).into());
+        IcrcVerifier::new(flow.unwrap())
+    }
+
+    #[test]
+    fn oldest_port_of_peer_is_evicted() {
+        let [ip, other] = [2, 3].map(|host| IpAddr::from([10, 0, 0, host]));
+        let [qp, last] = [1, 2].map(|index| QpId(Handle::new(index, 1)));
+        let mut peers = Peers::default();
+        peers.add(ip, qp);
+        peers.add(other, last);
+        peers.remember((other, 1), verifier(1));
+        for port in 0..=PORTS_PER_QP as u16 {
+            peers.remember((ip, port.into()), verifier(port));
+        }
+        assert!(peers.verifier((ip, 0)).is_none());
+        assert!(peers.verifier((ip, 1)).is_some());
+        assert!(peers.verifier((other, 1)).is_some());
+        peers.add(ip, last);
+        peers.remove(ip, qp);
+        assert_eq!(peers.verifier_count(), (1 + PORTS_PER_QP, 2));
+        peers.remove(ip, last);
+        assert_eq!(peers.verifier_count(), (1, 1));
+        assert!(peers.qps(ip).is_empty());
+    }
+}

@@ -10,6 +10,7 @@
 //! (`RDMA_PS_IB`), but it also binds or resolves the identifier. Therefore we don't create such an
 //! identifier in the library until it is bound.
 
+use std::collections::{HashMap, VecDeque};
 use std::mem::discriminant;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
@@ -17,11 +18,13 @@ use std::time::Duration;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::{
-    JOIN_MC_ADDRESS, JOIN_MC_FLAGS, JOIN_MC_FULL_MEMBER, JOIN_MC_SEND_ONLY, rdma_cm_join_mc_attr_ex,
+    Cm, JOIN_MC_ADDRESS, JOIN_MC_FLAGS, JOIN_MC_FULL_MEMBER, JOIN_MC_SEND_ONLY,
+    rdma_cm_join_mc_attr_ex,
 };
 
 use super::convert::{self, SockAddr, checked_cm, event_error, reject_reason, socket_addr};
-use super::objects::{Id, IdState, RdmaCoreDevice};
+use super::objects::{Id, IdState, MANY};
+use crate::table::Table;
 use crate::verbs::*;
 
 fn millis(timeout: Duration) -> i32 {
@@ -37,7 +40,42 @@ fn fits(private_data: &[u8], max: usize) -> Result<(), CmError> {
     }
 }
 
-impl RdmaCoreDevice {
+/// Connection identifiers of a device and their events.
+pub(super) struct Connections {
+    cm: Cm,
+    pub(super) channel: *mut rdma_event_channel,
+    addr: IpAddr,
+    pub(super) ids: Table<CmId, Id>,
+    by_id: HashMap<usize, CmId>,
+    events: VecDeque<CmEvent>,
+    /// Set if the library has reported that the device was removed.
+    is_removed: bool,
+}
+
+impl Connections {
+    /// Creates an empty table. The channel must be open while the table is used.
+    pub(super) fn new(cm: Cm, channel: *mut rdma_event_channel, addr: IpAddr) -> Self {
+        Self {
+            cm,
+            channel,
+            addr,
+            ids: Table::new("connection identifiers", MANY),
+            by_id: HashMap::new(),
+            events: VecDeque::new(),
+            is_removed: false,
+        }
+    }
+
+    /// Returns whether events are available.
+    pub(super) fn has_events(&self) -> bool {
+        !self.events.is_empty()
+    }
+
+    /// Returns whether the library has reported that the device was removed.
+    pub(super) fn is_removed(&self) -> bool {
+        self.is_removed
+    }
+
     fn id(&self, id: CmId, call: &'static str) -> Result<&Id, CmError> {
         self.ids
             .get(id)
@@ -88,7 +126,7 @@ impl RdmaCoreDevice {
             ai_src_addr: at.as_mut_ptr(),
             ..Default::default()
         };
-        let (cm, mut ptr) = (self.core.cm, ptr::null_mut());
+        let (cm, mut ptr) = (self.cm, ptr::null_mut());
         let none = ptr::null_mut();
         // SAFETY: the address outlives the call, and the id is an output parameter.
         checked_cm(unsafe {
@@ -121,8 +159,7 @@ impl RdmaCoreDevice {
         let set = |name: u32, value: *mut libc::c_void, len: usize| {
             // SAFETY: the id is alive. The value has the size required for this option, and
             // outlives the call.
-            let set =
-                unsafe { (self.core.cm.rdma_set_option)(ptr, level, name as i32, value, len) };
+            let set = unsafe { (self.cm.rdma_set_option)(ptr, level, name as i32, value, len) };
             checked_cm(set)
         };
         match option {
@@ -158,7 +195,7 @@ impl RdmaCoreDevice {
         }
         let mut ece = convert::ece(param.ece);
         // SAFETY: the id is alive.
-        checked_cm(unsafe { (self.core.cm.rdma_set_local_ece)(entry.ptr, &raw mut ece) })
+        checked_cm(unsafe { (self.cm.rdma_set_local_ece)(entry.ptr, &raw mut ece) })
     }
 
     /// Returns the vendor options from the last message of the peer. This is empty if the library
@@ -166,7 +203,7 @@ impl RdmaCoreDevice {
     fn peer_ece(&self, ptr: *mut rdma_cm_id) -> Ece {
         let mut ece = ibv_ece::default();
         // SAFETY: the id is alive.
-        match unsafe { (self.core.cm.rdma_get_remote_ece)(ptr, &raw mut ece) } {
+        match unsafe { (self.cm.rdma_get_remote_ece)(ptr, &raw mut ece) } {
             0 => Ece {
                 vendor_id: ece.vendor_id,
                 options: ece.options,
@@ -181,18 +218,18 @@ impl RdmaCoreDevice {
         {
             self.by_id.remove(&(entry.ptr as usize));
             // SAFETY: the id has just been removed from the table, and has no QP and no events.
-            unsafe { (self.core.cm.rdma_destroy_id)(entry.ptr) };
+            unsafe { (self.cm.rdma_destroy_id)(entry.ptr) };
         }
     }
 
     /// Destroys the QP of an id, and the id itself if it was only waiting for this.
-    pub(super) fn destroy_owned_qp(&mut self, owner: CmId) {
+    pub(super) fn destroy_qp(&mut self, owner: CmId) {
         let Ok(entry) = self.ids.get_mut(owner) else {
             return;
         };
         entry.qp = None;
         // SAFETY: the id is alive, and its QP was created by librdmacm.
-        unsafe { (self.core.cm.rdma_destroy_qp)(entry.ptr) };
+        unsafe { (self.cm.rdma_destroy_qp)(entry.ptr) };
         // The id was waiting for this.
         if entry.zombie {
             self.free_id(owner);
@@ -200,12 +237,12 @@ impl RdmaCoreDevice {
     }
 
     /// Handles all available events of the channel.
-    pub(super) fn reap_cm_events(&mut self) -> usize {
+    pub(super) fn reap_events(&mut self) -> usize {
         let mut count = 0;
         loop {
             let mut event = ptr::null_mut();
             // SAFETY: the channel is open and non-blocking.
-            if unsafe { (self.core.cm.rdma_get_cm_event)(self.channel, &raw mut event) } != 0 {
+            if unsafe { (self.cm.rdma_get_cm_event)(self.channel, &raw mut event) } != 0 {
                 return count;
             }
             count += 1;
@@ -216,8 +253,8 @@ impl RdmaCoreDevice {
             let refused = (is_request && ours.is_none()).then_some(theirs.id);
             let refused = refused.filter(|request| !request.is_null());
             // SAFETY: the event is not used after this.
-            unsafe { (self.core.cm.rdma_ack_cm_event)(event) };
-            self.cm_events.extend(ours);
+            unsafe { (self.cm.rdma_ack_cm_event)(event) };
+            self.events.extend(ours);
             if let Some(request) = refused {
                 self.refuse(request);
             }
@@ -229,22 +266,19 @@ impl RdmaCoreDevice {
     /// acknowledging the event: the library waits for this before it destroys an id.
     fn refuse(&mut self, request: *mut rdma_cm_id) {
         // SAFETY: the id was created for this request and is only used by our table.
-        unsafe { (self.core.cm.rdma_reject)(request, ptr::null(), 0) };
+        unsafe { (self.cm.rdma_reject)(request, ptr::null(), 0) };
         match self.by_id.get(&(request as usize)) {
             Some(&id) => self.free_id(id),
             None => {
                 // SAFETY: same as above; it is not in the table either.
-                unsafe { (self.core.cm.rdma_destroy_id)(request) };
+                unsafe { (self.cm.rdma_destroy_id)(request) };
             }
         }
     }
 
     fn on_event(&mut self, event: &rdma_cm_event) -> Option<CmEvent> {
-        if event.event == RDMA_CM_EVENT_DEVICE_REMOVAL && !self.gone {
-            // Our own probe will receive this event even if the application does not have an id.
-            self.gone = true;
-            self.async_events.push_back(AsyncEvent::DeviceFatal);
-        }
+        // Our own probe will receive this event even if the application does not have an id.
+        self.is_removed |= event.event == RDMA_CM_EVENT_DEVICE_REMOVAL;
         // A request has a new id, which was not created by us.
         let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
             let listener = *self.by_id.get(&(event.listen_id as usize))?;
@@ -309,7 +343,7 @@ impl RdmaCoreDevice {
     }
 }
 
-impl RdmaCoreDevice {
+impl Connections {
     /// Updates the state of an id, and responds to a disconnect: the kernel only notifies the peer
     /// when its user has called disconnect as well.
     fn follow(&mut self, id: CmId, event: &rdma_cm_event) {
@@ -334,7 +368,7 @@ impl RdmaCoreDevice {
             RDMA_CM_EVENT_DISCONNECTED => {
                 // SAFETY: the id is alive. If this fails, we have already been disconnected by the
                 // local side.
-                unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
+                unsafe { (self.cm.rdma_disconnect)(entry.ptr) };
                 entry.state
             }
             _ => entry.state,
@@ -363,8 +397,12 @@ impl RdmaCoreDevice {
     }
 }
 
-impl RdmaCm for RdmaCoreDevice {
-    fn create_id_for(&mut self, port_space: PortSpace, qp_type: QpType) -> Result<CmId, CmError> {
+impl Connections {
+    pub(super) fn create_id_for(
+        &mut self,
+        port_space: PortSpace,
+        qp_type: QpType,
+    ) -> Result<CmId, CmError> {
         if qp_type != port_space.qp_type() {
             let is_any = port_space == PortSpace::IbIp;
             return match convert::qp_type(qp_type) {
@@ -382,15 +420,15 @@ impl RdmaCm for RdmaCoreDevice {
         let mut ptr = ptr::null_mut();
         // SAFETY: the channel is open, and the id is an output parameter.
         checked_cm(unsafe {
-            (self.core.cm.rdma_create_id)(self.channel, &raw mut ptr, ptr::null_mut(), space)
+            (self.cm.rdma_create_id)(self.channel, &raw mut ptr, ptr::null_mut(), space)
         })?;
         self.enter(ptr, qp_type).inspect_err(|_| {
             // SAFETY: the id has just been created, and is not in a table.
-            unsafe { (self.core.cm.rdma_destroy_id)(ptr) };
+            unsafe { (self.cm.rdma_destroy_id)(ptr) };
         })
     }
 
-    fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
+    pub(super) fn set_option(&mut self, id: CmId, option: CmOption) -> Result<(), CmError> {
         let entry = self.id(id, "set_option")?;
         let has_timeout = matches!(entry.qp_type, QpType::Rc | QpType::XrcIni);
         if let CmOption::AckTimeout(exponent) = option
@@ -423,7 +461,7 @@ impl RdmaCm for RdmaCoreDevice {
         }
     }
 
-    fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
+    pub(super) fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
         let ptr = self.id_in(id, "bind", &[IdState::Idle])?;
         let ip = if addr.ip().is_unspecified() {
             self.addr
@@ -441,12 +479,12 @@ impl RdmaCm for RdmaCoreDevice {
         }
         let mut at = SockAddr::new(own);
         // SAFETY: the id is alive, and the address is valid.
-        checked_cm(unsafe { (self.core.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })?;
+        checked_cm(unsafe { (self.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })?;
         self.set_state(id, IdState::Bound);
         Ok(())
     }
 
-    fn resolve_addr(
+    pub(super) fn resolve_addr(
         &mut self,
         id: CmId,
         src: Option<SocketAddr>,
@@ -458,7 +496,7 @@ impl RdmaCm for RdmaCoreDevice {
         if dst.ip().is_unspecified() {
             // The kernel would use its own address instead.
             let kind = CmEventKind::AddrError(CmError::Unreachable);
-            self.cm_events.push_back(CmEvent { id, kind });
+            self.events.push_back(CmEvent { id, kind });
             return Ok(());
         }
         let src = src.unwrap_or(SocketAddr::new(self.addr, 0));
@@ -471,17 +509,22 @@ impl RdmaCm for RdmaCoreDevice {
         // SAFETY: the id is alive, and the addresses are valid.
         checked_cm(unsafe {
             let (from, to) = (from.as_mut_ptr(), to.as_mut_ptr());
-            (self.core.cm.rdma_resolve_addr)(ptr, from, to, millis(timeout))
+            (self.cm.rdma_resolve_addr)(ptr, from, to, millis(timeout))
         })
     }
 
-    fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError> {
+    pub(super) fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError> {
         let ptr = self.id_in(id, "route resolution", &[IdState::AddrResolved])?;
         // SAFETY: the id is alive.
-        checked_cm(unsafe { (self.core.cm.rdma_resolve_route)(ptr, millis(timeout)) })
+        checked_cm(unsafe { (self.cm.rdma_resolve_route)(ptr, millis(timeout)) })
     }
 
-    fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
+    /// Returns an id for which a QP with these attributes can be created.
+    pub(super) fn id_for_qp(
+        &self,
+        id: CmId,
+        init: &QpInitAttr,
+    ) -> Result<*mut rdma_cm_id, CmError> {
         let may = [
             IdState::AddrResolved,
             IdState::RouteResolved,
@@ -495,17 +538,16 @@ impl RdmaCm for RdmaCoreDevice {
         if entry.qp_type != init.qp_type {
             return Err(VerbsError::WrongQpType("connection identifier").into());
         }
-        let mut theirs = self.qp_init(init)?;
-        // SAFETY: the id, domains and queues are alive and use the same context, which is the
-        // context of this device.
-        checked_cm(unsafe { (self.core.cm.rdma_create_qp_ex)(ptr, &raw mut theirs) })?;
-        // SAFETY: the QP has just been set by the call.
-        let qp = self.adopt_qp(unsafe { (*ptr).qp }, init, Some(id))?;
-        self.ids.get_mut(id)?.qp = Some(qp);
-        Ok(qp)
+        Ok(ptr)
     }
 
-    fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
+    /// Assigns a QP and its number to an id.
+    pub(super) fn set_qp(&mut self, id: CmId, qp: QpId, qpn: u32) -> Result<(), CmError> {
+        self.ids.get_mut(id)?.qp = Some((qp, qpn));
+        Ok(())
+    }
+
+    pub(super) fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
         // The kernel would listen on all devices.
         if self.id(id, "listen")?.state == IdState::Idle {
             self.bind_addr(id, SocketAddr::new(self.addr, 0))?;
@@ -513,12 +555,12 @@ impl RdmaCm for RdmaCoreDevice {
         let ptr = self.id_in(id, "listen", &[IdState::Bound])?;
         let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
         // SAFETY: the id is alive.
-        checked_cm(unsafe { (self.core.cm.rdma_listen)(ptr, backlog) })?;
+        checked_cm(unsafe { (self.cm.rdma_listen)(ptr, backlog) })?;
         self.set_state(id, IdState::Listening);
         Ok(())
     }
 
-    fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+    pub(super) fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let ptr = self.id_in(id, "connect", &[IdState::RouteResolved])?;
         let most = match self.id(id, "connect")?.qp_type {
             QpType::Ud => MAX_DATAGRAM_CONNECT_PRIVATE_DATA,
@@ -533,12 +575,12 @@ impl RdmaCm for RdmaCoreDevice {
         self.give_ece(id, param, "connect")?;
         let mut theirs = convert::conn_param(param, qpn);
         // SAFETY: the id is alive, and the private data outlives the call.
-        checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })?;
+        checked_cm(unsafe { (self.cm.rdma_connect)(ptr, &raw mut theirs) })?;
         self.set_state(id, IdState::Connected);
         Ok(())
     }
 
-    fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+    pub(super) fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let ptr = self.id_in(id, "accept", &[IdState::Requested])?;
         let most = match self.id(id, "accept")?.qp_type {
             QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
@@ -556,12 +598,12 @@ impl RdmaCm for RdmaCoreDevice {
         // limit the value sent to the peer.
         theirs.initiator_depth = theirs.initiator_depth.min(self.id(id, "accept")?.offered);
         // SAFETY: the id is alive, and the private data outlives the call.
-        checked_cm(unsafe { (self.core.cm.rdma_accept)(ptr, &raw mut theirs) })?;
+        checked_cm(unsafe { (self.cm.rdma_accept)(ptr, &raw mut theirs) })?;
         self.set_state(id, IdState::Connected);
         Ok(())
     }
 
-    fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError> {
+    pub(super) fn init_qp_attr(&self, id: CmId, state: QpState) -> Result<QpAttr, CmError> {
         let known = [
             IdState::Requested,
             IdState::Responded,
@@ -579,49 +621,49 @@ impl RdmaCm for RdmaCoreDevice {
         let ptr = self.id_in(id, "init_qp_attr", known)?;
         let (mut attr, mut mask) = (ibv_qp_attr::default(), 0);
         attr.qp_state = convert::state(state);
-        let init = self.core.cm.rdma_init_qp_attr;
+        let init = self.cm.rdma_init_qp_attr;
         // SAFETY: the id is alive. The attributes and their mask outlive the call.
         checked_cm(unsafe { init(ptr, &raw mut attr, &raw mut mask) })?;
         Ok(convert::qp_attr_from_mask(&attr, mask as u32)?)
     }
 
-    fn establish(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(super) fn establish(&mut self, id: CmId) -> Result<(), CmError> {
         let ptr = self.id_in(id, "establish", &[IdState::Responded])?;
         // SAFETY: the id is alive.
-        checked_cm(unsafe { (self.core.cm.rdma_establish)(ptr) })?;
+        checked_cm(unsafe { (self.cm.rdma_establish)(ptr) })?;
         self.set_state(id, IdState::Connected);
         Ok(())
     }
 
-    fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
-        self.reject_by(id, private_data, self.core.cm.rdma_reject)
+    pub(super) fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        self.reject_by(id, private_data, self.cm.rdma_reject)
     }
 
-    fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+    pub(super) fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
         if self.id(id, "reject_ece")?.qp_type == QpType::Ud {
             return Err(CmError::InvalidState("reject_ece"));
         }
-        self.reject_by(id, private_data, self.core.cm.rdma_reject_ece)
+        self.reject_by(id, private_data, self.cm.rdma_reject_ece)
     }
 
     /// There is no call for this, since the kernel CM will send an MRA when required.
-    fn mra(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(super) fn mra(&mut self, id: CmId) -> Result<(), CmError> {
         self.id_in(id, "mra", &[IdState::Requested]).map(drop)
     }
 
-    fn load_alternate_path(&mut self, id: CmId, _path: &AltPath) -> Result<(), CmError> {
+    pub(super) fn load_alternate_path(&mut self, id: CmId, _path: &AltPath) -> Result<(), CmError> {
         self.id(id, "load_alternate_path")?;
         // librdmacm has no call for this, and Linux does not send LAP messages on RoCE.
         Err(VerbsError::Unsupported("alternate paths").into())
     }
 
-    fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(super) fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
         let ptr = self.id_in(id, "notify", &[IdState::Connected])?;
         // SAFETY: the id is alive.
-        checked_cm(unsafe { (self.core.cm.rdma_notify)(ptr, IBV_EVENT_COMM_EST) })
+        checked_cm(unsafe { (self.cm.rdma_notify)(ptr, IBV_EVENT_COMM_EST) })
     }
 
-    fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(super) fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
         let may = [IdState::Connected, IdState::Responded, IdState::Closed];
         let ptr = self.id_in(id, "disconnect", &may)?;
         // There is no connection state on the peer.
@@ -634,11 +676,16 @@ impl RdmaCm for RdmaCoreDevice {
         }
         // SAFETY: the id is alive. If this is called again, the library returns an error without
         // changing anything.
-        unsafe { (self.core.cm.rdma_disconnect)(ptr) };
+        unsafe { (self.cm.rdma_disconnect)(ptr) };
         Ok(())
     }
 
-    fn join_multicast(&mut self, id: CmId, group: IpAddr, send_only: bool) -> Result<(), CmError> {
+    pub(super) fn join_multicast(
+        &mut self,
+        id: CmId,
+        group: IpAddr,
+        send_only: bool,
+    ) -> Result<(), CmError> {
         let may = [
             IdState::Bound,
             IdState::AddrResolved,
@@ -661,22 +708,22 @@ impl RdmaCm for RdmaCoreDevice {
             },
             addr: addr.as_mut_ptr(),
         };
-        let (join, request) = (self.core.cm.rdma_join_multicast_ex, &raw mut request);
+        let (join, request) = (self.cm.rdma_join_multicast_ex, &raw mut request);
         // SAFETY: the id is alive. The request and its address outlive the call.
         checked_cm(unsafe { join(ptr, request, ptr::null_mut()) })
     }
 
-    fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
+    pub(super) fn leave_multicast(&mut self, id: CmId, group: IpAddr) -> Result<(), CmError> {
         let ptr = self.id_ptr(id, "leave_multicast")?;
         if ptr.is_null() {
             return Err(CmError::AddressNotAvailable);
         }
         let mut addr = SockAddr::new(SocketAddr::new(group, 0));
         // SAFETY: the id is alive, and the address is valid.
-        checked_cm(unsafe { (self.core.cm.rdma_leave_multicast)(ptr, addr.as_mut_ptr()) })
+        checked_cm(unsafe { (self.cm.rdma_leave_multicast)(ptr, addr.as_mut_ptr()) })
     }
 
-    fn destroy_id(&mut self, id: CmId) -> Result<(), CmError> {
+    pub(super) fn destroy_id(&mut self, id: CmId) -> Result<(), CmError> {
         let entry = self
             .ids
             .get_mut(id)
@@ -695,34 +742,34 @@ impl RdmaCm for RdmaCoreDevice {
             // now.
             if entry.state == IdState::Connected {
                 // SAFETY: the id is alive. This has no effect if the connection is already closed.
-                unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
+                unsafe { (self.cm.rdma_disconnect)(entry.ptr) };
             }
         } else {
             self.free_id(id);
         }
         // Events must not refer to an id that has been destroyed.
-        self.cm_events.retain(|e| e.id != id);
+        self.events.retain(|e| e.id != id);
         Ok(())
     }
 
-    fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
+    pub(super) fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
         let ptr = self.id_ptr(id, "query").ok().filter(|ptr| !ptr.is_null())?;
         // SAFETY: the id is alive; its route contains a valid address or zeros.
         socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_1.src_storage })
     }
 
-    fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
+    pub(super) fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
         let ptr = self.id_ptr(id, "query").ok().filter(|ptr| !ptr.is_null())?;
         // SAFETY: same as above.
         socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_2.dst_storage })
     }
 
-    fn poll_cm_event(&mut self) -> Option<CmEvent> {
-        self.cm_events.pop_front()
+    pub(super) fn poll_event(&mut self) -> Option<CmEvent> {
+        self.events.pop_front()
     }
 }
 
-impl RdmaCoreDevice {
+impl Connections {
     /// Rejects a request using this library function.
     fn reject_by(
         &mut self,
@@ -747,12 +794,12 @@ impl RdmaCoreDevice {
     fn refuse_waiting(&mut self, listener: CmId) {
         let is_ours = |e: &CmEvent| matches!(e.kind, CmEventKind::ConnectRequest { listener: l, .. } if l == listener);
         let waiting: Vec<CmId> = self
-            .cm_events
+            .events
             .iter()
             .filter(|e| is_ours(e))
             .map(|e| e.id)
             .collect();
-        self.cm_events.retain(|e| !is_ours(e));
+        self.events.retain(|e| !is_ours(e));
         for id in waiting {
             // The peer may be dead, but we need to destroy the id in any case.
             let _ = self.reject(id, &[]);
@@ -763,7 +810,7 @@ impl RdmaCoreDevice {
     /// Returns the QP number of an id, or the number set by the application.
     fn qpn(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<u32, CmError> {
         let qpn = match self.id(id, call)?.qp {
-            Some(qp) => self.qp_num(qp)?,
+            Some((_, qpn)) => qpn,
             None => param.qp_num,
         };
         if qpn == 0 {

@@ -1,6 +1,7 @@
-//! Verbs used to create, query and destroy objects. Posting and polling are implemented in `work`.
+//! Implementations of the verbs traits. Posting and polling are implemented in `work`.
 
 use std::ffi::CStr;
+use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::time::Duration;
 
@@ -8,11 +9,10 @@ use riser_memory::MemSlice;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
-use super::convert::{self, checked, last_os_error, last_refusal, refused};
-use super::objects::{
-    Ah, Cq, Pd, RdmaCoreDevice, Region, Srq, Times, UserWindow, Window, Xrcd, pack,
-};
-use crate::umem;
+use super::context::RdmaCoreDevice;
+use super::convert::{self, checked, checked_cm, last_os_error, last_refusal, refused};
+use super::objects::{Ah, Srq, Times, Xrcd, pack};
+use crate::forward::forward;
 use crate::verbs::*;
 
 /// Vendor and part id of `rdma_rxe`, which doesn't report to user space which key was invalidated
@@ -20,29 +20,11 @@ use crate::verbs::*;
 /// id.
 const RXE: (u32, u32) = (0x00ff_ffff, 0);
 
-/// Fields to read from completions with timestamps.
-const TIMED: u64 = (IBV_WC_EX_WITH_BYTE_LEN
-    | IBV_WC_EX_WITH_IMM
-    | IBV_WC_EX_WITH_QP_NUM
-    | IBV_WC_EX_WITH_SRC_QP
-    | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
-    | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK) as u64;
-
 /// General on-demand paging capability bit.
 const ODP_SUPPORT: u64 = 1;
 
 /// Max number of scatter-gather entries per request, even if the device supports more.
 const MAX_SGE: i32 = 32;
-
-/// If a peer is allowed to modify memory, the device needs write access as well (IBTA 11.2.8.2).
-fn check_rights(access: Access) -> Result<(), VerbsError> {
-    let remote_change = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-    if access.intersects(remote_change) && !access.contains(Access::LOCAL_WRITE) {
-        let what = "remote write without local write";
-        return Err(VerbsError::InvalidAccess(what));
-    }
-    Ok(())
-}
 
 impl RdmaCoreDevice {
     pub(super) fn query_device(&mut self) -> Result<DeviceAttr, VerbsError> {
@@ -100,22 +82,6 @@ impl RdmaCoreDevice {
             path_migration: d.device_cap_flags & IBV_DEVICE_AUTO_PATH_MIG != 0,
         })
     }
-
-    pub(super) fn pd_ptr(&self, pd: PdId) -> Result<*mut ibv_pd, VerbsError> {
-        Ok(self.pds.get(pd)?.ptr)
-    }
-
-    fn use_pd(&mut self, pd: PdId) {
-        if let Ok(pd) = self.pds.get_mut(pd) {
-            pd.users += 1;
-        }
-    }
-
-    fn release_pd(&mut self, pd: PdId) {
-        if let Ok(pd) = self.pds.get_mut(pd) {
-            pd.users -= 1;
-        }
-    }
 }
 
 impl Verbs for RdmaCoreDevice {
@@ -164,488 +130,43 @@ impl Verbs for RdmaCoreDevice {
         self.async_events.pop_front()
     }
 
-    fn alloc_pd(&mut self) -> Result<PdId, VerbsError> {
-        self.pds.check_room()?;
-        // SAFETY: the context is open.
-        let ptr = unsafe { (self.core.verbs.ibv_alloc_pd)(self.context) };
-        if ptr.is_null() {
-            Err(last_os_error())
-        } else {
-            self.pds.insert(Pd { ptr, users: 0 })
-        }
-    }
-
-    fn dealloc_pd(&mut self, pd: PdId) -> Result<(), VerbsError> {
-        let entry = self.pds.get(pd)?;
-        if entry.users > 0 {
-            return Err(VerbsError::ResourceBusy("protection domain"));
-        }
-        // SAFETY: it is not in use, and will be removed from the table.
-        checked(unsafe { (self.core.verbs.ibv_dealloc_pd)(entry.ptr) })?;
-        self.pds.remove(pd).map(drop)
-    }
-
-    fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
-        let iova = if access.contains(Access::ZERO_BASED) {
-            0
-        } else {
-            range.addr()
-        };
-        self.reg_mr_iova(pd, range, iova, access)
-    }
-
-    fn reg_mr_iova(
-        &mut self,
-        pd: PdId,
-        range: &MemSlice,
-        addr: u64,
-        access: Access,
-    ) -> Result<Mr, VerbsError> {
-        check_rights(access)?;
-        if addr.checked_add(range.len() as u64).is_none()
-            || (addr != 0 && access.contains(Access::ZERO_BASED))
-        {
-            return Err(VerbsError::InvalidParameter("address of the region"));
-        }
-        let domain = self.pd_ptr(pd)?;
-        // Check this before creating an object in the library which we would have to destroy again.
-        self.regions.check_room()?;
-        // Windows must be allowed in any region, because they are used to implement fast
-        // registration.
-        let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
-        // SAFETY: the range is mapped, and the table entry keeps it mapped until it is
-        // deregistered.
-        let ptr = unsafe {
-            let (start, len) = (range.ptr().cast(), range.len());
-            if addr == range.addr() {
-                (self.core.verbs.ibv_reg_mr)(domain, start, len, flags)
-            } else {
-                (self.core.verbs.ibv_reg_mr_iova)(domain, start, len, addr, flags)
-            }
-        };
-        if ptr.is_null() {
-            return Err(last_os_error());
-        }
-        // SAFETY: the region has just been created.
-        let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
-        let length = range.len() as u64;
-        let mr = |id| Mr {
-            id,
-            lkey: LKey(lkey),
-            rkey: RKey(rkey),
-            addr,
-            length,
-        };
-        let placeholder = mr(MrId(Handle::new(0, 0)));
-        let id = self.regions.insert(Region::Plain {
-            pd,
-            ptr,
-            access,
-            mr: placeholder,
-            memory: range.clone(),
-            windows: 0,
-        })?;
-        if let Ok(Region::Plain { mr: entry, .. }) = self.regions.get_mut(id) {
-            *entry = mr(id);
-        }
-        self.use_pd(pd);
-        Ok(mr(id))
-    }
-
-    fn rereg_mr(&mut self, id: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError> {
-        let Region::Plain {
-            pd: old_pd,
-            ptr,
-            access: old_access,
-            mr: old,
-            memory: old_memory,
-            windows,
-        } = self.regions.get(id)?
-        else {
-            return Err(VerbsError::InvalidState("region is not registered"));
-        };
-        if *windows > 0 {
-            return Err(VerbsError::ResourceBusy("memory region"));
-        }
-        let (ptr, old_pd) = (*ptr, *old_pd);
-        let (pd, access) = (
-            change.pd.unwrap_or(old_pd),
-            change.access.unwrap_or(*old_access),
-        );
-        check_rights(access)?;
-        let (memory, addr) = match change.translation {
-            // The library requires that the region uses the same address as the memory.
-            Some((range, iova)) if iova != range.addr() => {
-                return Err(VerbsError::Unsupported("changing the address of a region"));
-            }
-            Some((range, iova)) => (range.clone(), iova),
-            None => (old_memory.clone(), old.addr),
-        };
-        let flags = [
-            (
-                change.translation.is_some(),
-                IBV_REREG_MR_CHANGE_TRANSLATION,
-            ),
-            (change.pd.is_some(), IBV_REREG_MR_CHANGE_PD),
-            (change.access.is_some(), IBV_REREG_MR_CHANGE_ACCESS),
-        ];
-        let flags = flags
-            .iter()
-            .filter(|(is_set, _)| *is_set)
-            .fold(0, |all, (_, flag)| all | flag);
-        if flags == 0 {
-            return Err(VerbsError::InvalidParameter("change"));
-        }
-        let rights = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
-        let domain = self.pd_ptr(pd)?;
-        // SAFETY: the region and the domain are alive, and the memory is mapped while the slice is
-        // in the table.
-        let r = unsafe {
-            let start = memory.ptr().cast();
-            (self.core.verbs.ibv_rereg_mr)(ptr, flags as i32, domain, start, memory.len(), rights)
-        };
-        if r != 0 {
-            return Err(last_os_error());
-        }
-        // SAFETY: the region is alive. The library may have changed its keys.
-        let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
-        let mr = Mr {
-            id,
-            lkey: LKey(lkey),
-            rkey: RKey(rkey),
-            addr,
-            length: memory.len() as u64,
-        };
-        *self.regions.get_mut(id)? = Region::Plain {
-            pd,
-            ptr,
-            access,
-            mr,
-            memory,
-            windows: 0,
-        };
-        self.use_pd(pd);
-        self.release_pd(old_pd);
-        Ok(mr)
-    }
-
-    fn alloc_null_mr(&mut self, pd: PdId) -> Result<Mr, VerbsError> {
-        let domain = self.pd_ptr(pd)?;
-        self.regions.check_room()?;
-        // SAFETY: the domain is alive.
-        let ptr = unsafe { ops::ibv_alloc_null_mr(domain) };
-        if ptr.is_null() {
-            return Err(last_refusal("null regions"));
-        }
-        // SAFETY: the region has just been created.
-        let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
-        let mut mr = Mr {
-            id: MrId(Handle::new(0, 0)),
-            lkey: LKey(lkey),
-            rkey: RKey(rkey),
-            addr: 0,
-            length: u64::MAX,
-        };
-        mr.id = self.regions.insert(Region::Null { pd, ptr, mr })?;
-        if let Ok(Region::Null { mr: entry, .. }) = self.regions.get_mut(mr.id) {
-            *entry = mr;
-        }
-        self.use_pd(pd);
-        Ok(mr)
-    }
-
-    fn advise_mr(&mut self, pd: PdId, advice: MrAdvice, sges: &[Sge]) -> Result<(), VerbsError> {
-        let domain = self.pd_ptr(pd)?;
-        if sges.is_empty() {
-            return Ok(());
-        }
-        let count = u32::try_from(sges.len());
-        let count = count.map_err(|_| VerbsError::InvalidParameter("scatter list"))?;
-        let advice = match advice {
-            MrAdvice::Prefetch => IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH,
-            MrAdvice::PrefetchWrite => IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE,
-        };
-        let theirs = sges.iter().map(|sge| ibv_sge {
-            addr: sge.addr,
-            length: sge.length,
-            lkey: sge.lkey.0,
-        });
-        let mut theirs: Vec<_> = theirs.collect();
-        let (flags, list) = (IB_UVERBS_ADVISE_MR_FLAG_FLUSH, theirs.as_mut_ptr());
-        // SAFETY: the domain is alive, and the list contains this number of entries.
-        let r = unsafe { ops::ibv_advise_mr(domain, advice, flags, list, count) };
-        // Errors documented in ibv_advise_mr(3).
-        match r.abs() {
-            0 => Ok(()),
-            libc::ENOENT => Err(VerbsError::InvalidHandle("memory region")),
-            libc::EPERM => Err(VerbsError::InvalidAccess("prefetching")),
-            libc::EFAULT => Err(VerbsError::InvalidParameter("range of a region")),
-            libc::EINVAL => Err(VerbsError::InvalidParameter("advice")),
-            other => Err(refused(other, "prefetching")),
-        }
-    }
-
-    fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError> {
-        self.mws.check_room()?;
-        let (theirs, what) = match mw_type {
-            MwType::Type1 => (IBV_MW_TYPE_1, "memory windows of type 1"),
-            MwType::Type2 => (IBV_MW_TYPE_2, "memory windows of type 2"),
-        };
-        // SAFETY: the domain is alive.
-        let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, theirs) };
-        if ptr.is_null() {
-            return Err(last_refusal(what));
-        }
-        let id = self.mws.insert(UserWindow { pd, ptr, mw_type })?;
-        self.use_pd(pd);
-        Ok(Mw {
-            id,
-            // SAFETY: the window has just been created.
-            rkey: RKey(unsafe { (*ptr).rkey }),
-            mw_type,
-        })
-    }
-
-    fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError> {
-        let ptr = self.mws.get(mw)?.ptr;
-        // SAFETY: the window will be removed from the table, and there are no other references to
-        // it.
-        checked(unsafe { ops::ibv_dealloc_mw(ptr) })?;
-        let pd = self.mws.remove(mw)?.pd;
-        self.release_pd(pd);
-        Ok(())
-    }
-
-    fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError> {
-        Ok(match self.regions.get(mr)? {
-            Region::Plain { pd, access, mr, .. } => MrAttr {
-                pd: *pd,
-                mr: *mr,
-                access: *access,
-                valid: true,
-            },
-            Region::Null { pd, mr, .. } => MrAttr {
-                pd: *pd,
-                mr: *mr,
-                access: Access::LOCAL_WRITE,
-                valid: true,
-            },
-            Region::Window(w) => MrAttr {
-                pd: w.pd,
-                mr: w.mr,
-                access: w.access,
-                valid: w.valid,
-            },
-        })
-    }
-
-    fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
-        // A region cannot be deregistered while windows are mapped to it.
-        let pd = match self.regions.get(mr)? {
-            Region::Plain { windows: 1.., .. } => {
-                return Err(VerbsError::ResourceBusy("memory region"));
-            }
-            Region::Plain { pd, ptr, .. } | Region::Null { pd, ptr, .. } => {
-                // SAFETY: the region will be removed from the table, and there are no other
-                // references to it.
-                checked(unsafe { (self.core.verbs.ibv_dereg_mr)(*ptr) })?;
-                *pd
-            }
-            Region::Window(w) => {
-                // SAFETY: same as above.
-                checked(unsafe { ops::ibv_dealloc_mw(w.ptr) })?;
-                self.rkeys.remove(&w.mr.rkey.0);
-                let (pd, mapped) = (w.pd, w.mapped.as_ref().map(|(id, _)| *id));
-                self.unmap_window(mapped);
-                pd
-            }
-        };
-        self.release_pd(pd);
-        self.regions.remove(mr).map(drop)
+    forward! {
+        device regions;
+        mut alloc_pd [alloc_pd] () -> Result<PdId, VerbsError>;
+        mut dealloc_pd [dealloc_pd] (pd: PdId) -> Result<(), VerbsError>;
+        mut reg_mr [reg_mr] (pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
+        mut reg_mr_iova [reg_mr_iova] (pd: PdId, range: &MemSlice, iova: u64, access: Access) -> Result<Mr, VerbsError>;
+        mut rereg_mr [rereg_mr] (mr: MrId, change: &MrChange<'_>) -> Result<Mr, VerbsError>;
+        mut alloc_null_mr [alloc_null_mr] (pd: PdId) -> Result<Mr, VerbsError>;
+        mut advise_mr [advise_mr] (pd: PdId, advice: MrAdvice, sges: &[Sge]) -> Result<(), VerbsError>;
+        mut alloc_mw [alloc_mw] (pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError>;
+        mut dealloc_mw [dealloc_mw] (mw: MwId) -> Result<(), VerbsError>;
+        ref query_mr [query_mr] (mr: MrId) -> Result<MrAttr, VerbsError>;
+        mut dereg_mr [dereg_mr] (mr: MrId) -> Result<(), VerbsError>;
+        mut map_mr_sg [map_mr_sg] (mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
     }
 
     fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError> {
-        if max_segments == 0 || max_segments > self.attr.max_fast_reg_segments {
-            return Err(VerbsError::InvalidParameter("number of segments"));
-        }
-        self.regions.check_room()?;
-        // SAFETY: the domain is alive.
-        let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, IBV_MW_TYPE_2) };
-        if ptr.is_null() {
-            return Err(last_os_error());
-        }
-        // SAFETY: the window has just been created.
-        let rkey = unsafe { (*ptr).rkey };
-        let mr = |id| Mr {
-            id,
-            lkey: LKey(0),
-            rkey: RKey(rkey),
-            addr: 0,
-            length: 0,
-        };
-        // The entry contains its own handle, which is not known until we insert it into the table.
-        let placeholder = mr(MrId(Handle::new(0, 0)));
-        let window = Window {
-            pd,
-            ptr,
-            mr: placeholder,
-            access: Access::empty(),
-            mapped: None,
-            valid: false,
-        };
-        let id = self.regions.insert(Region::Window(window))?;
-        if let Ok(Region::Window(w)) = self.regions.get_mut(id) {
-            w.mr = mr(id);
-        }
-        self.rkeys.insert(rkey, id);
-        self.use_pd(pd);
-        Ok(mr(id))
+        let most = self.attr.max_fast_reg_segments;
+        self.regions.alloc_fast_mr(pd, max_segments, most)
     }
 
-    fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
-        let Some(segment) = &umem::ranges(segments).next() else {
-            return Err(VerbsError::InvalidParameter("scatter list"));
-        };
-        let pd = self.regions.get(mr)?.pd();
-        // Only use the first range, since that is all a window supports. The caller is told how
-        // many bytes are covered.
-        let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
-        // A window must be bound to a single region, so the segment must be inside a region of the
-        // same domain.
-        let covers = |r: &Region| match r {
-            Region::Plain { pd: p, memory, .. } => {
-                *p == pd && memory.addr() <= start && end <= memory.addr() + memory.len() as u64
-            }
-            Region::Null { .. } | Region::Window(_) => false,
-        };
-        let base = self
-            .regions
-            .iter()
-            .find(|(_, r)| covers(r))
-            .map(|(id, _)| id);
-        let base = base.ok_or(VerbsError::InvalidParameter(
-            "segment outside registered memory",
-        ))?;
-        let Region::Window(w) = self.regions.get_mut(mr)? else {
-            return Err(VerbsError::InvalidHandle("fast-registration region"));
-        };
-        if w.valid {
-            return Err(VerbsError::InvalidState("region is still valid"));
-        }
-        // The window now uses a new region, so its old region can be deregistered.
-        let before = w.mapped.replace((base, segment.clone())).map(|(id, _)| id);
-        w.mr.addr = start;
-        w.mr.length = segment.len() as u64;
-        self.unmap_window(before);
-        if let Ok(Region::Plain { windows, .. }) = self.regions.get_mut(base) {
-            *windows += 1;
-        }
-        Ok(segment.len() as u64)
+    forward! {
+        device cqs;
+        ref query_cq [query] (cq: CqId) -> Result<CqAttr, VerbsError>;
+        mut modify_cq [modify] (cq: CqId, moderation: Moderation) -> Result<(), VerbsError>;
+        mut destroy_cq [destroy] (cq: CqId) -> Result<(), VerbsError>;
+        ref peek_cq [peek] (cq: CqId, max: usize) -> Result<usize, VerbsError>;
+        mut req_notify_cq [request_notice] (cq: CqId, notify: Notify) -> Result<bool, VerbsError>;
+        mut poll_cq_event [notices.take_fired] () -> Option<CqId>;
     }
 
     fn create_cq_with(&mut self, init: &CqInitAttr) -> Result<CqId, VerbsError> {
-        let entries = init.entries;
-        // SAFETY: the context is open.
-        let vectors = unsafe { (*self.context).num_comp_vectors };
-        let vector = i32::try_from(init.vector).unwrap_or(i32::MAX);
-        if vector >= vectors.max(1) {
-            return Err(VerbsError::InvalidParameter("completion vector"));
-        }
-        if entries == 0 || entries > self.attr.max_cqe {
-            return Err(VerbsError::InvalidParameter("number of entries"));
-        }
-        // Insert it first, because we need to pass the handle to the library.
-        let id = self.cqs.insert(Cq::new(init.vector, init.is_timed))?;
-        let cq_context = pack(id.0) as usize as *mut _;
-        let ptr = if init.is_timed {
-            let mut extended = ibv_cq_init_attr_ex {
-                cqe: entries,
-                cq_context,
-                channel: self.comp,
-                comp_vector: init.vector,
-                wc_flags: TIMED,
-                ..Default::default()
-            };
-            // SAFETY: the context and the channel are open. The handle is passed as an integer.
-            unsafe { ops::ibv_create_cq_ex(self.context, &raw mut extended) }.cast()
-        } else {
-            let create = self.core.verbs.ibv_create_cq;
-            let entries = i32::try_from(entries).unwrap_or(i32::MAX);
-            // SAFETY: same as above.
-            unsafe { create(self.context, entries, cq_context, self.comp, vector) }
-        };
-        if ptr.is_null() {
-            let error = last_refusal("times of completions");
-            self.cqs.remove(id)?;
-            return Err(error);
-        }
-        self.cqs.get_mut(id)?.ptr = ptr;
-        Ok(id)
-    }
-
-    fn query_cq(&self, cq: CqId) -> Result<CqAttr, VerbsError> {
-        let entry = self.cqs.get(cq)?;
-        Ok(CqAttr {
-            // SAFETY: the queue is alive.
-            entries: unsafe { (*entry.ptr).cqe }.try_into().unwrap_or(0),
-            vector: entry.vector,
-            is_timed: entry.times.is_some(),
-            moderation: entry.moderation,
-        })
-    }
-
-    fn modify_cq(&mut self, cq: CqId, moderation: Moderation) -> Result<(), VerbsError> {
-        // The library uses a 16-bit value. It is fine to use a shorter time than requested.
-        let period = moderation.period.as_nanos().div_ceil(1000);
-        let period = u16::try_from(period).unwrap_or(u16::MAX);
-        let mut attr = ibv_modify_cq_attr {
-            attr_mask: IBV_CQ_ATTR_MODERATE,
-            moderate: ibv_moderate_cq {
-                cq_count: moderation.count,
-                cq_period: period,
-            },
-        };
-        let entry = self.cqs.get_mut(cq)?;
-        // SAFETY: the queue is alive.
-        match unsafe { ops::ibv_modify_cq(entry.ptr, &raw mut attr) }.abs() {
-            0 => {}
-            // There is nothing to reset.
-            libc::EOPNOTSUPP if period == 0 => {}
-            libc::EOPNOTSUPP => return Err(VerbsError::InvalidParameter("moderation")),
-            other => return Err(VerbsError::Os(other)),
-        }
-        entry.moderation = Moderation {
-            count: moderation.count,
-            period: Duration::from_micros(period.into()),
-        };
-        if period != 0 {
-            self.stop_watching(cq);
-        }
-        Ok(())
+        self.cqs.create(init, self.attr.max_cqe)
     }
 
     fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError> {
-        // This includes completions which we have already removed from the queue of the library.
-        let held = self.peek_cq(cq, entries as usize + 1)?;
-        if entries == 0 || entries > self.attr.max_cqe || held > entries as usize {
-            return Err(VerbsError::InvalidParameter("number of entries"));
-        }
-        // SAFETY: the queue is alive.
-        checked(unsafe { (self.core.verbs.ibv_resize_cq)(self.cqs.get(cq)?.ptr, entries as i32) })
-    }
-
-    fn destroy_cq(&mut self, cq: CqId) -> Result<(), VerbsError> {
-        let entry = self.cqs.get(cq)?;
-        if entry.users > 0 {
-            return Err(VerbsError::ResourceBusy("completion queue"));
-        }
-        let ptr = entry.ptr;
-        self.acknowledge(cq);
-        // SAFETY: it is not in use, all events have been acknowledged, and it will be removed from
-        // the table.
-        checked(unsafe { (self.core.verbs.ibv_destroy_cq)(ptr) })?;
-        self.notices.forget(cq);
-        self.cqs.remove(cq).map(drop)
+        self.cqs.resize(cq, entries, self.attr.max_cqe)
     }
 
     fn poll_cq(
@@ -663,7 +184,7 @@ impl Verbs for RdmaCoreDevice {
         max: usize,
         out: &mut Vec<TimedCompletion>,
     ) -> Result<usize, VerbsError> {
-        if self.cqs.get(cq)?.times.is_none() {
+        if self.cqs.table.get(cq)?.times.is_none() {
             return Err(VerbsError::InvalidParameter("queue without times"));
         }
         self.poll(cq, max, |device, completion, times| {
@@ -675,20 +196,8 @@ impl Verbs for RdmaCoreDevice {
         })
     }
 
-    fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
-        self.peek(cq, max)
-    }
-
-    fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
-        self.request_notice(cq, notify)
-    }
-
-    fn poll_cq_event(&mut self) -> Option<CqId> {
-        self.notices.take_fired()
-    }
-
     fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError> {
-        let domain = self.pd_ptr(pd)?;
+        let domain = self.regions.pd_ptr(pd)?;
         let id = self.srqs.insert(Srq {
             ptr: ptr::null_mut(),
             pd,
@@ -712,7 +221,7 @@ impl Verbs for RdmaCoreDevice {
             return Err(last_os_error());
         }
         self.srqs.get_mut(id)?.ptr = ptr;
-        self.use_pd(pd);
+        self.regions.use_pd(pd);
         self.set_first_limit(id, attr.limit)
     }
 
@@ -758,14 +267,12 @@ impl Verbs for RdmaCoreDevice {
         for slot in gone.posted {
             let _ = self.slots.remove(slot);
         }
-        self.release_pd(gone.pd);
+        self.regions.release_pd(gone.pd);
         if let Some((xrcd, cq)) = gone.xrc {
             if let Ok(xrcd) = self.xrcds.get_mut(xrcd) {
                 xrcd.users -= 1;
             }
-            if let Ok(cq) = self.cqs.get_mut(cq) {
-                cq.users -= 1;
-            }
+            self.cqs.change_users(cq, -1);
         }
         Ok(())
     }
@@ -819,9 +326,9 @@ impl Verbs for RdmaCoreDevice {
                 | IBV_SRQ_INIT_ATTR_XRCD
                 | IBV_SRQ_INIT_ATTR_CQ,
             srq_type: IBV_SRQT_XRC,
-            pd: self.pd_ptr(pd)?,
+            pd: self.regions.pd_ptr(pd)?,
             xrcd: self.xrcds.get(xrcd)?.ptr,
-            cq: self.cqs.get(cq)?.ptr,
+            cq: self.cqs.ptr(cq)?,
             ..Default::default()
         };
         let id = self.srqs.insert(Srq {
@@ -840,9 +347,9 @@ impl Verbs for RdmaCoreDevice {
             return Err(error);
         }
         self.srqs.get_mut(id)?.ptr = ptr;
-        self.use_pd(pd);
+        self.regions.use_pd(pd);
         self.xrcds.get_mut(xrcd)?.users += 1;
-        self.cqs.get_mut(cq)?.users += 1;
+        self.cqs.change_users(cq, 1);
         self.set_first_limit(id, attr.limit)
     }
 
@@ -956,7 +463,7 @@ impl Verbs for RdmaCoreDevice {
         let entry = self.qps.get_mut(qp)?;
         entry.groups.clear();
         match entry.owner {
-            Some(owner) => self.destroy_owned_qp(owner),
+            Some(owner) => self.connections.destroy_qp(owner),
             // SAFETY: the QP will be removed from the table below.
             None => checked(unsafe { (self.core.verbs.ibv_destroy_qp)(entry.ptr) })?,
         }
@@ -1000,7 +507,7 @@ impl Verbs for RdmaCoreDevice {
 
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
         self.ahs.check_room()?;
-        let ptr = self.make_ah(self.pd_ptr(pd)?, &attr)?;
+        let ptr = self.make_ah(self.regions.pd_ptr(pd)?, &attr)?;
         self.ahs.insert(Ah { ptr, attr })
     }
 
@@ -1022,6 +529,46 @@ impl Verbs for RdmaCoreDevice {
         let ptr = self.ahs.remove(ah)?.ptr;
         // SAFETY: the handle has just been removed from the table.
         checked(unsafe { (self.core.verbs.ibv_destroy_ah)(ptr) })
+    }
+}
+
+impl RdmaCm for RdmaCoreDevice {
+    forward! {
+        device connections;
+        mut create_id_for [create_id_for] (space: PortSpace, qp_type: QpType) -> Result<CmId, CmError>;
+        mut set_option [set_option] (id: CmId, option: CmOption) -> Result<(), CmError>;
+        mut bind_addr [bind_addr] (id: CmId, addr: SocketAddr) -> Result<(), CmError>;
+        mut resolve_addr [resolve_addr] (id: CmId, src: Option<SocketAddr>, dst: SocketAddr, timeout: Duration) -> Result<(), CmError>;
+        mut resolve_route [resolve_route] (id: CmId, timeout: Duration) -> Result<(), CmError>;
+        mut listen [listen] (id: CmId, backlog: u32) -> Result<(), CmError>;
+        mut connect [connect] (id: CmId, param: &ConnParam) -> Result<(), CmError>;
+        mut accept [accept] (id: CmId, param: &ConnParam) -> Result<(), CmError>;
+        ref init_qp_attr [init_qp_attr] (id: CmId, state: QpState) -> Result<QpAttr, CmError>;
+        mut establish [establish] (id: CmId) -> Result<(), CmError>;
+        mut reject [reject] (id: CmId, private_data: &[u8]) -> Result<(), CmError>;
+        mut reject_ece [reject_ece] (id: CmId, private_data: &[u8]) -> Result<(), CmError>;
+        mut mra [mra] (id: CmId) -> Result<(), CmError>;
+        mut load_alternate_path [load_alternate_path] (id: CmId, path: &AltPath) -> Result<(), CmError>;
+        mut notify_established [notify_established] (id: CmId) -> Result<(), CmError>;
+        mut disconnect [disconnect] (id: CmId) -> Result<(), CmError>;
+        mut join_multicast [join_multicast] (id: CmId, group: IpAddr, send_only: bool) -> Result<(), CmError>;
+        mut leave_multicast [leave_multicast] (id: CmId, group: IpAddr) -> Result<(), CmError>;
+        mut destroy_id [destroy_id] (id: CmId) -> Result<(), CmError>;
+        ref local_addr [local_addr] (id: CmId) -> Option<SocketAddr>;
+        ref peer_addr [peer_addr] (id: CmId) -> Option<SocketAddr>;
+        mut poll_cm_event [poll_event] () -> Option<CmEvent>;
+    }
+
+    fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
+        let ptr = self.connections.id_for_qp(id, init)?;
+        let mut theirs = self.qp_init(init)?;
+        // SAFETY: the id, domains and queues are alive and use the same context, which is the
+        // context of this device.
+        checked_cm(unsafe { (self.core.cm.rdma_create_qp_ex)(ptr, &raw mut theirs) })?;
+        // SAFETY: the QP has just been set by the call.
+        let qp = self.adopt_qp(unsafe { (*ptr).qp }, init, Some(id))?;
+        self.connections.set_qp(id, qp, self.qp_num(qp)?)?;
+        Ok(qp)
     }
 }
 
@@ -1076,13 +623,6 @@ impl RdmaCoreDevice {
         match self.clock_khz {
             0 => times.ticks,
             khz => (u128::from(times.ticks) * 1_000_000 / u128::from(khz)) as u64,
-        }
-    }
-
-    /// Called when a window is no longer mapped to a region.
-    fn unmap_window(&mut self, base: Option<MrId>) {
-        if let Some(Ok(Region::Plain { windows, .. })) = base.map(|b| self.regions.get_mut(b)) {
-            *windows -= 1;
         }
     }
 }

@@ -14,7 +14,7 @@ use std::ptr;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::{Cm, RdmaCore, Verbs as Functions};
 
-use super::objects::{Parts, RdmaCoreDevice};
+use super::context::{Parts, RdmaCoreDevice};
 use super::shared::Seat;
 use crate::verbs::{
     CqId, DeviceAttr, QpCap, QpId, QpInitAttr, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
@@ -371,7 +371,7 @@ impl RdmaCoreDevice {
 
     /// Adds a completion.
     pub(super) fn fake_end(&mut self, cq: CqId, wc: ibv_wc) {
-        let at = self.cqs.get(cq).unwrap().ptr as usize;
+        let at = self.cqs.ptr(cq).unwrap() as usize;
         library(|library| library.complete(at, wc));
     }
 

@@ -55,8 +55,11 @@
 //!
 //! | module | description |
 //! | --- | --- |
-//! | `objects` | objects used by handles, and the order in which they are destroyed |
-//! | `device` | verbs that create and destroy objects |
+//! | `context` | the opened device, and the order in which its objects are destroyed |
+//! | `objects` | objects used by handles |
+//! | `device` | the verbs traits |
+//! | `cqs` | completion queues |
+//! | `regions` | protection domains, regions and windows |
 //! | `qp` | creating and destroying queue pairs |
 //! | `provider` | driving the device: rounds, descriptors, asynchronous events |
 //! | `work` | post and poll |
@@ -79,7 +82,9 @@
 )]
 
 mod cm;
+mod context;
 pub mod convert;
+mod cqs;
 mod device;
 #[cfg(test)]
 mod fake;
@@ -88,6 +93,7 @@ mod notify;
 mod objects;
 mod provider;
 mod qp;
+mod regions;
 mod shared;
 mod work;
 
@@ -96,7 +102,7 @@ use std::ffi::CStr;
 use std::net::IpAddr;
 use std::path::Path;
 
-pub use objects::RdmaCoreDevice;
+pub use context::RdmaCoreDevice;
 use riser_rdma_core_sys::bindings::{ibv_gid, ibv_port_attr};
 use riser_rdma_core_sys::{LoadError, RdmaCore, Verbs as Functions};
 use thiserror::Error;

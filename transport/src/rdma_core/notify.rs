@@ -30,10 +30,11 @@ use riser_rdma_core_sys::bindings::{
 use riser_rdma_core_sys::ops;
 
 use super::convert::checked;
+use super::cqs::CqTable;
 use super::notices::Arming;
 #[cfg(doc)]
 use super::notices::Notices;
-use super::objects::{BATCH, Cq, RdmaCoreDevice, Times, unpack};
+use super::objects::{BATCH, Cq, Times, unpack};
 use crate::verbs::{CqId, Notify, VerbsError};
 
 /// Max number of queues polled in each round. Polling an empty queue reads a single word of memory.
@@ -152,11 +153,11 @@ unsafe fn current(cq: *mut ibv_cq_ex) -> ibv_wc {
     }
 }
 
-impl RdmaCoreDevice {
+impl CqTable {
     /// Requests an event for the next completion. This will return whether completions are already
     /// available.
     pub(super) fn request_notice(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
-        let arming = self.cqs.get(cq)?.arming;
+        let arming = self.table.get(cq)?.arming;
         match notify {
             // We are already waiting for any completion, which must not be changed by this call
             // (IBTA 11.4.2.2).
@@ -167,12 +168,12 @@ impl RdmaCoreDevice {
         }
         let is_waiting = self.peek(cq, 1)? > 0;
         // The return value covers existing completions, and the event is only for new ones.
-        self.cqs.get(cq)?.has_new.set(false);
+        self.table.get(cq)?.has_new.set(false);
         Ok(is_waiting)
     }
 
     fn arm_solicited(&mut self, cq: CqId) -> Result<(), VerbsError> {
-        let entry = self.cqs.get_mut(cq)?;
+        let entry = self.table.get_mut(cq)?;
         // SAFETY: the queue is alive and has a channel.
         checked(unsafe { ops::ibv_req_notify_cq(entry.ptr, true) })?;
         entry.arming = Arming::Solicited;
@@ -181,7 +182,7 @@ impl RdmaCoreDevice {
     }
 
     fn watch(&mut self, cq: CqId) -> Result<(), VerbsError> {
-        let entry = self.cqs.get_mut(cq)?;
+        let entry = self.table.get_mut(cq)?;
         if matches!(entry.arming, Arming::Watched | Arming::Armed) {
             return Ok(());
         }
@@ -204,7 +205,11 @@ impl RdmaCoreDevice {
 
     /// Arms a watched queue, since the events should be delayed from this point.
     pub(super) fn stop_watching(&mut self, cq: CqId) {
-        if self.cqs.get(cq).is_ok_and(|q| q.arming == Arming::Watched) {
+        if self
+            .table
+            .get(cq)
+            .is_ok_and(|q| q.arming == Arming::Watched)
+        {
             self.notices.watched.retain(|id| *id != cq);
             self.arm(cq);
         }
@@ -212,14 +217,10 @@ impl RdmaCoreDevice {
 
     /// Polls all watched queues. Returns the number of queues with completions.
     pub(super) fn poll_watched(&mut self) -> usize {
-        if self.gone {
-            // Completions cannot be used anymore.
-            return 0;
-        }
         let mut watched = std::mem::take(&mut self.notices.watched);
         let before = watched.len();
         watched.retain(|cq| {
-            let has_news = self.cqs.get(*cq).is_ok_and(Cq::has_news);
+            let has_news = self.table.get(*cq).is_ok_and(Cq::has_news);
             if has_news {
                 self.fire(*cq);
             }
@@ -233,9 +234,6 @@ impl RdmaCoreDevice {
     /// Arms all watched queues before a sleep. This will return `true` if there is already a
     /// completion.
     pub(super) fn arm_watched(&mut self) -> bool {
-        if self.gone {
-            return false;
-        }
         while let Some(cq) = self.notices.watched.pop_front() {
             self.arm(cq);
         }
@@ -245,7 +243,7 @@ impl RdmaCoreDevice {
     /// Arms a queue in the device. If this fails, or if a completion was added before it was armed,
     /// the queue fires immediately, because there won't be an event.
     fn arm(&mut self, cq: CqId) {
-        let Ok(entry) = self.cqs.get_mut(cq) else {
+        let Ok(entry) = self.table.get_mut(cq) else {
             return;
         };
         entry.arming = Arming::Armed;
@@ -257,7 +255,7 @@ impl RdmaCoreDevice {
     }
 
     fn fire(&mut self, cq: CqId) {
-        if let Ok(entry) = self.cqs.get_mut(cq) {
+        if let Ok(entry) = self.table.get_mut(cq) {
             entry.arming = Arming::Idle;
         }
         if !self.notices.fired.contains(&cq) {
@@ -266,13 +264,13 @@ impl RdmaCoreDevice {
     }
 
     /// Reads events from the channel. This will return the number of events.
-    pub(super) fn reap_cq_events(&mut self) -> usize {
+    pub(super) fn reap_events(&mut self) -> usize {
         let mut count = 0;
         loop {
             let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: the channel is open and non-blocking. Both values are output parameters.
             let r = unsafe {
-                (self.core.verbs.ibv_get_cq_event)(self.comp, &raw mut cq, &raw mut context)
+                (self.verbs.ibv_get_cq_event)(self.channel, &raw mut cq, &raw mut context)
             };
             if r != 0 {
                 return count;
@@ -280,7 +278,7 @@ impl RdmaCoreDevice {
             count += 1;
             let id = CqId(unpack(context as u64));
             // A queue can't be destroyed while it has unacknowledged events.
-            let Ok(entry) = self.cqs.get_mut(id) else {
+            let Ok(entry) = self.table.get_mut(id) else {
                 continue;
             };
             entry.unacknowledged += 1;
@@ -298,13 +296,13 @@ impl RdmaCoreDevice {
 
     /// Acknowledges all events read from a queue, which is required before destroying it.
     pub(super) fn acknowledge(&mut self, cq: CqId) {
-        let Ok(entry) = self.cqs.get_mut(cq) else {
+        let Ok(entry) = self.table.get_mut(cq) else {
             return;
         };
         let count = std::mem::take(&mut entry.unacknowledged);
         if count > 0 {
             // SAFETY: this is the number of events which have been read but not acknowledged.
-            unsafe { (self.core.verbs.ibv_ack_cq_events)(entry.ptr, count) };
+            unsafe { (self.verbs.ibv_ack_cq_events)(entry.ptr, count) };
         }
     }
 }
@@ -313,6 +311,7 @@ impl RdmaCoreDevice {
 mod tests {
     use std::time::{Duration, Instant};
 
+    use super::super::context::RdmaCoreDevice;
     use super::super::fake::{completion, library};
     use super::*;
     use crate::verbs::{Provider, QpId, Verbs};
@@ -381,7 +380,7 @@ mod tests {
         assert_eq!(poll_completions(&mut device, cq), 1);
         // The queue is still armed, but its late event must not be reported to the application.
         device.fake_message(cq, qp, 3);
-        assert_eq!(device.reap_cq_events(), 1);
+        assert_eq!(device.cqs.reap_events(), 1);
         assert_eq!(device.poll_cq_event(), None);
         assert_eq!(device.req_notify_cq(cq, Notify::Next), Ok(true));
     }
@@ -438,7 +437,7 @@ mod tests {
         for n in 0..u64::from(ACK_BATCH) + 3 {
             assert!(!device.arm_fds());
             device.fake_message(cq, qp, n);
-            assert_eq!(device.reap_cq_events(), 1);
+            assert_eq!(device.cqs.reap_events(), 1);
             assert_eq!(device.poll_cq_event(), Some(cq));
             poll_completions(&mut device, cq);
             device.req_notify_cq(cq, Notify::Next).unwrap();

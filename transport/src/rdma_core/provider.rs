@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use riser_rdma_core_sys::bindings::*;
 
-use super::objects::{RdmaCoreDevice, unpack};
+use super::context::RdmaCoreDevice;
+use super::objects::unpack;
 use super::shared::{Object, Occurrence};
 use crate::verbs::*;
 
@@ -55,7 +56,7 @@ impl RdmaCoreDevice {
             Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
                 // Store this so that poll returns an error, since the library doesn't.
                 let id = CqId(unpack(context));
-                let cq = self.cqs.get_mut(id).ok()?;
+                let cq = self.cqs.table.get_mut(id).ok()?;
                 (cq.ptr as usize == at).then(|| cq.overrun = true)?;
                 Some(AsyncEvent::CqError(id))
             }
@@ -101,8 +102,8 @@ impl RdmaCoreDevice {
         // SAFETY: all three objects are open while the device exists.
         let fds = unsafe {
             [
-                (*self.comp).fd,
-                (*self.channel).fd,
+                (*self.cqs.channel).fd,
+                (*self.connections.channel).fd,
                 (*self.context).async_fd,
             ]
         };
@@ -119,17 +120,25 @@ impl RdmaCoreDevice {
 
 impl Provider for RdmaCoreDevice {
     fn progress(&mut self, now: Instant) -> usize {
-        let mut count = self.poll_watched();
-        if self.notices.must_look(now, count > 0) {
+        let mut count = match self.gone {
+            // Completions cannot be used anymore.
+            true => 0,
+            false => self.cqs.poll_watched(),
+        };
+        if self.cqs.notices.must_look(now, count > 0) {
             let [completions, connections, events] = self.readable();
             if events {
                 self.read_async_events();
             }
             if completions {
-                count += self.reap_cq_events();
+                count += self.cqs.reap_events();
             }
             if connections {
-                count += self.reap_cm_events();
+                count += self.connections.reap_events();
+                if self.connections.is_removed() && !self.gone {
+                    self.gone = true;
+                    self.async_events.push_back(AsyncEvent::DeviceFatal);
+                }
             }
         }
         // Events read by a different device are stored in our seat, which doesn't need a system
@@ -139,8 +148,9 @@ impl Provider for RdmaCoreDevice {
 
     fn deadline(&self) -> Option<Instant> {
         // Everything else uses a descriptor to wake its owner.
-        let is_waiting =
-            !self.cm_events.is_empty() || !self.async_events.is_empty() || self.notices.has_fired();
+        let is_waiting = self.connections.has_events()
+            || !self.async_events.is_empty()
+            || self.cqs.notices.has_fired();
         is_waiting.then(Instant::now)
     }
 
@@ -148,8 +158,8 @@ impl Provider for RdmaCoreDevice {
         // SAFETY: all four objects are open while the device exists.
         let fds = unsafe {
             [
-                (*self.comp).fd,
-                (*self.channel).fd,
+                (*self.cqs.channel).fd,
+                (*self.connections.channel).fd,
                 (*self.context).async_fd,
                 self.seat.wake_fd(),
             ]
@@ -159,6 +169,6 @@ impl Provider for RdmaCoreDevice {
     }
 
     fn arm_fds(&mut self) -> bool {
-        self.arm_watched()
+        !self.gone && self.cqs.arm_watched()
     }
 }

@@ -2,8 +2,9 @@
 
 use riser_rdma_core_sys::bindings::*;
 
+use super::context::RdmaCoreDevice;
 use super::convert;
-use super::objects::{Qp, RdmaCoreDevice};
+use super::objects::Qp;
 use crate::verbs::*;
 
 impl RdmaCoreDevice {
@@ -49,9 +50,9 @@ impl RdmaCoreDevice {
             return Ok(theirs);
         }
         theirs.comp_mask = IBV_QP_INIT_ATTR_PD;
-        theirs.pd = self.pd_ptr(init.pd)?;
-        theirs.send_cq = self.cqs.get(init.send_cq)?.ptr;
-        theirs.recv_cq = self.cqs.get(init.recv_cq)?.ptr;
+        theirs.pd = self.regions.pd_ptr(init.pd)?;
+        theirs.send_cq = self.cqs.ptr(init.send_cq)?;
+        theirs.recv_cq = self.cqs.ptr(init.recv_cq)?;
         if let Some(srq) = init.srq {
             let srq = self.srqs.get(srq)?;
             if srq.xrc.is_some() || init.qp_type == QpType::XrcIni {
@@ -116,13 +117,9 @@ impl RdmaCoreDevice {
         if init.qp_type == QpType::XrcTgt {
             return;
         }
-        if let Ok(pd) = self.pds.get_mut(init.pd) {
-            count(&mut pd.users);
-        }
+        self.regions.change_users(init.pd, change);
         for cq in [init.send_cq, init.recv_cq] {
-            if let Ok(cq) = self.cqs.get_mut(cq) {
-                count(&mut cq.users);
-            }
+            self.cqs.change_users(cq, change);
         }
         if let Some(Ok(srq)) = init.srq.map(|id| self.srqs.get_mut(id)) {
             count(&mut srq.users);

@@ -10,10 +10,9 @@ use std::ptr;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
+use super::context::RdmaCoreDevice;
 use super::convert;
-use super::objects::{
-    RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, Times, pack, unpack,
-};
+use super::objects::{Scratch, Slot, SlotId, SlotQueue, Times, pack, unpack};
 use crate::verbs::*;
 
 /// Invalid QP handle, because generations start at 1.
@@ -44,7 +43,7 @@ impl RdmaCoreDevice {
         let mut done = 0;
         loop {
             let rest = &wrs[done..];
-            let at = rest.iter().position(|wr| self.is_call(&wr.op));
+            let at = rest.iter().position(|wr| self.regions.is_call(&wr.op));
             let list = self.post_list(qp, &rest[..at.unwrap_or(rest.len())]);
             list.map_err(|e| PostError {
                 index: done + e.index,
@@ -60,16 +59,6 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Returns whether the library uses a separate function for this operation instead of a work
-    /// request.
-    fn is_call(&self, op: &SendOp) -> bool {
-        let SendOp::BindMw(bind) = op else {
-            return false;
-        };
-        let window = self.mws.get(bind.mw);
-        window.is_ok_and(|window| window.mw_type == MwType::Type1)
-    }
-
     /// Binds a type 1 window. The library uses a separate function for this instead of a work
     /// request, and always sets the next key.
     fn bind_type_1(&mut self, qp: QpId, wr: &SendWr<'_>) -> Result<(), PostReason> {
@@ -81,11 +70,7 @@ impl RdmaCoreDevice {
             return Err(PostReason::InvalidRequest("bind request with data"));
         };
         let queue = entry.ptr;
-        let window = self
-            .mws
-            .get(bind.mw)
-            .map_err(|_| PostReason::InvalidKey)?
-            .ptr;
+        let window = self.regions.mw_ptr(bind.mw)?;
         // SAFETY: the window is alive and only used by this thread.
         if unsafe { RKey((*window).rkey).next() } != bind.key {
             return Err(PostReason::InvalidKey);
@@ -95,7 +80,7 @@ impl RdmaCoreDevice {
             bind_info: match bind.length {
                 // Remove the range. This does not need a region.
                 0 => ibv_mw_bind_info::default(),
-                _ => self.user_bind(&bind)?.bind_info,
+                _ => self.regions.user_bind(&bind)?.bind_info,
             },
             wr_id: 0,
         };
@@ -159,7 +144,7 @@ impl RdmaCoreDevice {
         }
         // Only requests that have been posted affect the state of windows.
         for wr in &wrs[..posted] {
-            self.on_posted(&wr.op);
+            self.regions.on_posted(&wr.op);
         }
         self.scratch = scratch;
         result
@@ -331,75 +316,14 @@ impl RdmaCoreDevice {
             }
             SendOp::RegMr { mr, key, access } => {
                 out.opcode = IBV_WR_BIND_MW;
-                out.__bindgen_anon_2.bind_mw = self.bind(mr, key, access)?;
+                out.__bindgen_anon_2.bind_mw = self.regions.bind(mr, key, access)?;
             }
             SendOp::BindMw(bind) => {
                 out.opcode = IBV_WR_BIND_MW;
-                out.__bindgen_anon_2.bind_mw = self.user_bind(&bind)?;
+                out.__bindgen_anon_2.bind_mw = self.regions.user_bind(&bind)?;
             }
         }
         Ok(out)
-    }
-
-    fn bind(
-        &self,
-        mr: MrId,
-        key: RKey,
-        access: Access,
-    ) -> Result<ibv_send_wr__bindgen_ty_4__bindgen_ty_1, PostReason> {
-        let Ok(Region::Window(w)) = self.regions.get(mr) else {
-            return Err(PostReason::InvalidKey);
-        };
-        let Some((base, segment)) = &w.mapped else {
-            return Err(PostReason::InvalidKey);
-        };
-        let Ok(Region::Plain {
-            ptr, mr, memory, ..
-        }) = self.regions.get(*base)
-        else {
-            return Err(PostReason::InvalidKey);
-        };
-        Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
-            mw: w.ptr,
-            rkey: key.0,
-            bind_info: ibv_mw_bind_info {
-                mr: *ptr,
-                addr: mr.addr + (segment.addr() - memory.addr()),
-                length: segment.len() as u64,
-                // A window sets the access rights of the peer. Local access depends on its region.
-                mw_access_flags: convert::access_flags(access & Access::REMOTE),
-            },
-        })
-    }
-
-    /// Returns the parameters to bind a user's window.
-    fn user_bind(
-        &self,
-        bind: &MwBind,
-    ) -> Result<ibv_send_wr__bindgen_ty_4__bindgen_ty_1, PostReason> {
-        let invalid = |_| PostReason::InvalidKey;
-        let mw = self.mws.get(bind.mw).map_err(invalid)?.ptr;
-        let Region::Plain { ptr, access, .. } = self.regions.get(bind.mr).map_err(invalid)? else {
-            return Err(PostReason::InvalidKey);
-        };
-        // The library does not check this, since every region has this right there.
-        if !access.contains(Access::MW_BIND) {
-            return Err(PostReason::InvalidKey);
-        }
-        let zero_based = match bind.access.contains(Access::ZERO_BASED) {
-            true => IBV_ACCESS_ZERO_BASED,
-            false => 0,
-        };
-        Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
-            mw,
-            rkey: bind.key.0,
-            bind_info: ibv_mw_bind_info {
-                mr: *ptr,
-                addr: bind.addr,
-                length: bind.length,
-                mw_access_flags: convert::access_flags(bind.access) | zero_based,
-            },
-        })
     }
 
     fn datagram(&self, wr: &SendWr<'_>, mut out: ibv_send_wr) -> Result<ibv_send_wr, PostReason> {
@@ -422,42 +346,6 @@ impl RdmaCoreDevice {
             remote_qkey: dest.qkey.0,
         };
         Ok(out)
-    }
-
-    /// Updates our state for a request that has been added to the queue.
-    fn on_posted(&mut self, op: &SendOp) {
-        match *op {
-            SendOp::RegMr { mr, key, access } => {
-                if let Ok(Region::Window(w)) = self.regions.get_mut(mr) {
-                    // If the peer invalidates the window, it will use the new key.
-                    self.rkeys.remove(&w.mr.rkey.0);
-                    self.rkeys.insert(key.0, mr);
-                    w.mr.rkey = key;
-                    // The library needs the last key of the window to bind it again. SAFETY: the
-                    // window is valid and only used by this thread.
-                    unsafe { (*w.ptr).rkey = key.0 };
-                    w.access = access;
-                    w.valid = true;
-                }
-            }
-            SendOp::BindMw(bind) => {
-                if let Ok(mw) = self.mws.get(bind.mw) {
-                    // Same as above. SAFETY: the window is valid and only used by this thread.
-                    unsafe { (*mw.ptr).rkey = bind.key.0 };
-                }
-            }
-            SendOp::LocalInv(key) => self.on_invalidated(key),
-            _ => {}
-        }
-    }
-
-    /// Called when the key of a window has been invalidated.
-    fn on_invalidated(&mut self, key: RKey) {
-        if let Some(Ok(Region::Window(w))) =
-            self.rkeys.get(&key.0).map(|id| self.regions.get_mut(*id))
-        {
-            w.valid = false;
-        }
     }
 
     pub(super) fn post_receives(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
@@ -584,7 +472,7 @@ impl RdmaCoreDevice {
     ) -> Result<usize, VerbsError> {
         let mut count = 0;
         while count < max {
-            let entry = self.cqs.get_mut(cq)?;
+            let entry = self.cqs.table.get_mut(cq)?;
             if entry.overrun {
                 return Err(VerbsError::CqOverrun);
             }
@@ -596,26 +484,13 @@ impl RdmaCoreDevice {
                 }
                 continue;
             };
-            self.notices.note_completions();
+            self.cqs.notices.note_completions();
             if let Some(completion) = self.completion(&wc) {
                 take(self, completion, times);
                 count += 1;
             }
         }
         Ok(count)
-    }
-
-    pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
-        let entry = self.cqs.get(cq)?;
-        // The library can't peek, so we need to read the completions and store them for the next
-        // poll.
-        loop {
-            let held = entry.peeked.borrow().len();
-            if held >= max || !matches!(entry.pull(max - held), Ok(1..)) {
-                let held = entry.peeked.borrow().len();
-                return Ok(held.min(max));
-            }
-        }
     }
 
     /// Converts a completion. This will return `None` if the QP, and therefore the request, has
@@ -663,7 +538,7 @@ impl RdmaCoreDevice {
         let imm = has(IBV_WC_WITH_IMM).then_some(u32::from_be(imm));
         let invalidated = has(IBV_WC_WITH_INV).then_some(RKey(key));
         if let Some(key) = invalidated {
-            self.on_invalidated(key);
+            self.regions.on_invalidated(key);
         }
         // We use the device address to determine the address family, because the bytes before the
         // receive are ambiguous.

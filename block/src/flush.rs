@@ -7,11 +7,11 @@
 //! - [`FlushQueue`]: executes one flush at a time, so that two flushes cannot compete for an error.
 //!   A flush serves all requests that joined before it was started. Requests that join later wait
 //!   for the next one, because the kernel may already have skipped their pages.
-//! - [`FlushRecord`]: remembers a failure. All subsequent flushes fail until it is cleared.
-//! - [`FlushDescriptor`]: the descriptor used for flushes. A durable write syncs the descriptor for
-//!   writes, and its error may be the only report of data lost by other writes
-//!   (a *deferred error*). A flush with a separate descriptor receives this error as well, unless
-//!   the descriptor was replaced in the meantime.
+//! - [`FlushRecord`]: remembers a failure. Every subsequent flush will fail until it is cleared.
+//! - [`FlushDescriptor`]: the descriptor provided for flushes. A durable write syncs the descriptor
+//!   for writes, and its error may be the only report of data lost by other writes (a *deferred
+//!   error*). A flush with a separate descriptor will receive this error as well, unless the
+//!   descriptor was replaced in the meantime.
 //!
 //! ```text
 //! flush:          join ─→ due ─→ start ─→ fdatasync ─→ complete ─→ record: failed or successful
@@ -51,8 +51,8 @@ impl State for FlushState {
     }
 }
 
-/// Requests waiting for a flush, and the flush in flight. The number of requests is limited by the
-/// owner.
+/// Requests waiting for a flush, and the flush in flight. The owner must ensure that the number of
+/// requests is bounded.
 #[derive(Debug)]
 pub struct FlushQueue<T> {
     state: FlushState,
@@ -129,7 +129,7 @@ impl<T> FlushQueue<T> {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Removes all requests, because the result of a flush in flight will not be received.
+    /// Removes all requests, because we will not receive the result of the current flush.
     pub fn clear(&mut self) -> Vec<T> {
         if self.state != FlushState::Idle {
             become_state(&mut self.state, FlushState::Idle);
@@ -175,15 +175,15 @@ impl<E> Default for FlushRecord<E> {
 }
 
 impl<E> FlushRecord<E> {
-    /// Records a failure. Returns false if there already is one, which is kept, because subsequent
-    /// failures are a consequence.
+    /// Records a failure. Returns false if there already is one. We keep the initial one, because
+    /// it is the cause of subsequent failures.
     pub fn record(&mut self, failure: E) -> bool {
         let is_first = self.failure.is_none();
         self.failure.get_or_insert(failure);
         is_first
     }
 
-    /// Returns the failure that was not cleared, if any. All flushes must fail with it, even if the
+    /// Returns the failure that was not cleared, if any. Every flush must fail with it, even if the
     /// kernel reports success.
     #[must_use]
     pub fn failure(&self) -> Option<&E> {
@@ -197,8 +197,8 @@ impl<E> FlushRecord<E> {
         cleared
     }
 
-    /// Returns the number of failures that were cleared. Each requires another descriptor for
-    /// flushes: see [`FlushDescriptor::is_outdated`].
+    /// Returns the number of failures that were cleared. After each of them, we need to create a
+    /// different descriptor for flushes: see [`FlushDescriptor::is_outdated`].
     #[must_use]
     pub fn clears(&self) -> u64 {
         self.clears
@@ -209,7 +209,7 @@ impl<E> FlushRecord<E> {
 #[derive(Debug)]
 pub struct FlushDescriptor<H> {
     handle: Option<H>,
-    /// It is the same as the descriptor for writes, because no other was available.
+    /// This is the descriptor for writes, because a different one was not available.
     is_shared: bool,
     /// Number of cleared failures when it was opened.
     clears: u64,
@@ -219,8 +219,8 @@ pub struct FlushDescriptor<H> {
 
 impl<H> FlushDescriptor<H> {
     /// Creates the state for a descriptor, which was opened after `clears` was read from the
-    /// [record](FlushRecord::clears). In reverse order, the number would be newer than the
-    /// descriptor, which may still report an old error.
+    /// [record](FlushRecord::clears). If we did this in reverse order, the count might be newer
+    /// than the descriptor, which may still report an old error.
     #[must_use]
     pub fn new(handle: Option<H>, is_shared: bool, clears: u64) -> Self {
         Self {
@@ -243,8 +243,9 @@ impl<H> FlushDescriptor<H> {
         self.renewals
     }
 
-    /// Returns true if another descriptor should be opened before a flush or durable write. After a
-    /// failure was cleared, the old descriptor may still report an error that was already handled.
+    /// Returns true if we need to open a different descriptor before a flush or durable write.
+    /// After a failure was cleared, the old descriptor may still report an error that we have
+    /// already handled.
     #[must_use]
     pub fn is_outdated(&self, clears: u64) -> bool {
         self.is_shared || self.clears != clears
@@ -353,7 +354,7 @@ mod tests {
         queue.start();
         queue.join(3);
         assert_eq!(queue.waiting.as_ptr(), memory);
-        // The list of a running flush is not replaced.
+        // We must not replace the list while a flush is active.
         queue.recycle(vec![4]);
         assert_eq!(queue.complete(), [2]);
     }
@@ -378,7 +379,7 @@ mod tests {
         assert_eq!(own.handle(), Some(&"new"));
         assert!(!own.reports_again(0), "the write preceded the renewal");
         assert!(own.reports_again(own.renewals()));
-        // No other descriptor is available.
+        // A different descriptor is not available.
         own.renew(Some("writes"), true, 2);
         assert!(own.is_outdated(2) && !own.reports_again(own.renewals()));
         let renewals = own.renewals();
@@ -431,9 +432,9 @@ mod tests {
         write: Option<(u32, Result<(), ()>)>,
     }
 
-    /// A file used by two workers, as in the target. A worker handles completions in order. A
-    /// descriptor is not opened while another worker checks the error of a durable write, because
-    /// the kernel would not report it to the new descriptor.
+    /// A file used by two workers, as in the target. A worker will always process completions in
+    /// order. A descriptor is not opened while another worker checks the error of a durable write,
+    /// because the kernel would not report it to the new descriptor.
     struct Model {
         file: File,
         record: FlushRecord<()>,
@@ -566,7 +567,7 @@ mod tests {
                         self.join(worker, true);
                     }
                 }
-                // An administrator clears a failure after handling the loss.
+                // An administrator will first handle the loss, and then clear the failure.
                 Step::Clear => {
                     let is_unreported = self.file.errors > self.file.reported;
                     if self.record.clear().is_some() && !is_unreported {
@@ -599,7 +600,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// A flush never succeeds after acknowledged data was lost, until this is cleared.
+        /// Verify that no flush succeeds after acknowledged data was lost, until the loss is
+        /// cleared.
         #[test]
         fn lost_data_fails_next_flush(is_shared in any::<bool>(), steps in steps()) {
             let mut model = Model::new(is_shared);

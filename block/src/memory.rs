@@ -108,8 +108,8 @@ impl MemoryDevice {
                 max_write_zeroes: 1 << 30,
                 reports_status: true,
                 read_only: false,
-                // This disk is used to test the exports, so we enable the write cache, allocation
-                // status and all commands.
+                // This disk is used to test the exports, so by default we enable the write cache,
+                // allocation status and all commands.
                 volatile_cache: true,
                 flushes: true,
                 stable_writes: true,
@@ -190,7 +190,7 @@ impl MemoryDevice {
         self.flushes.load(Ordering::Relaxed)
     }
 
-    /// Disk contents, to be checked by a test.
+    /// Returns the disk content, so that a test can verify it.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.memory

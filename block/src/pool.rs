@@ -151,7 +151,7 @@ impl BufferPool {
         })))
     }
 
-    /// Returns the memory that contains all buffers and the zeroes.
+    /// Returns the memory region that contains all buffers and the zeroes.
     #[must_use]
     pub fn memory(&self) -> &Memory {
         &self.0.memory
@@ -163,7 +163,7 @@ impl BufferPool {
         self.0.memory.len() - ZEROES
     }
 
-    /// Returns the first `most` bytes of the zeroes, or all of them. They must not be modified,
+    /// Returns the first `most` bytes of the zeroes, or all of them. You must not modify them,
     /// because other users may be sending them.
     #[must_use]
     pub fn zeroes(&self, most: u64) -> Buffer {

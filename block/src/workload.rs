@@ -65,8 +65,8 @@ impl Submissions {
 /// I/O load that runs on the device thread ([`BlockDevice::drive`](super::BlockDevice::drive)).
 /// This way, we don't need a lock, a message or a thread switch for each completion and submission.
 ///
-/// These calls must not block. If there are no outstanding operations after a call, and
-/// [`Workload::due`] returns `None`, the workload is done and will be dropped.
+/// An implementation must not block in these calls. If there are no outstanding operations after a
+/// call, and [`Workload::due`] returns `None`, the workload is done and will be dropped.
 pub trait Workload: Send {
     /// Submits operations that can be started now. This is the first call, and it is called again
     /// when [`Workload::due`] has expired.

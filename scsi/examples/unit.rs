@@ -4,7 +4,8 @@
 //! cargo run -p riser-scsi --example unit
 //! ```
 //!
-//! The logical unit performs no I/O: `execute` below is the transport and the backend.
+//! The logical unit does not perform any I/O, so in this example the function `execute` provides
+//! both the transport and the backend.
 
 #![allow(clippy::print_stdout, reason = "the results are printed")]
 
@@ -88,7 +89,7 @@ impl Disk {
         })
     }
 
-    /// Executes a command. Returns the response and the Data-In.
+    /// Processes a command until it is complete. Returns the response and the Data-In.
     fn execute(&mut self, cdb: &[u8], data_out: &[u8], data_in: u32) -> (Response, Vec<u8>) {
         let request = Request {
             nexus: NEXUS,

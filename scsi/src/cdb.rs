@@ -28,7 +28,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// Used for an unknown command, where any value is possible.
+    /// Used for an unknown command, where arbitrary values are possible.
     pub(crate) const UNKNOWN: Self = Self {
         bytes: [0xff; CDB_MAX],
         len: 0,
@@ -84,7 +84,7 @@ fn flags_byte(len: usize) -> usize {
 /// Number of bytes to compare at once.
 const HALF: usize = 16;
 
-/// Returns one of the halves as a big-endian number.
+/// Returns one of the halves as a big-endian integer.
 fn number(bytes: &[u8; CDB_MAX], half: usize) -> u128 {
     let bytes = bytes[half * HALF..].first_chunk();
     u128::from_be_bytes(*bytes.expect("CDB_MAX is two halves"))
@@ -202,8 +202,8 @@ impl Cdb {
         flags_byte(self.len)
     }
 
-    /// Returns a flag of a block command. `field` is the location in CDBs that are shorter than 32
-    /// bytes.
+    /// Returns a flag of a block command. `field` specifies its location in CDBs that are shorter
+    /// than 32 bytes.
     pub(crate) fn flag(&self, field: Field<bool>) -> bool {
         debug_assert_eq!(field.at(), flags_byte(0));
         self.bit(self.flags_byte(), field.highest_bit())
@@ -219,8 +219,8 @@ impl Cdb {
         (self.byte(self.flags_byte()) >> 1) & 0x3
     }
 
-    /// Returns the RDPROTECT, WRPROTECT, VRPROTECT or ORPROTECT field. A 6-byte CDB does not have
-    /// this field, which is handled as zero.
+    /// Returns the RDPROTECT, WRPROTECT, VRPROTECT or ORPROTECT field. This field isn't present in
+    /// a 6-byte CDB, so we return zero.
     pub(crate) fn protect(&self) -> u8 {
         match self.len {
             6 => 0,

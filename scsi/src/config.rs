@@ -53,15 +53,15 @@ pub enum Provisioning {
 pub enum ProtectionType {
     /// The reference tag contains the least significant 32 bits of the LBA.
     Type1,
-    /// The expected tags are sent with each command, using a 32-byte CDB.
+    /// The application client provides the expected tags with every command, using a 32-byte CDB.
     Type2,
     /// The reference tag is not defined, and is owned by the application client together with the
     /// application tag.
     Type3,
 }
 
-/// Protection information that is stored for each logical block. The protection interval is always
-/// a logical block.
+/// Protection information, which is metadata that is stored for every logical block. The protection
+/// interval is always a logical block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Protection {
     /// Type of the protection information.
@@ -69,8 +69,8 @@ pub struct Protection {
     /// The application tag is owned by the application client (ATO bit in the Control mode page).
     ///
     /// If this is set, a block written without protection information gets an application tag of
-    /// FFFFh, so it will not be checked by a read. Otherwise the tag is zero, and the guard of this
-    /// block is checked by each read, but expected application tags in a CDB are ignored.
+    /// FFFFh, so a read won't verify it. Otherwise the tag is zero, and every read will verify the
+    /// guard of this block, but ignore the expected application tag in a CDB.
     pub client_owns_tag: bool,
 }
 
@@ -165,7 +165,7 @@ pub struct Config {
     pub blocks: u64,
     /// Size of a logical block.
     pub block_size: BlockSize,
-    /// Protection information stored with each block, or `None` if this is not supported.
+    /// Protection information stored with every block, or `None` if this is not supported.
     pub protection: Option<Protection>,
     /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT, e.g. 3 for 512-byte blocks on a disk with
     /// 4096-byte sectors.
@@ -276,7 +276,7 @@ impl Config {
             .ok_or(ConfigError::Naa)
     }
 
-    /// Checks that the limits are large enough for at least one block with its protection
+    /// Makes sure that the limits are large enough for at least one block with its protection
     /// information.
     fn validate_protection(&self) -> Result<(), ConfigError> {
         let block = self.block_size.bytes();
@@ -316,8 +316,9 @@ impl Config {
         }
     }
 
-    /// Rounds a number of blocks down to a multiple of 4096 bytes, unless it is smaller. The backend
-    /// may have to read and write more than the blocks of a piece if the next one is not aligned.
+    /// Rounds a number of blocks down to a multiple of 4096 bytes, unless it is smaller. This is
+    /// for performance: if the next piece isn't aligned, the backend may have to read and write
+    /// more than the blocks of a piece.
     fn align(&self, blocks: u32) -> u32 {
         let unit = 4096 / self.block_size.bytes();
         if blocks < unit {

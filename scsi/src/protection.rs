@@ -1,7 +1,7 @@
 //! Protection information of logical blocks (SBC-4 4.21), also known as T10 DIF.
 //!
-//! On a protected medium, each logical block has eight bytes of protection information. It's
-//! transferred after the block, and stored by the backend.
+//! On a protected medium, every logical block has eight bytes of metadata: its protection
+//! information. It's transferred after the block, and stored by the backend.
 //!
 //! ```text
 //!   | logical block, 512 or 4096 bytes | guard 2 | application tag 2 | reference tag 4 |
@@ -71,10 +71,10 @@ pub struct ExpectedTuple {
     pub reference_tag: Option<u32>,
 }
 
-/// Some of the bits of an application tag.
+/// Part of an application tag, selected via a mask.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct MaskedTag {
-    /// The value, which may contain other bits than the mask.
+    /// The raw value, which may contain bits that are not present in the mask.
     pub value: u16,
     /// The bits to compare.
     pub mask: u16,
@@ -125,8 +125,8 @@ impl Tuple {
         }
     }
 
-    /// Returns whether the tags disable all checks of a block when it is read. The protection
-    /// information sent with a write is checked in any case.
+    /// Returns whether the tags disable all checks of a block when it is read. However, the
+    /// protection information provided with a write is always checked.
     #[must_use]
     pub fn is_unchecked(self, protection_type: ProtectionType) -> bool {
         self.application_tag == UNCHECKED_APPLICATION_TAG
@@ -134,8 +134,8 @@ impl Tuple {
                 || self.reference_tag == UNCHECKED_REFERENCE_TAG)
     }
 
-    /// Compares the fields with the expected values. If more than one is different, returns the
-    /// first one.
+    /// Compares the fields with the expected values. If multiple fields don't match, returns the
+    /// first of those.
     ///
     /// # Errors
     /// The field that is different.
@@ -158,8 +158,8 @@ impl Tuple {
         Ok(())
     }
 
-    /// Checks a block on the medium without a command, for example when all blocks are verified in
-    /// the background.
+    /// Verifies a block on the medium without a command, for example when all blocks are verified
+    /// in the background.
     ///
     /// # Errors
     /// The field for which the check has failed.

@@ -68,9 +68,10 @@ pub struct DataOut {
 /// the logical block size, and within the capacity.
 ///
 /// If the LU has [protection information](crate::protection), the backend stores eight bytes for
-/// each block. A block and its protection information must always be updated together, even if
-/// there is a crash: if only one of them was written, the next read of this block will fail. A
-/// block that has never been written has all bits set in its protection information.
+/// every block. It must ensure that a block and its protection information are always updated
+/// together, even if there is a crash: if only one of them was written, any future read of this
+/// block will fail. A block that has never been written has all bits set in its protection
+/// information.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BlockOp {
     /// Read from the medium to the buffer.
@@ -112,8 +113,8 @@ pub enum BlockOp {
     /// Deallocate a range, after which it's read as zeros. If some part of it is too small for the
     /// backend to deallocate, the data in this part is not changed.
     ///
-    /// All bits of the protection information must be set for each block that is read as zeros.
-    /// Protection information of blocks that are not changed must not be changed either.
+    /// You must set all bits of the protection information for every block that will be read as
+    /// zeros, and must not change the protection information of any other block.
     Discard {
         /// Offset on the medium.
         offset: u64,
@@ -204,7 +205,7 @@ pub enum BackendError {
     ReadOnly,
     /// The backend is currently not available.
     NotReady,
-    /// The operation was aborted by the backend and can be retried.
+    /// The operation was aborted by the backend, but you can try again.
     Aborted,
     /// Error when transferring data between the initiator and the buffer.
     Transfer(TransferError),

@@ -17,24 +17,24 @@ use crate::step::StepResult;
 const BLOCKS_BYTE: u16 = 13;
 
 /// A COMPARE AND WRITE. The buffer contains the expected data, then the new data, then scratch
-/// space for reading from the medium. Only the data is compared, without protection information.
+/// space for reading from the medium. We only compare the actual data, without any metadata.
 #[derive(Debug)]
 pub(crate) struct CompareAndWrite {
-    /// Checks of the received protection information, until they succeed.
+    /// Pending checks of the incoming protection information, until they succeed.
     received: Option<Box<Received>>,
     /// The comparison, until it succeeds.
     verify: Option<Verify>,
     write: Write,
 }
 
-/// Received data with its protection information.
+/// Incoming data with its protection information.
 #[derive(Debug)]
 struct Received {
     integrity: Integrity,
     /// The expected data, or `None` if no protection information is received with it.
     expected: Option<Span>,
     new: Span,
-    /// Offset of the new data in the received data.
+    /// Offset of the new data in the incoming data.
     new_offset: u32,
 }
 

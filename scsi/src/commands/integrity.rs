@@ -1,10 +1,10 @@
-//! Protection information of a single command: separates it from received data or adds it to sent
-//! data, generates it, and checks it (SBC-4, tables for RDPROTECT, WRPROTECT, VRPROTECT and
-//! ORPROTECT).
+//! Protection information of a single command. This code will separate it from incoming data or
+//! insert it into outgoing data, generate it, and validate it (SBC-4, tables for RDPROTECT,
+//! WRPROTECT, VRPROTECT and ORPROTECT).
 //!
-//! A block operation uses separate parts of the buffer for blocks and tuples, so that blocks are
-//! aligned for the backend. If protection information is transferred, it's located after each block
-//! in the same data:
+//! A block operation uses a separate region of the buffer for tuples, to ensure that the blocks are
+//! contiguous and aligned for the backend. If protection information is transferred, it's inside
+//! the payload, after every block:
 //!
 //! ```text
 //!   transferred   | block 0 | tuple 0 | block 1 | tuple 1 | block 2 | tuple 2 |
@@ -14,7 +14,7 @@
 //!                 data                                    tags
 //! ```
 //!
-//! This module is not used for an LU without protection information.
+//! We don't need this module for an LU without protection information.
 
 use crate::access::DataAccess;
 use crate::cdb::Cdb;
@@ -24,14 +24,14 @@ use crate::lu::LogicalUnit;
 use crate::protection::{ExpectedTuple, MaskedTag, ProtectionError, Tuple, guard, lba_tag};
 use crate::sense::{Sense, SenseKey};
 
-/// Size of the largest logical block, in bytes.
+/// Max size of a logical block, in bytes.
 const BLOCK_MAX: usize = 4096;
 
 /// Size of a logical block on the medium and in transferred data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Frame {
     block: u32,
-    /// Set if each block is followed by its protection information.
+    /// Set if every block is followed by its protection information.
     has_tuple: bool,
 }
 
@@ -102,7 +102,7 @@ impl Checks {
         tags: false,
     };
 
-    /// Returns the checks that are selected in a CDB. Zero does not select any.
+    /// Returns the checks that are enabled by a CDB. Zero does not enable any of them.
     fn selected(protect: u8) -> Self {
         match protect {
             0b001 | 0b101 => Self::ALL,
@@ -122,7 +122,7 @@ impl Checks {
 /// Expected tags in a 32-byte CDB.
 #[derive(Clone, Copy, Debug)]
 struct ExpectedTags {
-    /// Reference tag of the first block. Each block after it has the next number.
+    /// Reference tag of the first block. We increment it for every subsequent block.
     reference: u32,
     application: MaskedTag,
 }
@@ -134,7 +134,7 @@ pub(crate) struct Integrity {
     /// RDPROTECT, WRPROTECT, VRPROTECT or ORPROTECT. If this is zero, protection information is not
     /// transferred.
     protect: u8,
-    /// Blocks on the medium are checked even if `protect` is zero (DPICZ is zero).
+    /// We need to verify blocks on the medium even if `protect` is zero (DPICZ is zero).
     checks_by_default: bool,
     expected: Option<ExpectedTags>,
     /// LBA of the first block.
@@ -165,7 +165,7 @@ impl Integrity {
         })
     }
 
-    /// Returns whether each transferred block is followed by its protection information.
+    /// Returns whether every block of the payload is followed by its protection information.
     pub(crate) fn is_transferred(&self) -> bool {
         self.protect != 0
     }
@@ -178,9 +178,9 @@ impl Integrity {
         }
     }
 
-    /// Separates received blocks from their tuples, and checks them. If there are no tuples in the
-    /// received data, they are generated. `received` is the offset of the data in the buffer, which
-    /// must not be less than the offset of the blocks.
+    /// Separates incoming blocks from their tuples, and validates them. If there are no tuples in
+    /// the received data, we generate them. `received` is the offset of the data in the buffer,
+    /// which must not be less than the offset of the blocks.
     pub(crate) fn receive(
         &self,
         data: &mut dyn DataAccess,
@@ -204,8 +204,8 @@ impl Integrity {
             } else {
                 self.generate(index, block)
             };
-            // This can only overwrite blocks that have already been moved, together with their
-            // tuples.
+            // This is safe, because it can only overwrite blocks that were previously moved,
+            // together with their tuples.
             if at != to {
                 data.write(to, block);
             }
@@ -214,7 +214,7 @@ impl Integrity {
         Ok(())
     }
 
-    /// Checks blocks read from the medium.
+    /// Validates blocks read from the medium.
     pub(crate) fn check_stored(&self, data: &dyn DataAccess, span: Span) -> Result<(), Sense> {
         let checks = self.stored_checks();
         if checks == Checks::NONE {
@@ -229,8 +229,8 @@ impl Integrity {
         Ok(())
     }
 
-    /// Checks blocks read from the medium, and adds the tuples to the data to be sent, at
-    /// the offset of the blocks. This must not be sent if the check fails.
+    /// Verifies blocks read from the medium, and inserts the tuples into the outgoing data, at the
+    /// offset of the blocks. The caller must not send this data if the check fails.
     pub(crate) fn send(&self, data: &mut dyn DataAccess, span: Span) -> Result<(), Sense> {
         if !self.is_transferred() {
             return self.check_stored(data, span);
@@ -240,7 +240,8 @@ impl Integrity {
         let block = &mut block[..self.block as usize];
         let size = Frame::new(self.block, Some(self)).size();
         let mut result = Ok(());
-        // Start with the last block, because this can only overwrite blocks after it.
+        // Start with the final block, because this can only overwrite blocks after it, which have
+        // already been copied.
         for (order, (index, at, tag)) in self.blocks(span).enumerate().rev() {
             data.read(at, block);
             let tuple = read_tuple(data, tag);
@@ -255,7 +256,7 @@ impl Integrity {
         result
     }
 
-    /// Compares the tuples of blocks on the medium with received tuples, starting at `received` in
+    /// Compares the tuples of blocks on the medium with incoming tuples, starting at `received` in
     /// the buffer.
     pub(crate) fn compare(
         &self,
@@ -295,7 +296,7 @@ impl Integrity {
         } = self.protection;
         for (order, (index, _, tag)) in (0..).zip(self.blocks(stored)) {
             let received = received(order, index);
-            // Tags that may be modified by the device server are not compared.
+            // Ignore tags that the device server is allowed to modify.
             let expected = ExpectedTuple {
                 guard: (self.protect != 0b010).then_some(received.guard),
                 application_tag: client_owns_tag.then_some(MaskedTag {
@@ -379,7 +380,7 @@ impl Integrity {
     fn expected(&self, checks: Checks, index: u64, block: &[u8]) -> ExpectedTuple {
         ExpectedTuple {
             guard: checks.guard.then(|| guard(block)),
-            // Without an expected tag in the CDB, the contents are not known.
+            // Without an expected tag in the CDB, we don't know the content.
             application_tag: self
                 .expected
                 .filter(|_| checks.tags && self.protection.client_owns_tag)
@@ -388,7 +389,7 @@ impl Integrity {
         }
     }
 
-    /// Returns the reference tag of a block, if this is known.
+    /// Returns the reference tag of a block, if we know it.
     fn reference_tag(&self, index: u64) -> Option<u32> {
         let expected = self
             .expected
@@ -405,7 +406,7 @@ impl Integrity {
     fn counts_blocks(&self) -> bool {
         match self.protection.protection_type {
             ProtectionType::Type1 => true,
-            // A generated tag is only used if the block will be checked when it's read.
+            // A generated tag is only relevant if a future read will verify the block.
             ProtectionType::Type2 => {
                 self.is_transferred()
                     || (self.expected.is_some() && !self.protection.client_owns_tag)

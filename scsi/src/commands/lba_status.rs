@@ -34,7 +34,7 @@ pub(crate) fn plan_get_lba_status<M: From<GetLbaStatus>>(
     };
     let (offset, _) = planner.byte_range(start)?;
     let allocation_length = cdb.get(ALLOCATION_LENGTH);
-    // Each descriptor requires a call to the backend, so don't collect more than the initiator has
+    // Every descriptor requires a call to the backend, so don't collect more than the initiator has
     // room for. We always return at least one to have something to report, and limit the total to
     // keep the response small.
     let room = allocation_length
@@ -99,7 +99,7 @@ impl Steps for GetLbaStatus {
         self.offset += u64::from(blocks) * block;
         self.room -= 1;
         // If there are no blocks, the capacity has been reduced to below the current offset. We
-        // must not query again because this would loop forever.
+        // must not try again because this would loop forever.
         if self.room > 0 && self.offset < context.lu.capacity_bytes() && blocks > 0 {
             return Ok(self.request_status(context.lu));
         }

@@ -19,7 +19,7 @@ pub(crate) struct OrWrite {
     frame: Frame,
     /// Location of the data in the buffer.
     room: Room,
-    /// The scratch space in the buffer.
+    /// The scratch region in the buffer.
     scratch: Room,
     integrity: Option<Box<Integrity>>,
     /// Number of bytes in this piece that have been updated with the bits from the medium.
@@ -86,7 +86,7 @@ impl OrWrite {
         (self.data.len() - self.done).min(self.scratch.len)
     }
 
-    /// Checks a piece that was just received, and separates its protection information.
+    /// Validates an incoming piece, and separates its protection information.
     fn accept_piece(&self, context: &mut Context<'_>) -> Result<(), Sense> {
         match self.integrity.as_deref().zip(self.room.tags) {
             Some((integrity, tags)) if integrity.is_transferred() => {

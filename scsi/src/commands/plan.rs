@@ -118,7 +118,7 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// Returns a single piece with all of the data.
+    /// Returns a single piece containing all of the data.
     pub(crate) fn whole(total: u32, frame: Frame) -> Self {
         Self {
             total,
@@ -194,7 +194,7 @@ impl Pieces {
     }
 }
 
-/// Part of the command buffer. All values are in bytes.
+/// Region of the command buffer. All values are in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Room {
     /// Offset of the first block.
@@ -206,7 +206,7 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Returns the offset of the first block after this part, which is aligned for the backend.
+    /// Returns the offset of the first block after this region, which is aligned for the backend.
     pub(crate) fn end(self, block: u32) -> u32 {
         match self.tags {
             None => self.data + self.len,
@@ -325,8 +325,8 @@ impl Planner<'_> {
             .ok_or(Sense::cdb_field(extent.length_byte, None))
     }
 
-    /// Returns the protection information of a command, or `None` if the LU has none. This is boxed
-    /// to keep commands small for all other LUs.
+    /// Returns the protection information of a command, or `None` if the LU has none. We use a
+    /// separate allocation to avoid larger commands for all other LUs.
     pub(crate) fn integrity(&self, cdb: &Cdb) -> Option<Box<Integrity>> {
         Integrity::new(self.lu, cdb).map(Box::new)
     }
@@ -383,7 +383,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Returns the part of the buffer for the current piece, at the start of the buffer.
+    /// Returns the region for the current piece, at the start of the buffer.
     pub(crate) fn room(&self, data: Pieces) -> Room {
         // Blocks are first received together with their protection information, which is then moved
         // to the space after it.
@@ -395,7 +395,7 @@ impl Planner<'_> {
         }
     }
 
-    /// Returns the part of the buffer after `start`, to be used as scratch space for processing
+    /// Returns the region of the buffer after `start`, to be used as scratch space for processing
     /// `total` bytes, up to the segment size.
     pub(crate) fn segment(&self, start: u32, total: u64) -> Room {
         let config = self.lu.config();

@@ -175,7 +175,7 @@ fn plan<M: From<Write>>(
                 room,
                 integrity,
                 // An initiator disables the cache if it expects data to be stable for each status,
-                // so in this case we handle each write as if FUA was set.
+                // so in this case we handle every write as if FUA was set.
                 fua: fua || !planner.lu.is_write_cache_enabled(),
                 verify,
                 stage: WriteStage::Receiving,

@@ -59,8 +59,8 @@ pub(crate) fn plan_start_stop_unit<M: From<Flush>>(
     }
     let (start, no_flush) = (cdb.bit(4, 0), cdb.bit(4, 2));
     let may_stop = lu.config().stoppable;
-    // No flush is needed for a start, or if the initiator has set NO_FLUSH because it doesn't need
-    // the data in the cache.
+    // No flush is necessary for a start, or if the initiator has set NO_FLUSH because it doesn't
+    // need the data in the cache.
     if start || no_flush {
         lu.set_stopped(!start && may_stop)?;
         return Ok(Plan::good());

@@ -44,7 +44,7 @@ pub(crate) struct Verify {
     integrity: Option<Box<Integrity>>,
     /// Set when we are still waiting for Data-Out.
     receiving: bool,
-    /// If set, read from stable storage instead of the data that a READ would return.
+    /// If set, read from stable storage rather than the data that a READ would return.
     stable: bool,
 }
 
@@ -243,7 +243,7 @@ impl Verify {
         done - self.data.from()
     }
 
-    /// Checks a piece of Data-Out that was just received, and separates its protection information.
+    /// Validates an incoming piece of Data-Out, and separates its protection information.
     fn accept_piece(&self, context: &mut Context<'_>) -> Result<(), Sense> {
         match &self.integrity {
             // Without any received tuples, there is nothing to compare.

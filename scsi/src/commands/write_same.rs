@@ -17,7 +17,7 @@ pub(crate) struct WriteSame {
     len: u64,
     done: u64,
     unmap: bool,
-    /// Part of the buffer that is written at once, filled with the pattern.
+    /// Region of the buffer that is written at once, filled with the pattern.
     segment: Room,
     integrity: Option<Box<Integrity>>,
     /// Protection information of the first block, once it has been received or generated.
@@ -131,7 +131,7 @@ impl WriteSame {
         (self.len - self.done).min(self.segment.len.into()) as u32
     }
 
-    /// Checks or generates the protection information of the received block.
+    /// Validates or generates the protection information of the received block.
     fn accept_block(&mut self, context: &mut Context<'_>, block: u32) -> Result<(), Sense> {
         if let Some((integrity, tags)) = self.integrity.as_deref().zip(self.segment.tags) {
             let span = Span {

@@ -220,7 +220,7 @@ pub fn digest(pieces: &[&[u8]]) -> [u8; 4] {
     crc.finish()
 }
 
-/// Used to calculate a digest for data that is split into pieces.
+/// Used to compute a digest for data that is split into pieces.
 #[derive(Debug)]
 pub struct DataDigest(Digest);
 

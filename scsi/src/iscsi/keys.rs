@@ -442,7 +442,7 @@ impl Negotiation {
         }
     }
 
-    /// Handles an offer or a declaration, and adds the response to `out` if needed.
+    /// Handles an offer or a declaration, and adds the response to `out` if necessary.
     ///
     /// For [`Rule::Text`] and [`Rule::Security`] this only checks the sender, phase and stage. The
     /// caller has to process these keys.

@@ -10,8 +10,8 @@
 //! - [`name`]: iSCSI names and SendTargets.
 //!
 //! # Invariants
-//! - Never trust a length sent by the peer. It must be checked against a limit before we allocate
-//!   or buffer anything, and against the number of received bytes before we read any data.
+//! - Never trust a length sent by the peer. It must be validated against a limit before we allocate
+//!   or buffer anything, and against the number of received bytes before we actually read any data.
 //! - A peer must not be able to make us send an unlimited amount of data.
 //! - Strings returned by [`text`] don't contain any control characters. Names are also checked.
 //! - No data sent by a peer can cause a panic.

@@ -48,7 +48,7 @@ fn pair(bytes: &[u8]) -> Result<(&str, &str), TextError> {
     }
     let key = std::str::from_utf8(key).map_err(|_| TextError::Key)?;
     let value = std::str::from_utf8(&value[1..]).map_err(|_| TextError::Value)?;
-    // Values may be written to a log or terminal.
+    // Values may be written to a log file or terminal.
     if value.chars().any(char::is_control) {
         return Err(TextError::Value);
     }

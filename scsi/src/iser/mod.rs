@@ -15,8 +15,8 @@
 //! - `cm`: private data in connection requests and responses ([`CmHeader`]).
 //!
 //! # Invariants
-//! - Never trust a length sent by the peer. It must be checked against the number of received bytes
-//!   before we read any data.
+//! - Never trust a length sent by the peer. Make sure to validate it against the number of received
+//!   bytes before we read any data.
 //! - No data sent by a peer can cause a panic.
 //!
 //! # Not implemented

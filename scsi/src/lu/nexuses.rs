@@ -1,7 +1,8 @@
 //! The I_T nexuses of an LU, with their pending unit attentions.
 //!
-//! The table is protected by a mutex. To avoid this lock for each READ or WRITE, we use an array of
-//! hint bits, indexed by a hash of the nexus ID. The table must only be checked if this bit is set.
+//! The table is protected by a mutex. To avoid this lock for every READ or WRITE, we use an array
+//! of hint bits, indexed by a hash of the nexus ID. The table must only be checked if this bit is
+//! set.
 //!
 //! Invariant: a hint bit is set if there is a pending unit attention for any nexus with this hash.
 //! The mutex is required to clear a bit, so that we cannot miss a unit attention raised in between.

@@ -113,7 +113,7 @@ impl LogicalUnit {
             }
             (kept, all.saved())
         });
-        // The keeper may be using a disk, so avoid writing the same state again.
+        // The keeper may be using a file, so avoid writing the same state again.
         if kept != new {
             self.save(new.as_ref());
         }

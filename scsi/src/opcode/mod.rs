@@ -5,8 +5,8 @@
 //! We use the same rows to check for reserved bits and to create the REPORT SUPPORTED OPERATION
 //! CODES response, so that the reported values always match the implementation.
 //!
-//! The transport calls [`Opcode::of`] for each CDB that it receives, and then passes the row on
-//! with the command.
+//! The transport calls [`Opcode::of`] for every incoming CDB, and then passes the row on with the
+//! command.
 
 mod report;
 mod table;

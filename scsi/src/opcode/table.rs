@@ -38,7 +38,7 @@ macro_rules! table {
 /// seconds, type, flags, planning function, CDB usage after the operation code, and the name in the
 /// standard.
 ///
-/// This must be an array instead of a slice, because rows are compared by address, which has to be
+/// This must be an array rather than a slice, because rows are compared by address, which has to be
 /// unique.
 pub(super) static TABLE: [Opcode; 59] = table! {
     0x00      None  30 Other   [READY]             unit_state::plan_test_unit_ready          "00 0000 00 00"                      "TEST UNIT READY";

@@ -51,7 +51,7 @@ pub enum MultiChannelResult {
     NoChannels = 0,
     /// Other channels of this initiator were terminated.
     Terminated = 1,
-    /// Other channels of this initiator were kept.
+    /// Other channels of this initiator were kept open.
     Maintained = 2,
 }
 
@@ -304,7 +304,7 @@ pub enum LoginRejReason {
     UnsupportedDescriptorFormat = 0x0001_0004,
     /// Multiple channels per I_T nexus are not supported.
     MultiChannelUnsupported = 0x0001_0005,
-    /// This initiator already has the maximum number of channels.
+    /// This initiator already has the maximum number of open channels.
     ChannelLimitReached = 0x0001_0006,
     /// Unknown code.
     #[num_enum(catch_all)]

@@ -12,8 +12,8 @@
 //!   [`AerReq`], [`TLogout`].
 //!
 //! # Invariants
-//! - Never trust a length, count or offset sent by the peer. It must be checked against the number
-//!   of received bytes, without any overflow.
+//! - Never trust a length, count or offset sent by the peer. Make sure that it does not exceed the
+//!   number of received bytes, without any overflow.
 //! - Any bytes after the end of an IU are ignored, because CM private data is padded and receive
 //!   buffers can be larger than the message.
 //! - Reserved fields are ignored when parsing, and set to zero when writing.

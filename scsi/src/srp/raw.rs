@@ -207,7 +207,7 @@ impl<'a> Cursor<'a> {
         Ok(bytes)
     }
 
-    /// Returns a view of the next structure with a fixed size.
+    /// Returns a view of the next struct with a fixed size.
     pub(super) fn view<T: FromBytes + KnownLayout + Immutable + Unaligned>(
         &mut self,
         field: &'static str,

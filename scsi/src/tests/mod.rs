@@ -119,7 +119,7 @@ pub(crate) struct Rig {
     pub(crate) disk: Vec<u8>,
     /// Protection information of each block. Only used if the LU is protected.
     pub(crate) tags: Vec<[u8; 8]>,
-    /// Whether space is allocated, for each block.
+    /// Whether space is allocated, for every block.
     pub(crate) mapped: Vec<bool>,
     pub(crate) luns: Vec<LunId>,
     /// Let a block operation fail with this error.
@@ -298,7 +298,7 @@ impl Rig {
         (offset / block) as usize..((offset + len) / block) as usize
     }
 
-    /// Returns the offset of each tuple in the buffer, or no offsets if the LU is not protected.
+    /// Returns the offset of every tuple in the buffer, or no offsets if the LU is not protected.
     fn tag_offsets(&self, tags: Option<u32>, blocks: usize) -> impl Iterator<Item = u32> + use<> {
         assert_eq!(tags.is_some(), self.lu.config().protection.is_some());
         let blocks = tags.map_or(0, |_| blocks as u32);

@@ -14,9 +14,9 @@
 //!             └─────────────────────────────┘
 //! ```
 //!
-//! There is no clock in these state machines, so the caller must implement a timeout. The number of
-//! requests and the amount of text received and sent are limited. Random data must be provided by
-//! the caller.
+//! There's no clock in these state machines, so the caller must provide a timeout. The number of
+//! requests and the amount of text received and sent are limited. The caller must also provide a
+//! source of random data.
 
 mod initiator;
 mod target;
@@ -50,7 +50,7 @@ pub struct SessionParams {
     pub first_burst: u32,
     /// Maximum number of outstanding R2Ts per command.
     pub max_outstanding_r2t: u16,
-    /// Time to wait before reconnecting, in seconds.
+    /// Delay before reconnecting, in seconds.
     pub time2wait: u16,
     /// Time for which tasks are kept after that, in seconds.
     pub time2retain: u16,

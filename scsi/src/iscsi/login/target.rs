@@ -91,7 +91,7 @@ impl CompletedLogin {
     }
 }
 
-/// Used by a target to check logins.
+/// Trait used by a target to validate logins.
 pub trait Gatekeeper {
     /// Returns the terms for the login of this initiator. This is called before authentication.
     ///
@@ -226,7 +226,7 @@ impl TargetLogin {
         }
     }
 
-    /// Returns the reason if the login has failed because of an error made by the initiator.
+    /// Returns the reason if the login has failed due to an error made by the initiator.
     #[must_use]
     pub fn fault(&self) -> Option<&LoginFault> {
         self.fault.as_ref()
@@ -274,7 +274,7 @@ impl TargetLogin {
             text: Vec::new(),
             outcome: Outcome::Continue,
         };
-        // If the login is refused, discard any response we have created so far. Only the status, or
+        // If the login is refused, discard any response we've created so far. Only the status, or
         // the address for a redirection, should be sent (RFC 7143 11.13.5).
         let refusal = match self.on_request(request, data, gate, &mut answer) {
             Ok(()) if answer.text.len() > MAX_RESPONSE => self.refuse(LoginFault::Response),
@@ -496,7 +496,7 @@ impl TargetLogin {
             }
         }
         // The order is fixed (RFC 7143 12.1.3): algorithms after the method, then the response
-        // after the challenge. Any other order must fail instead of starting again.
+        // after the challenge. Any other order must fail rather than start again.
         match (&self.chap, keys.algorithms, keys.response) {
             (Chap::Chosen, Some(offered), None) => {
                 let Auth::Chap { algorithms, .. } = &self.auth else {

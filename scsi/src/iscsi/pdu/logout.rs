@@ -86,7 +86,7 @@ pub struct LogoutResponse {
     pub itt: Itt,
     /// Result of the logout.
     pub status: LogoutStatus,
-    /// Time to wait before reconnecting, in seconds.
+    /// Delay before reconnecting, in seconds.
     pub time2wait: u16,
     /// Time for which tasks are kept after that, in seconds.
     pub time2retain: u16,

@@ -487,7 +487,7 @@ fn cve_2018_14633_and_2026_63886_long_chap_response_fails() {
     }
 }
 
-/// CVE-2024-45751: the same CHAP challenges were used after each restart.
+/// CVE-2024-45751: the same CHAP challenges were used after every restart.
 #[test]
 fn cve_2024_45751_chap_challenges_are_unique() {
     let mut gate = Gate::new(chap_auth());

@@ -275,7 +275,7 @@ fn cve_2018_14633_and_2026_63886_decoder_respects_buffer() {
     assert!(chap::decode(&format!("0b{}", "A".repeat(1400))).is_none());
 }
 
-/// Digests of 01h, `secret` and 32 bytes of 07h, calculated with a different implementation.
+/// Digests of 01h, `secret` and 32 bytes of 07h, computed with a different implementation.
 #[test]
 fn chap_responses_match_reference() {
     let cases = [

@@ -1,5 +1,5 @@
-//! Tests for protection information. The expected tuples are calculated here, without the functions
-//! of the crate.
+//! Tests for protection information. We construct the expected tuples here, without calling any
+//! public functions of the crate.
 
 mod model;
 
@@ -51,7 +51,7 @@ fn tuple(guard: u16, application: u16, reference: u32) -> [u8; 8] {
     bytes
 }
 
-/// Adds a tuple after each block.
+/// Adds a tuple after every block.
 fn join(data: &[u8], tuples: &[[u8; 8]]) -> Vec<u8> {
     let size = data.len() / tuples.len().max(1);
     let blocks = data.chunks(size.max(1)).zip(tuples);
@@ -60,7 +60,7 @@ fn join(data: &[u8], tuples: &[[u8; 8]]) -> Vec<u8> {
         .collect()
 }
 
-/// Valid tuples for consecutive blocks of 512 bytes.
+/// Valid tuples for contiguous blocks of 512 bytes.
 fn valid(data: &[u8], application: u16, reference: u32) -> Vec<[u8; 8]> {
     (0..)
         .zip(data.chunks(512))
@@ -297,7 +297,7 @@ fn read_adds_or_strips_protection_information() {
                 assert_eq!(outcome.data, joined, "{protect}");
                 assert_eq!(outcome.response.residual_in, Residual::None);
             }
-            // Room for an incomplete block after two others.
+            // Enough space for two blocks, and for part of a third one.
             let room = 2 * (block as u32 + 8) + 100;
             let outcome = rig.run(A, &ten(0x28, 1, 0, 3, 11), &[], room).good();
             assert_eq!(outcome.data, joined[..room as usize]);
@@ -323,7 +323,7 @@ fn six_byte_commands_check_blocks() {
     }
 }
 
-/// Returns which of the three checks are made for a value of RDPROTECT or WRPROTECT.
+/// Returns which of the three checks are enabled by a value of RDPROTECT or WRPROTECT.
 fn checks(protect: u8) -> [bool; 3] {
     match protect {
         1 | 5 => [true, true, true],
@@ -415,7 +415,7 @@ fn application_tag_is_masked() {
     let read = |tag, mask| long(READ, 1, 0, 4, 2, (4, tag, mask));
     rig.send(&read(0xf230, 0x0ff0)).good();
     assert_failed(&rig.send(&read(0xf230, 0x8000)), APPLICATION, 4);
-    // If the tag is owned by the device server, the expected tag is ignored.
+    // If the device server owns the tag, we should ignore the expected tag.
     let mut unit = unit(ProtectionType::Type2);
     unit.protection = Some(protection(ProtectionType::Type2, false));
     filled(unit).send(&read(0xf230, 0x8000)).good();
@@ -456,7 +456,7 @@ fn escapes_disable_checks_of_reads() {
             assert_failed(&read(&mut rig), GUARD, 5);
         }
     }
-    // A write is checked in any case.
+    // A write is always checked.
     let mut rig = Rig::with(unit(ProtectionType::Type1));
     let joined = join(&[1; 512], &[[0xff; 8]]);
     assert_failed(&rig.send_out(&ten(0x2a, 1, 0, 4, 1), &joined), GUARD, 4);
@@ -625,7 +625,7 @@ fn verify_compares_protection_information() {
             let outcome = rig.send_out(&ten(code, 0, 2, 4, 20), &data);
             assert_failed(&outcome, GUARD, 21);
             rig.tags[21][0] ^= 1;
-            // The received data is wrong, or different from the medium.
+            // The received data isn't valid, or doesn't match the medium.
             let mut wrong = joined.clone();
             wrong[18 * 520 + 5] ^= 1;
             assert_failed(&rig.send_out(&cdb, &wrong), GUARD, 22);

@@ -10,7 +10,7 @@ use super::{
 use crate::config::{BlockSize, Protection, ProtectionType};
 use crate::tests::{A, Outcome, Rig, config};
 
-/// An action of the model. Each one uses the range and the field of the step.
+/// An action of the model. Every action uses the range and the field of the step.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     Read,
@@ -164,7 +164,7 @@ impl Model {
         tuple(crc(data), if owned { 0xffff } else { 0 }, reference)
     }
 
-    /// Returns the data and tuples that are sent to the unit.
+    /// Returns the payload that we send to the unit: the data and its tuples.
     fn fresh(&self, turn: Turn) -> (Vec<u8>, Vec<[u8; 8]>) {
         let len = usize::from(turn.blocks) * self.block;
         let data: Vec<u8> = (0..len)
@@ -379,7 +379,7 @@ impl Model {
                 flip(&mut rig.disk, &mut rig.tags);
                 flip(&mut self.disk, &mut self.tags);
                 self.read(rig, turn);
-                // The guard detects each bit of the data, and each bit of itself.
+                // The guard detects every bit of the data, and every bit of itself.
                 if was_good && is_checked && bit < (size + 2) * 8 {
                     let read = Turn { protect: 0, ..turn };
                     let outcome = rig.send(&Self::cdb(read, 0x88, READ, 0));
@@ -396,7 +396,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     /// Commands with and without protection information return the same data and sense data as a
-    /// simple model, and each flipped bit is detected.
+    /// simple model, and every flipped bit is detected.
     #[test]
     fn protected_medium_matches_model(
         kind in 0..3_usize,
@@ -432,7 +432,7 @@ proptest! {
         }
     }
 
-    /// A CDB should never cause a panic or an endless loop.
+    /// No CDB should ever trigger a panic or an endless loop.
     #[test]
     fn random_cdbs_return_response_with_protection(
         kind in 0..3_usize,

@@ -22,8 +22,8 @@ pub(crate) const TICK: Duration = Duration::from_millis(1);
 ///        the thread
 /// ```
 ///
-/// Calls may wait repeatedly and only for a short time, so the thread is not woken each time one of
-/// them returns, but checks after a [`TICK`]. Only if the same call is still waiting then, the
+/// Calls might wait repeatedly and only for a short time. To avoid waking the thread each time one
+/// of them returns, it checks after a [`TICK`]. Only if the same call is still waiting then, the
 /// thread sleeps until it is woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DriverState {
@@ -80,7 +80,7 @@ impl Driver {
     }
 
     /// Makes a waiting call the driver. Returns `None` if another call already is, and otherwise
-    /// whether the thread must be woken, because it no longer has to handle arriving packets.
+    /// whether the thread must be woken, because it no longer has to handle incoming packets.
     pub(crate) fn begin_call(&mut self) -> Option<bool> {
         if self.is_call() {
             return None;

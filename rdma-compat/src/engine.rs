@@ -20,7 +20,7 @@
 //!   immediately, until the program polls for completions again.
 //! - A program that has armed a completion queue is about to sleep. Its next poll that finds no
 //!   completions arms the socket, so that a packet wakes the thread immediately.
-//! - The thread also receives packets from the broker of the address (`broker`).
+//! - The thread also handles incoming packets from the broker of the address (`broker`).
 //! - If its interface disappears, or the broker is killed, a device is removed: its thread exits,
 //!   and a call that opens the device later creates a new engine.
 
@@ -77,7 +77,7 @@ const MAX_INPUTS: usize = 8;
 /// Maximum number of consecutive packets from the broker, for the same reason.
 const PACKETS: usize = 64;
 
-/// A device as configured by the environment.
+/// Configuration of a device, based on the environment.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
     pub(crate) name: String,
@@ -199,8 +199,8 @@ pub(crate) type Engines = Vec<(String, Arc<Engine>)>;
 pub(crate) static ENGINES: Mutex<Engines> = Mutex::new(Vec::new());
 
 impl Engine {
-    /// Returns the engine of a device, and opens it if this process has not opened it yet. This may
-    /// take some time if its broker is not running yet.
+    /// Returns the engine of a device, and opens it if this process has not opened it yet. This
+    /// might take some time if its broker is not running yet.
     ///
     /// # Errors
     /// Returns `EADDRINUSE` if another process does not finish opening the address, and errors of
@@ -308,7 +308,7 @@ impl Engine {
         self.is_inherited.load(Ordering::Acquire)
     }
 
-    /// Returns whether the device was removed. In this case, its objects fail, and another engine
+    /// Returns whether the device was removed. In this case, its objects fail, and a new instance
     /// can be opened.
     pub(crate) fn is_removed(&self) -> bool {
         self.is_removed.load(Ordering::Acquire)

@@ -18,8 +18,8 @@ use crate::engine::{ENGINES, Engine, Engines, State};
 use crate::lock::{AT_ALL, LISTING, PORTS, SHIELDS, unpoisoned};
 use crate::queue::{DESCRIPTORS, descriptor};
 
-/// The locks that are held during a fork. The engines are stored with them, so that the guards stay
-/// valid.
+/// The locks that are held during a fork. The engines are stored with them, to ensure that the
+/// guards stay valid.
 struct ForkGuards {
     states: Vec<MutexGuard<'static, State>>,
     engines: Vec<Arc<Engine>>,

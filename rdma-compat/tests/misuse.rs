@@ -535,7 +535,7 @@ fn exiting_process_closes_connections() {
 #[test]
 fn killed_process_closes_connections() {
     let status = close_connection_by(|| {
-        // The confirmation of the connection may be sent later.
+        // The confirmation of the connection might be sent later.
         thread::sleep(Duration::from_millis(200));
         // SAFETY: it terminates the child.
         unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };

@@ -1,13 +1,14 @@
 //! Starting a broker.
 //!
 //! The library is loaded into programs that may have any number of threads, so after a `fork` in
-//! such a program, only `execve` can be used safely. The broker's program is the library itself,
-//! which has an entry point (`riser_broker`) and is executed by the dynamic loader. So there is
-//! no other file to find, and the broker always has the version of the process that starts it.
+//! such a program, it is only safe to call `execve`. The broker's program is the library itself,
+//! which has an entry point (`riser_broker`) and is executed by the dynamic loader. This allows us
+//! to avoid a search for other files, and ensures that the broker has the version of the process
+//! that starts it.
 //!
-//! The program must not notice the new process: it may have a handler for SIGCHLD, and wait for any
-//! of its children. So the broker is a child of an intermediate process that exits immediately and
-//! does not send a signal.
+//! The program must not notice the new process: it might have a handler for SIGCHLD, or wait for
+//! any of its children. So the broker is a child of an intermediate process that exits immediately
+//! and does not send a signal.
 
 #[cfg(not(test))]
 pub(super) use process::launch;
@@ -165,8 +166,8 @@ mod process {
             let mut none = zeroed();
             libc::sigemptyset(&raw mut none);
             libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut());
-            // It exits after its processes. If a service manager terminates all of them, it must not
-            // take their device from them.
+            // It exits after its processes. If a service manager terminates all of them, it must
+            // not remove their device while they still use it.
             for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM] {
                 libc::signal(signal, libc::SIG_IGN);
             }

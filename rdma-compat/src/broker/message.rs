@@ -1,7 +1,7 @@
-//! Messages between a broker and its processes.
+//! Protocol between a broker and its processes.
 //!
-//! Each message is a packet of a Unix socket of type SEQPACKET, so that it arrives as a whole or
-//! not at all, and in order.
+//! Each message is a packet of a Unix socket of type SEQPACKET, so every incoming message is
+//! complete, and messages arrive in order.
 
 use std::ffi::OsStr;
 use std::io::{IoSlice, IoSliceMut};
@@ -23,10 +23,10 @@ use rustix::net::{
 
 use super::ports::Port;
 
-/// Maximum size of a message, which is that of a message with a packet.
+/// Maximum size of a message, based on a message with a packet as its payload.
 pub(super) const MESSAGE: usize = 8 << 10;
 
-/// Version of the messages. It is the first field of the first message in each direction, whose
+/// Protocol version. It is the first field of the initial message in each direction, so its
 /// position must not change.
 pub(super) const VERSION: u8 = 1;
 
@@ -44,14 +44,14 @@ const CONNECTION: u8 = 7;
 /// A message between a broker and a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// First message to a new broker, with its listener, the lock of the address and the sockets of
-    /// all slots. It contains the path of the listener, because the broker has no environment.
+    /// Initial message to a new broker, with its listener, the lock of the address and the sockets
+    /// of all slots. It contains the path of the listener, because the broker has no environment.
     Start {
         version: u8,
         addr: IpAddr,
         listener: PathBuf,
     },
-    /// First message to each process, with the socket of its slot.
+    /// Initial message to each process, with the socket of its slot.
     Welcome { version: u8, slot: u8 },
     /// First and last message to a process for which there is no slot.
     Full,
@@ -79,9 +79,9 @@ pub(super) enum Message {
 pub(super) enum PortAction {
     /// Allocates a port, or any free port if it is 0.
     Allocate = 1,
-    /// Starts to deliver connection requests to the process.
+    /// Starts to deliver incoming connection requests to the process.
     Listen = 2,
-    /// Stops to deliver connection requests.
+    /// Stops the delivery of connection requests.
     StopListening = 3,
     /// Frees a port.
     Release = 4,
@@ -159,7 +159,7 @@ impl Message {
                 }
             }
             WELCOME => match body {
-                // The fields after the version may be different in other versions.
+                // The remaining fields might be different in other versions.
                 [version, rest @ ..] => Self::Welcome {
                     version: *version,
                     slot: *rest.first()?,
@@ -258,7 +258,7 @@ pub(super) fn send(
 #[derive(Debug)]
 pub(super) enum Received {
     Message(Message),
-    /// There is no message now.
+    /// Currently, there is no message.
     Nothing,
     /// The peer has exited.
     Closed,

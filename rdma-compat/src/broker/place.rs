@@ -85,7 +85,7 @@ impl Place {
     /// # Errors
     /// Returns errors of `bind(2)`.
     pub(super) fn listen(&self) -> io::Result<OwnedFd> {
-        // It may be left from a broker that was killed.
+        // It might be left from a broker that was killed.
         self.remove();
         let listener = new_socket()?;
         bind(&listener, &SocketAddrUnix::new(&self.socket)?)?;

@@ -1,4 +1,4 @@
-//! Selects the process for each packet of an address.
+//! Selects the process for each incoming packet of an address.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -49,9 +49,10 @@ struct EarlyRequest {
 
 /// The processes of an address with their ports and requests.
 ///
-/// Some programs use other means to agree that one of them is listening now and the other can
-/// connect. They rely on the time needed for address resolution, which takes a while with a kernel,
-/// but is immediate here. So a request for a port without a listener waits for [`LISTEN_GRACE`].
+/// Some programs use a separate protocol through which the server reports that it is listening, and
+/// the client can connect. They rely on the time needed for address resolution, which takes a while
+/// with a kernel, but is immediate here. So we let a request for a port without a listener wait for
+/// [`LISTEN_GRACE`].
 pub(super) struct Router {
     slots: BTreeSet<u8>,
     pub(super) ports: PortTable,

@@ -28,7 +28,7 @@ const IN_A_ROW: usize = 64;
 /// Maximum number of packets for an exited process that are discarded.
 const MAX_STALE: usize = 1 << 15;
 
-/// Time until the broker tries again to exit, or to accept a connection.
+/// Delay before the broker will retry to exit, or to accept a connection.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Serves the processes of an address, until the last one has exited. `first` is the connection of
@@ -72,8 +72,8 @@ pub(super) fn serve(first: OwnedFd) {
 /// A broker.
 struct Broker {
     addr: SocketAddr,
-    /// Sockets of all slots. The kernel numbers the sockets that share a port, so all of them must
-    /// stay open.
+    /// Sockets of all slots. The kernel numbers the sockets that share a port, so we ensure that
+    /// all of them stay open.
     group: Vec<OwnedFd>,
     /// Accepts connections of processes.
     listener: OwnedFd,
@@ -90,8 +90,8 @@ struct Broker {
 /// A process of the address.
 struct Process {
     connection: OwnedFd,
-    /// Response that waits until the process has read its packets. It sends no other request until
-    /// it has received the response.
+    /// Response that waits until the process has read its packets. It won't send another request
+    /// until it has received the response.
     reply: Option<Message>,
     /// Established connections with the messages that close them.
     connections: HashMap<CommId, (IpAddr, Mad)>,
@@ -112,7 +112,7 @@ impl Broker {
             self.wait();
             self.accept_processes();
             let now = Instant::now();
-            // Requests for ports come before packets, which may be for a new listener.
+            // Process requests for ports before packets, which might be for a new listener.
             for slot in self.processes.keys().copied().collect::<Vec<_>>() {
                 self.handle_messages(now, slot);
             }
@@ -123,7 +123,7 @@ impl Broker {
         }
     }
 
-    /// Removes the socket for new processes. Returns false if there is or may be a new process.
+    /// Removes the socket for new processes. Returns false if there is or might be a new process.
     fn close(&mut self) -> bool {
         match self.place.try_lock() {
             Ok(None) => return false,
@@ -131,7 +131,7 @@ impl Broker {
             // The directory was removed, so no process can find the broker.
             Err(_) => {}
         }
-        // A process may have connected before we acquired the lock.
+        // A process might have connected before we acquired the lock.
         self.accept_processes();
         if self.processes.is_empty() {
             self.place.remove();
@@ -220,13 +220,13 @@ impl Broker {
         let socket = &self.group[usize::from(slot)];
         for (peer, dreq) in process.connections.into_values() {
             let peer = SocketAddr::new(peer, ROCE_PORT);
-            // If it is lost, the peer notices the end of the connection when it sends data.
+            // If it is lost, the remote peer notices this when it sends data.
             if let Some(datagram) = gsi_datagram(self.addr, peer, &dreq) {
                 let _ = sendto(socket, &datagram, SendFlags::DONTWAIT, &peer);
             }
         }
-        // Packets that still arrive should neither use any memory, nor be received by the next
-        // process in this slot.
+        // Packets in flight should neither use any memory, nor be received by the next process in
+        // this slot.
         let _ = sockopt::set_socket_recv_buffer_size(socket, 1);
         let discard = || recvfrom(socket, &mut [0; 0], RecvFlags::DONTWAIT);
         (0..MAX_STALE).all(|_| discard().is_ok());
@@ -287,7 +287,7 @@ impl Broker {
         Ok(port.1)
     }
 
-    /// Returns whether a process has closed its connection. It may still have unread messages.
+    /// Returns whether a process has closed its connection. It might still have unread messages.
     fn has_exited(&self, slot: u8) -> bool {
         let Some(process) = self.processes.get(&slot) else {
             return true;
@@ -297,7 +297,7 @@ impl Broker {
         ready.is_ok() && state[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Handles packets that were received by the socket of the broker.
+    /// Handles incoming packets of the broker's socket.
     fn handle_packets(&mut self, now: Instant) {
         for _ in 0..IN_A_ROW {
             let flags = RecvFlags::DONTWAIT;

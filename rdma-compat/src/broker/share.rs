@@ -67,8 +67,8 @@ pub(crate) struct Share {
 
 impl Share {
     /// Joins an address, and starts its broker if this is the first process. Also returns the
-    /// socket of the slot. Returns `None` if another process is joining the address now. The
-    /// process must not fork during this call.
+    /// socket of the slot. Returns `None` if another process is currently joining the address; in
+    /// this case, try again later. The process must not fork during this call.
     ///
     /// # Errors
     /// Returns `EADDRINUSE` if the port is used by anything other than processes of this user with
@@ -383,7 +383,8 @@ mod tests {
         let chosen = [&mut first, &mut second].map(|share| share.take_port(Tcp, 0).unwrap());
         assert_ne!(chosen[0], chosen[1]);
 
-        // The first process exits, and the address is still used. Its port is free immediately.
+        // Verify that the address is still used after the first process exits, and that its port is
+        // free immediately.
         drop(first);
         assert_eq!(second.take_port(Tcp, chosen[0]).unwrap(), chosen[0]);
         let mut third = open(1);
@@ -402,7 +403,7 @@ mod tests {
         assert!(held());
         drop(second);
         eventually("the port is free", PATIENCE, || !held());
-        // A new process never joins a broker that exits.
+        // Verify that a new process never joins a broker that exits.
         for _ in 0..100 {
             drop(open(2));
         }

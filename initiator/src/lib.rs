@@ -34,8 +34,8 @@
 //! - [`engine`]: thread which owns a device and its sessions, with the async API.
 //! - [`lun`]: disks: identifying, reading and writing them.
 //! - [`scsi`]: commands and response parsing.
-//! - [`srp`], [`iscsi`]: sans-I/O protocol logic. [`session`], [`request`]: shared by both
-//!   protocols.
+//! - [`srp`], [`iscsi`]: sans-I/O implementation of the protocols. [`session`], [`request`]: shared
+//!   by both protocols.
 //! - [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
 //!   writes.
 //! - [`url`]: parses target addresses.

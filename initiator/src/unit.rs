@@ -1,8 +1,8 @@
 //! Identity of the logical unit at an address, and detection of lost acknowledged writes.
 //!
-//! This module does no I/O: [`Check`] creates the commands that identify a unit and parses the
-//! responses, [`Snapshot`] is the result, [`Evidence`] evaluates events around a new login, and
-//! [`WriteCache`] tracks the contents of a volatile cache.
+//! This module does not perform any I/O: [`Check`] creates the commands that identify a unit and
+//! parses the responses, [`Snapshot`] is the result, [`Evidence`] evaluates events around a new
+//! login, and [`WriteCache`] tracks the contents of a volatile cache.
 //!
 //! # Unit identity
 //! A unit is identified before any other command is started: after each login, and after unit
@@ -12,8 +12,8 @@
 //! must be the original ones. Its block size must be the same, and its capacity must not have
 //! decreased; if it has grown, the original capacity is used. A unit without a serial number and
 //! designators must have the same vendor, product and size; its replacement by another such unit is
-//! not detected. If a unit changes during a session, commands that were already sent cannot be
-//! stopped.
+//! not detected. Note that if a unit changes during a session, we cannot stop commands that were
+//! already sent.
 //!
 //! # Cache loss
 //! An acknowledged write without FUA, or with FUA if the unit does not report DPOFUA, may be in a
@@ -21,9 +21,9 @@
 //! after it. If the target may have lost its cache in between, that flush is executed and then
 //! reported as failed: this applies to the next flush, once, and to all flushes in flight at the
 //! time of the loss. [`Losses`] counts losses for users with several clients. A unit may enable
-//! such a cache at any time (WCE in the caching mode page), so each check queries it. A process
-//! that takes over from a killed one does not know about acknowledged writes, and assumes that
-//! there were some. Rules for a lost cache:
+//! such a cache at any time (WCE in the caching mode page), so every check needs to query it. A
+//! process that takes over from a killed one does not know about acknowledged writes, and assumes
+//! that there were some. Rules for a lost cache:
 //! - **A cache generation is decisive** if the unit has one before and after: page C0h of `riserd`.
 //!   The generation changes whenever the memory that contains unwritten data does (the process for
 //!   a RAM disk, the kernel's page cache for files and devices). A generation that appears or
@@ -37,7 +37,7 @@
 //! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may represent any of these (SPC-4
 //!   annex F). During a session: lost, except for the first one after our own LOGICAL UNIT RESET.
 //!   As the first attention after a login it is not evidence, because some targets (tgt, `riserd`)
-//!   report it for each new nexus.
+//!   report it for every new nexus.
 //! - No evidence, for example with LIO, which does not establish a unit attention at a login: lost
 //!   if a connection was refused in the meantime (the host was available, but the target was not),
 //!   or if there was no message from the target for longer than [`REBOOT`], during which a host may

@@ -1,4 +1,4 @@
-//! Host names of targets, resolved again for each connection attempt.
+//! Host names of targets, resolved again for every connection attempt.
 //!
 //! A lookup blocks, so a separate thread performs it and the engine never waits: the engine
 //! connects to the last known address, and the next attempt uses the result. An unresponsive DNS

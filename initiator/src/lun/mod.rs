@@ -6,7 +6,7 @@
 //!   [`BlockDevice`], so all exports can serve it.
 //! - [`LunInfo`]: capacity, limits, identity.
 //!
-//! Offsets and lengths are in bytes, and multiples of the block size. Each call completes within
+//! Offsets and lengths are in bytes, and multiples of the block size. Every call completes within
 //! the unit's timeout, including reconnects.
 
 mod error;

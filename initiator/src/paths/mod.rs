@@ -1,7 +1,7 @@
 //! Several paths to a logical unit: path selection, and handling of commands on lost paths.
 //!
 //! [`Paths`] is a state machine without I/O, like the machines of the underlying sessions, which
-//! may use any protocol. A path consists of a portal and a session through it, with a separate
+//! may use any protocol. A path consists of a portal and a session via this portal, with a separate
 //! initiator port. The owner opens and closes sessions as instructed by [`Output`], and reports
 //! their events and the completions of their commands (`handle_*`). The underlying sessions do not
 //! reconnect: a session with a broken connection closes and returns its requests.
@@ -20,8 +20,8 @@
 //! equal numbers.
 //!
 //! # Stale writes must not reach the medium
-//! Commands of a lost path may still be in flight: in the network, in a socket of the target, or in
-//! its queue for the disk. If a write is retried on another path, or followed by a write to the
+//! Commands of a lost path might still be in flight: in the network, in a socket of the target, or
+//! in its queue for the disk. If a write is retried on another path, or followed by a write to the
 //! same blocks, the old copy could overwrite it long after its acknowledgement. So:
 //! - **Fence before replay.** Requests that modify the unit and were outstanding on a lost path are
 //!   retried, on any path, only after the path's initiator port has logged in again to the same
@@ -69,11 +69,11 @@
 //! initiator port (RFC 7143 clause 13.15). This also delays the login that fences a path.
 //!
 //! # Unit identity
-//! The unit is identified each time a path is opened, and after unit attentions that may indicate a
-//! different unit. All paths must report the same, non-empty identity ([`UnitReport`], [`crate::unit`]).
-//! If the unit of a path is missing, the path is lost, and its commands use other paths. If a
-//! portal leads to another unit while the paths are first opened, opening fails. If this happens
-//! later, the path is not used, and is checked periodically.
+//! We identify the unit every time a path is opened, and after unit attentions that may indicate a
+//! different unit. All paths must report the same, non-empty identity ([`UnitReport`],
+//! [`crate::unit`]). If the unit of a path is missing, the path is lost, and its commands will use
+//! other paths. If a portal leads to another unit while the paths are first opened, opening fails.
+//! If this happens later, we don't use the path, but check it periodically.
 //!
 //! # Not implemented
 //! Persistent reservations: they belong to the initiator port of a path, and are not copied to

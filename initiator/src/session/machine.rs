@@ -7,11 +7,11 @@ use riser_scsi::lun::WireLun;
 use super::{Down, SubmitError};
 use crate::request::{RequestId, RequestSpec};
 
-/// State machine of a session: for SRP, iSCSI, or several paths to a unit. It does no I/O; its
-/// outputs are specific to the protocol.
+/// State machine of a session: for SRP, iSCSI, or several paths to a unit. It does not perform any
+/// I/O; its outputs are specific to the protocol.
 ///
-/// Methods with a default are for watched units and single targets. Paths implement these
-/// themselves.
+/// Methods with a default implementation are for watched units and single targets. Paths implement
+/// these themselves.
 pub trait Machine {
     /// Submits a request.
     ///
@@ -34,7 +34,7 @@ pub trait Machine {
     /// until [`Self::release`].
     fn set_guarded(&mut self, _is_guarded: bool) {}
 
-    /// Called when the unit may be a different one: only probes are started until
+    /// Called when the unit might be a different one: only probes are started until
     /// [`Self::release`].
     fn hold_requests(&mut self) {}
 

@@ -39,7 +39,8 @@ pub struct Timing {
     /// Timeout of the first attempt to connect and log in.
     pub login: Duration,
     /// Maximum login timeout: after an attempt that timed out, the timeout of the next one is
-    /// doubled, because a target that needs a long cleanup first would otherwise never be reached.
+    /// doubled, because otherwise we might never be able to reach a target that needs a long
+    /// cleanup first.
     pub login_max: Duration,
     /// Delay before the first reconnect; doubles with each failure.
     pub backoff_min: Duration,

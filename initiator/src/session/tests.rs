@@ -1,4 +1,5 @@
-//! Scripts for the sessions of all protocols. A protocol plays the target in its [`Rig`].
+//! Test scripts for the sessions of all protocols. Every protocol has an implementation of [`Rig`],
+//! which plays the target.
 
 use std::time::{Duration, Instant};
 
@@ -356,7 +357,7 @@ fn busy_is_retried_with_delay_until_deadline<R: Rig>() {
         rig.respond_and_retire(id, BUSY, &[]);
         rig.advance(640 * MS);
     }
-    // The target's status is more informative than a timeout.
+    // The target's status is more useful than a timeout.
     rig.expect_start();
     rig.respond_and_retire(id, BUSY, &[]);
     assert_eq!(rig.expect_completion(id).unwrap().status, BUSY);
@@ -535,7 +536,8 @@ fn retries_wait_for_unit_check<R: Rig>() {
         rig.retire(id);
         let later = rig.submit(write(100, 108));
         rig.expect_idle();
-        // The unit can be identified, and then all other commands resume in order.
+        // We should be able to identify the unit, and then all other commands should resume in
+        // order.
         let probe = RequestSpec {
             retry: Retry::Probe,
             ..rig.spec(Effect::None)
@@ -682,7 +684,7 @@ fn slow_login_gets_longer_timeout<R: Rig>() {
         rig.expect_reconnecting(ConnectError::TimedOut.into());
     }
     rig.reconnect();
-    // Once the target has responded, the next login starts with the default timeout.
+    // Once the target has responded, the next login should start with the default timeout.
     rig.lose_connection();
     rig.expect_reconnecting(Down::ConnectionLost);
     rig.advance(100 * MS);

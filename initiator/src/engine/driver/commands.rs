@@ -10,8 +10,8 @@ use crate::request::{RequestId, Retry};
 pub(super) struct CommandQueue {
     /// Commands owned by the machine, by request.
     submitted: Vec<Option<Io>>,
-    /// Commands that exceed the machine's capacity, or were submitted while its outputs were being
-    /// processed.
+    /// Commands that exceed the machine's capacity, or were submitted while we were processing its
+    /// outputs.
     waiting: VecDeque<Io>,
 }
 
@@ -39,8 +39,8 @@ impl CommandQueue {
         io.expect("every request has its command")
     }
 
-    /// Queues a command after the waiting ones, so that commands start in the order of submission.
-    /// Probes don't wait, because these commands may be held until the probe completes.
+    /// Queues a command after the waiting ones, to ensure that commands start in the order of
+    /// submission. Probes don't wait, because these commands may be held until the probe completes.
     pub(super) fn push_waiting(&mut self, io: Io) {
         match io.io.retry {
             Retry::Probe => self.waiting.push_front(io),

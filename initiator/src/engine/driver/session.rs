@@ -22,7 +22,7 @@ pub(super) struct EngineSession {
     serial: u64,
     pub(super) link: Link,
     pub(super) commands: CommandQueue,
-    /// Outputs of the machine are being processed. Some of them may complete requests whose
+    /// We are currently processing outputs of the machine. Some of them may complete requests whose
     /// identifiers the machine would assign to new commands.
     pub(super) is_draining: bool,
     pub(super) workloads: Workloads,

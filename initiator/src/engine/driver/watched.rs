@@ -56,7 +56,7 @@ pub(in crate::engine::driver) struct Watched {
     pub(super) is_checking: bool,
     /// The last check failed or found a different unit.
     is_lost: bool,
-    /// An event occurred after the first response, so the check must be repeated.
+    /// An event occurred after the first response, so we need to repeat the check.
     is_stale: bool,
     /// State of its volatile cache, if it has one.
     pub(super) cache: Option<WriteCache>,
@@ -120,7 +120,7 @@ impl Watched {
         if !was_sent {
             return None;
         }
-        // An event occurred after the first query, so the responses may be from two different
+        // An event occurred after the first query, so the responses might be from two different
         // units.
         if is_answered && std::mem::take(&mut self.is_stale) {
             if self.check.restart() {
@@ -138,7 +138,7 @@ impl Watched {
         })
     }
 
-    /// Called when the check found the unit unchanged: updates the state of its cache.
+    /// Called when the check found the unit unchanged, to update the state of its cache.
     pub(super) fn on_unchanged(&mut self, evidence: Evidence) {
         let found = self.check.found();
         let (generation, write_cache) = (found.cache, found.write_cache);
@@ -294,7 +294,8 @@ impl WatchedUnits {
                 self.evidence.on_login(outage);
             }
             SessionEvent::Reconnecting(why) if is_checked_here => {
-                // Nothing was checked since the first of several outages, so the first one counts.
+                // We have not checked anything since the first of several outages, so we use the
+                // first one.
                 self.heard = self.heard.or(last_heard);
                 self.evidence.on_down(*why);
             }
@@ -302,9 +303,9 @@ impl WatchedUnits {
         }
     }
 
-    /// Called for a unit attention; returns whether it reports a power-on. Its loss is counted
+    /// Called for a unit attention; returns whether it reports a power-on. We must count the loss
     /// immediately. Waiting for the check of the unit would be too late, because an outstanding
-    /// flush may complete before.
+    /// flush might complete before.
     pub(super) fn on_attention(&mut self, attention: AdditionalSense, is_own_reset: bool) -> bool {
         self.evidence.on_attention(attention, is_own_reset);
         if !self.evidence.take_power_on() {

@@ -19,7 +19,7 @@ use riser_transport::verbs::{
 /// Maximum number of requests per list. The list is on the stack, so posting does not allocate.
 const LIST: usize = 64;
 
-/// Queued requests of a queue pair. The memory is reused in each round.
+/// Queued requests of a queue pair. The memory is reused in every round.
 #[derive(Debug, Default)]
 pub(super) struct Posts {
     requests: Vec<Request>,

@@ -176,7 +176,7 @@ impl Incoming {
         ])))
     }
 
-    /// Checks the first byte of a connection: a target must respond to the login first.
+    /// Validates the first byte of a connection: a target must respond to the login first.
     fn check_peer(&mut self) -> Result<(), IscsiFault> {
         if !matches!(self.buffer[self.start] & 0x3f, LOGIN_RESPONSE | REJECT) {
             return Err(IscsiFault::NotIscsi);

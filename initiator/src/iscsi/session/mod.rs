@@ -18,25 +18,25 @@
 //! then TARGET WARM RESET, then a new connection. Each of these steps follows if the previous one
 //! fails or times out. The timeouts of an attempt, of retiring its memory, of a function and of a
 //! ping restart while these are in transit to a target that acknowledges preceding data
-//! ([`IscsiSession::handle_progress`]). The timeout of an attempt also restarts with each R2T and
-//! each part of a Data-In ([`IscsiSession::handle_bytes`]), which also proves that the target is
+//! ([`IscsiSession::handle_progress`]). The timeout of an attempt also restarts with every R2T and
+//! every part of a Data-In ([`IscsiSession::handle_bytes`]), which also proves that the target is
 //! alive: a slow network is not a silent target. All of this is bounded by the request's deadline.
 //! After it no timeout is extended: an abort with the following resets has three times the timeout
-//! of a function, and retiring memory after an abort has the timeout of an attempt. A silent target
-//! is pinged; without a response, the session abandons the connection.
+//! of a function, and retiring memory after an abort has the timeout of an attempt. We ping a
+//! silent target; without a response, the session will abandon the connection.
 //!
 //! # Replay
-//! Error recovery level 0: each failure closes the connection, and the session logs in again with
+//! Error recovery level 0: every failure closes the connection, and the session logs in again with
 //! the same ISID and no TSIH, after the time requested by the target (Time2Wait). This reinstates
 //! the session (RFC 7143 6.3.5): the target terminates the tasks of the old session before it
-//! responds to the login. So requests that may be executed twice are sent again, in the order of
-//! their submission. A request is not sent while an earlier one with an overlapping effect is
-//! outstanding, as for SRP; see [`crate::srp::session`]. All other requests fail with
+//! responds to the login. Therefore requests that may be executed twice will be sent again, in the
+//! order of their submission. A request is not sent while an earlier one with an overlapping effect
+//! is outstanding, as for SRP; see [`crate::srp::session`]. All other requests fail with
 //! [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
 //!
 //! Only a login to the same target portal group reinstates a session. After a redirection, or if an
 //! address has moved, another portal group does not know the old session, whose writes may still be
-//! in flight to the disk. In this case, no command is started until
+//! in flight to the disk. In this case, we don't start any commands until
 //! [`Timing::settle`](crate::session::Timing::settle) after the login. The same applies after the
 //! termination of a process whose portal group is unknown.
 //!

@@ -12,7 +12,7 @@ pub(super) struct SequenceNumbers {
 }
 
 impl SequenceNumbers {
-    /// Returns the numbers before a login.
+    /// Returns the initial numbers, before a login.
     pub(super) fn new() -> Self {
         Self {
             cmd_sn: CmdSn(1),
@@ -43,7 +43,7 @@ impl SequenceNumbers {
         cmd_sn
     }
 
-    /// Called for a login response, which starts the numbering of statuses.
+    /// Called for a login response, which contains the initial status number.
     pub(super) fn on_login_response(&mut self, numbers: Numbers) {
         self.exp_stat_sn = numbers.stat_sn.next();
     }

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-/// Maximum silence of a target before it is abandoned, in multiples of the ping interval,
-/// regardless of how slowly the data before the ping arrives. With the default of 5 seconds, this
-/// equals the timeout of a request, which may be a single write that needs all of this time.
+/// Maximum silence of a target before we abandon it, in multiples of the ping interval, regardless
+/// of how slowly the data before the ping arrives. With the default of 5 seconds, this equals the
+/// timeout of a request, which may be a single write that needs all of this time.
 const MAX_SILENCE: u32 = 12;
 
 /// An outstanding ping.
@@ -32,7 +32,7 @@ impl Ping {
         self.until
     }
 
-    /// Called when bytes were received: the response may be behind them.
+    /// Called when bytes were received: the response might be behind them.
     pub(super) fn on_bytes_received(&mut self, interval: Duration, now: Instant) {
         self.until = (now + interval).min(self.limit);
     }

@@ -1,4 +1,4 @@
-//! The address to connect to, for a target that may move.
+//! The address to connect to, for a target that might move.
 
 use riser_scsi::iscsi::name::TargetAddress;
 
@@ -23,7 +23,8 @@ impl Redirection {
     }
 
     /// Called when a portal redirects to another one. Returns false if there were too many
-    /// successive redirections, because two portals might redirect to each other forever.
+    /// successive redirections, because two portals might redirect to each other in an endless
+    /// loop.
     pub(super) fn on_redirect(&mut self, to: TargetAddress, is_permanent: bool) -> bool {
         self.moves += 1;
         if is_permanent && (self.current.is_none() || self.current == self.home) {
@@ -43,9 +44,9 @@ impl Redirection {
         self.home = self.home.take().filter(|_| self.current.is_some());
     }
 
-    /// Resets redirections, so that the next attempt starts at the target's original address. If
-    /// the target has moved permanently, attempts alternate between the new and the old address.
-    /// `was_logged_in` is set if the last connection was in full-feature phase.
+    /// Resets redirections, to make sure that the next attempt will start at the target's original
+    /// address. If the target has moved permanently, attempts alternate between the new and the old
+    /// address. `was_logged_in` is set if the last connection was in full-feature phase.
     pub(super) fn reset(&mut self, was_logged_in: bool) {
         let was_home = self.current.is_some() && self.current == self.home;
         self.current = self.home.clone().filter(|_| was_logged_in || !was_home);

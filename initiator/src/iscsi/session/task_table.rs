@@ -8,7 +8,7 @@ use riser_scsi::step::Residual;
 use crate::request::DataLen;
 use crate::session::{IscsiFault, WritePolicy};
 
-/// Lengths of the data that a write carries, in bytes.
+/// Lengths of the payload that a write carries, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct UnsolicitedData {
     /// Immediate data in the command.
@@ -48,7 +48,8 @@ impl Task {
         }
     }
 
-    /// Checks whether a Data-In with `len` bytes is the next one and fits into the buffer.
+    /// Checks whether an incoming Data-In with `len` bytes is the next one and fits into the
+    /// buffer.
     pub(super) fn check_data_in(&self, data: &DataIn, len: u32) -> Result<(), IscsiFault> {
         let DataLen::In(room) = self.len else {
             return Err(IscsiFault::DataRange);
@@ -69,7 +70,7 @@ impl Task {
     }
 
     /// Handles an R2T. It must start at the end of the previous data (DataSequenceInOrder, which a
-    /// target cannot decline), so no byte is sent twice.
+    /// target cannot decline), so we don't send any byte twice.
     pub(super) fn handle_r2t(
         &mut self,
         r2t: &R2t,
@@ -116,8 +117,8 @@ impl Task {
                 (moved.ok_or(IscsiFault::Residual { residual, len })?, 0)
             }
         };
-        // On iSER, only the target knows how much it transferred. On TCP, it cannot have written
-        // data that it neither received unsolicited nor solicited with an R2T.
+        // On iSER, only the target knows the actual amount of transferred data. On TCP, it cannot
+        // have written data that it neither received unsolicited nor solicited with an R2T.
         let transferred = match self.len {
             DataLen::In(_) if !is_rdma => transferred.min(self.received),
             DataLen::Out(_) if !is_rdma => transferred.min(self.solicited),
@@ -149,7 +150,7 @@ impl TaskTable {
     pub(super) fn new(queue_size: u16) -> Self {
         Self {
             slots: vec![Slot::default(); queue_size.into()],
-            // The last entry is used first, so that used slots stay close together.
+            // We use the last entry first, to ensure that used slots stay close together.
             free: (0..queue_size).rev().collect(),
             write_policy: WritePolicy::new(0),
             writes: 0,
@@ -190,14 +191,14 @@ impl TaskTable {
         let mut carried = UnsolicitedData::default();
         if matches!(len, DataLen::Out(_)) {
             self.writes += 1;
-            // Decide this only once, because the number of outstanding writes may change before the
-            // command is encoded.
+            // Decide this only once, because the number of outstanding writes might change before
+            // the command is encoded.
             if self.write_policy.carries_data(self.writes) {
                 carried = unsolicited;
             }
         }
         let slot = &mut self.slots[usize::from(index)];
-        // Uses half of the numbers, so that no tag equals the reserved value.
+        // We only use half of the numbers, to avoid the reserved value.
         slot.generation = (slot.generation + 1) & 0x7fff;
         slot.task = Some(Task::new(request, len, cmd_sn, carried));
         Itt(u32::from(slot.generation) << 16 | u32::from(index))

@@ -396,7 +396,7 @@ impl script::Rig for Rig {
     }
 }
 
-/// Returns the configuration of a session that sends no pings during a test.
+/// Returns the configuration of a session that should not send any pings during a test.
 fn quiet() -> SessionConfig {
     SessionConfig {
         ping: 1000 * SEC,
@@ -1913,7 +1913,8 @@ fn failed_response_repeats_request() {
     assert_eq!(failed, Err(RequestError::TargetFailure(1)));
 }
 
-/// If a target reports success before receiving the data of a write, it has not written it.
+/// If a target reports success before receiving the data of a write, it has not actually written
+/// it.
 #[test]
 fn good_write_counts_only_solicited_data() {
     let mut rig = Rig::live();

@@ -22,8 +22,8 @@
 //! # Time
 //! An attempt without a response is aborted when it times out: ABORT TASK, then LOGICAL UNIT RESET,
 //! then a new connection. Each of these steps follows if the previous one fails or times out. If
-//! there is no room for a command on its connection, it waits in the session, so that it is not
-//! sent after its own abort or a reset.
+//! there is no room for a command on its connection, it waits in the session, to make sure that we
+//! don't send it after its own abort or a reset.
 //!
 //! A target that is silent for [`SessionConfig::ping`] is pinged ([`Output::Ping`]), even while
 //! commands are waiting for it. The ping is a command with the usual timeouts. If it cannot be
@@ -48,10 +48,10 @@
 //! - they are sent in the order of their submission, and a command is not sent while an earlier one
 //!   with an overlapping effect is outstanding.
 //!
-//! The first of these is a guarantee of the target. `riserd` complies with it, and can be
-//! identified by its cache generation page ([`crate::unit`]). Linux's `ib_srpt` disconnects the old
-//! channels and responds immediately, while their commands continue in its backend. So with other
-//! targets, a session with a watched unit does not start commands until
+//! Note that the first of these must be guaranteed by the target. `riserd` complies with it, and
+//! can be identified by its cache generation page ([`crate::unit`]). Linux's `ib_srpt` disconnects
+//! the old channels and responds immediately, while their commands continue in its backend. So with
+//! other targets, a session with a watched unit won't start commands until
 //! [`Timing::settle`](crate::session::Timing::settle) after the loss of a connection with an
 //! outstanding command that modifies the medium: a write that stays in the backend for longer can
 //! reach the medium after its retry, and after later writes to the same blocks. ABORT TASK cannot

@@ -1,7 +1,7 @@
-//! Units that must remain unchanged, for sessions that are not paths. They are identified after
-//! each login and after unit attentions that may indicate a different unit. During this time, the
-//! session holds all other commands. For paths, `paths` does this; the state of the write cache is
-//! tracked here for both.
+//! Units that must remain unchanged, for sessions that are not paths. We identify them after every
+//! login and after unit attentions that may indicate a different unit. During this time, the
+//! session holds all other commands. For paths, this is done in `paths`, but we track the state of
+//! the write cache here for both.
 
 use std::time::Instant;
 
@@ -52,12 +52,12 @@ impl EngineSession {
     }
 
     /// Reports the generation of a unit's cache for a process that takes over. Until a flush has
-    /// reported a loss, this is a different generation, so that the first flush of that process
-    /// reports the loss: either the previous generation, or [`LOST_GENERATION`] if the unit has no
-    /// generations or did not change its generation.
+    /// reported a loss, this is a different generation, to ensure that the first flush of that
+    /// process will report the loss: either the previous generation, or [`LOST_GENERATION`] if the
+    /// unit has no generations or did not change its generation.
     ///
-    /// Another thread writes the report to a file. If the process is killed before that, the loss
-    /// is only detected if the unit has generations.
+    /// Note that another thread will write the report to a file. If the process is killed before
+    /// that, the loss is only detected if the unit has generations.
     pub(super) fn report_cache(&self) {
         let Some(unit) = self.units.first() else {
             return;
@@ -109,7 +109,7 @@ impl EngineSession {
 }
 
 /// Returns the cache state of a unit when a process takes over from a killed one. `found` is the
-/// last known generation, which may have changed since the unit was first identified.
+/// last known generation, which might have changed since the unit was first identified.
 fn inherited(watch: &Watch, found: Option<[u8; 16]>) -> Option<WriteCache> {
     let mut cache = WriteCache::inherited();
     // Without a recorded generation, the cache may still have been lost since the unit was
@@ -152,7 +152,7 @@ impl<E: Env> Driver<E> {
         if recovers && session.units.len() == 1 && !session.units.has_generations() {
             session.link.machine().recover(now);
         }
-        // The unit may have changed during its discovery: unit attentions are not reported for
+        // The unit might have changed during its discovery: unit attentions are not reported for
         // unwatched units, and INQUIRY does not report them.
         if session.link.paths().is_none() {
             session.link.machine().hold_requests();
@@ -209,8 +209,8 @@ impl<E: Env> Driver<E> {
             && session.units.contains(io.io.lun)
     }
 
-    /// Checks a session's units before retrying a command. If the unit is missing, the session is
-    /// down, and commands wait until the target presents the unit again.
+    /// Called before a retry of a command, to verify the session's units. If the unit is missing,
+    /// the session is down, and commands will wait until the target presents the unit again.
     pub(super) fn resubmit_after_check(&mut self, index: usize, io: Io, now: Instant) {
         let key = self.sessions.key(index);
         self.sessions[index].link.machine().hold_requests();
@@ -281,8 +281,8 @@ impl<E: Env> Driver<E> {
         self.release_checked(index, now);
     }
 
-    /// Called when a unit is missing or was replaced: no commands may be sent to it. If this is
-    /// permanent, the session closes.
+    /// Called when a unit is missing or was replaced: we must not send any commands to it. If this
+    /// is permanent, the session will close.
     fn on_unit_lost(&mut self, index: usize, serial: u64, why: Down, now: Instant) {
         let session = &mut self.sessions[index];
         let portal = session.link.target().dst;

@@ -158,7 +158,7 @@ fn takeover_flushes_or_reports_inherited_writes() {
         driver.watch(key.index, watch, now);
         let what = (recovers, noted, found, write_cache);
         let status = driver.sessions[key.index].status.clone();
-        // A process that takes over now must also detect the loss.
+        // A process that takes over now should also detect the loss.
         let found = found.filter(|_| write_cache || is_lost);
         let before = if is_lost { noted } else { found };
         assert_eq!(status.report().cache, before, "{what:?}");
@@ -171,7 +171,7 @@ fn takeover_flushes_or_reports_inherited_writes() {
     }
 }
 
-/// The paths detect the loss after the unit was identified, but before it is watched.
+/// The paths should detect the loss after the unit was identified, but before it is watched.
 #[test]
 fn cache_loss_during_takeover_is_detected() {
     for noted in [None, Some([1; 16])] {
@@ -506,7 +506,7 @@ fn unused_path_detects_cache_loss() {
         link.machine().handle_timeout(login);
         driver.drain(key.index, login);
         driver.inputs.push_back(Input::Live(key, B, GROUP));
-        // The attention that a target reports for each new nexus is not evidence.
+        // The attention that a target reports for every new nexus is not evidence.
         let greeting = AdditionalSense {
             code: 0x29,
             qualifier: greeting,
@@ -620,7 +620,7 @@ fn path_outage_is_logged_once() {
         pair.driver.run_paths(now);
         pair.identify(B, false, now);
         pair.lose(B, Down::ConnectionLost, Some(now), now);
-        // Further login attempts fail.
+        // Further login attempts will fail.
         for second in 1..4 {
             let at = now + Duration::from_secs(second);
             pair.reopen(at);
@@ -852,7 +852,7 @@ fn outdated_generation_hides_no_later_loss() {
     assert!(find(&mut pair, A, 3), "restarted again");
 }
 
-/// A busy unit does not respond to the check, so it is repeated.
+/// A busy unit does not respond to the check, so we should repeat it.
 #[test]
 fn unanswered_recheck_keeps_path() {
     for error in [RequestError::NotSent, RequestError::TimedOut] {
@@ -877,7 +877,7 @@ fn unanswered_recheck_keeps_path() {
     }
 }
 
-/// The events of a path, and the loss of the path in use, may be detected in any order.
+/// Verify that we can detect the events of a path, and the loss of the path in use, in any order.
 #[test]
 fn evidence_order_does_not_affect_loss_detection() {
     // A login of the other path three seconds later (L), the loss of the path in use (C), the
@@ -941,7 +941,7 @@ fn watch_units(
     driver.inputs.clear();
 }
 
-/// Responds to the check of the unit at this index, based on the CDB of each command.
+/// Responds to the check of the unit at this index, based on the CDB of every command.
 fn identify_unit(
     driver: &mut Driver<Sim>,
     pool: &BufferPool,
@@ -1104,7 +1104,8 @@ fn deferred_error_loses_cache() {
     assert_eq!(owner.count(), 1);
 }
 
-/// If the process is killed before a flush has reported the loss, the next process reports it.
+/// If the process is killed before a flush has reported the loss, the next process should report
+/// it.
 #[test]
 fn unreported_loss_survives_process() {
     let sense = [0x71, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x0c, 0, 0, 0, 0, 0];

@@ -20,7 +20,7 @@ const BLOCKS_BYTE: u16 = 13;
 /// space for reading from the medium. We only compare the actual data, without any metadata.
 #[derive(Debug)]
 pub(crate) struct CompareAndWrite {
-    /// Pending checks of the incoming protection information, until they succeed.
+    /// Incoming protection information, until we have checked the new data.
     received: Option<Box<Received>>,
     /// The comparison, until it succeeds.
     verify: Option<Verify>,
@@ -31,7 +31,7 @@ pub(crate) struct CompareAndWrite {
 #[derive(Debug)]
 struct Received {
     integrity: Integrity,
-    /// The expected data, or `None` if no protection information is received with it.
+    /// The original expected data, until we have removed its protection information.
     expected: Option<Span>,
     new: Span,
     /// Offset of the new data in the incoming data.
@@ -39,10 +39,20 @@ struct Received {
 }
 
 impl Received {
-    fn check(&self, context: &mut Context<'_>) -> Result<(), Sense> {
-        if let Some(expected) = self.expected {
-            self.integrity.receive(context.data, expected, 0)?;
+    /// Removes the protection information provided with the expected data, since we will only
+    /// compare the data (SBC-4 5.3).
+    fn separate_expected(&mut self, context: &mut Context<'_>) -> Result<(), Sense> {
+        match self.expected.take() {
+            Some(expected) => {
+                let ignored = self.integrity.without_checks();
+                ignored.receive(context.data, expected, 0)
+            }
+            None => Ok(()),
         }
+    }
+
+    /// Validates the new data.
+    fn check_new(&self, context: &mut Context<'_>) -> Result<(), Sense> {
         self.integrity
             .receive(context.data, self.new, self.new_offset)
     }
@@ -123,8 +133,8 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
 
 impl Steps for CompareAndWrite {
     fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
-        if let Some(received) = self.received.take() {
-            received.check(context)?;
+        if let Some(received) = &mut self.received {
+            received.separate_expected(context)?;
         }
         if let Some(verify) = &mut self.verify {
             match verify.advance(context, result)? {
@@ -132,6 +142,10 @@ impl Steps for CompareAndWrite {
                 // data is already in the buffer.
                 Next::Answer(_) => self.verify = None,
                 next => return Ok(next),
+            }
+            // Do this now instead of on arrival, to ensure that a miscompare is reported first.
+            if let Some(received) = self.received.take() {
+                received.check_new(context)?;
             }
         }
         self.write.advance(context, result)

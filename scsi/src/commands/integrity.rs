@@ -178,6 +178,14 @@ impl Integrity {
         }
     }
 
+    /// Returns the same for blocks with protection information that we will ignore.
+    pub(crate) fn without_checks(&self) -> Self {
+        Self {
+            protect: 0b011,
+            ..self.clone()
+        }
+    }
+
     /// Separates incoming blocks from their tuples, and validates them. If there are no tuples in
     /// the received data, we generate them. `received` is the offset of the data in the buffer,
     /// which must not be less than the offset of the blocks.

@@ -819,20 +819,44 @@ fn unmap_resets_tags() {
     }
 }
 
+/// We should ignore the tuples provided with the original data, and only check the
+/// new tuples on success of the compare.
 #[test]
-fn compare_and_write_checks_both_halves() {
+fn compare_and_write_checks_new_data() {
+    let cdb = sixteen(0x89, 1, 0, 4, 3);
+    let new = [0x77; 3 * 512];
+    let fresh = join(&new, &valid(&new, 9, 4));
+    for byte in [512, 519] {
+        let mut rig = filled(unit(ProtectionType::Type1));
+        let before = rig.disk.clone();
+        let expected = join(&rig.disk[4 * 512..7 * 512], &rig.tags[4..7]);
+        let mut bad_compare = expected.clone();
+        bad_compare[520 + byte] ^= 1;
+        let mut bad_write = fresh.clone();
+        bad_write[2 * 520 + byte] ^= 1;
+        // Send different data as well.
+        let mut other = expected.clone();
+        other[2 * 520 + 6] ^= 1;
+        let outcome = rig.send_out(&cdb, &[&other[..], &bad_write].concat());
+        assert_failed(&outcome, (0xe, 0x1d, 0), 2 * 520 + 6);
+        let sense = if byte == 512 { GUARD } else { REFERENCE };
+        let outcome = rig.send_out(&cdb, &[&expected[..], &bad_write].concat());
+        assert_failed(&outcome, sense, 6);
+        assert!(rig.disk == before, "nothing is written");
+        rig.send_out(&cdb, &[&bad_compare[..], &fresh].concat())
+            .good();
+        assert_eq!(rig.disk[4 * 512..7 * 512], new);
+        assert_eq!(rig.tags[4..7], valid(&new, 9, 4));
+    }
+}
+
+#[test]
+fn compare_and_write_checks_medium() {
     let mut rig = filled(unit(ProtectionType::Type1));
     let new = [0x77; 3 * 512];
     let expected = join(&rig.disk[4 * 512..7 * 512], &rig.tags[4..7]);
     let fresh = join(&new, &valid(&new, 9, 4));
     let cdb = sixteen(0x89, 1, 0, 4, 3);
-    for (half, lba) in [(0, 5), (1, 6)] {
-        let mut halves = [expected.clone(), fresh.clone()];
-        halves[half][(lba as usize - 4) * 520 + 519] ^= 1;
-        let outcome = rig.send_out(&cdb, &halves.concat());
-        assert_failed(&outcome, REFERENCE, lba);
-        assert!(outcome.ops.is_empty());
-    }
     let both = [&expected[..], &fresh].concat();
     // The medium.
     rig.tags[6][1] ^= 1;

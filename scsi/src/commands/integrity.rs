@@ -303,7 +303,15 @@ impl Integrity {
             client_owns_tag,
         } = self.protection;
         for (order, (index, _, tag)) in (0..).zip(self.blocks(stored)) {
-            let received = received(order, index);
+            let (received, tuple) = (received(order, index), read_tuple(data, tag));
+            // Don't compare a block if the client or the medium provided an escape (SBC-4,
+            // VRPROTECT with a BYTCHK of 01b or 11b).
+            if [received, tuple]
+                .iter()
+                .any(|tuple| tuple.is_unchecked(protection_type))
+            {
+                continue;
+            }
             // Ignore tags that the device server is allowed to modify.
             let expected = ExpectedTuple {
                 guard: (self.protect != 0b010).then_some(received.guard),
@@ -314,7 +322,7 @@ impl Integrity {
                 reference_tag: (client_owns_tag || protection_type != ProtectionType::Type3)
                     .then_some(received.reference_tag),
             };
-            read_tuple(data, tag)
+            tuple
                 .check(&expected)
                 .map_err(|error| self.sense(SenseKey::Miscompare, error, index))?;
         }

@@ -656,6 +656,38 @@ fn verify_repeats_received_tuple() {
     assert_eq!(rig.send_out(&cdb, &[8; 512]).check(), SHORT_DATA);
 }
 
+/// Escapes should only have an effect on tuples, not on data.
+#[test]
+fn verify_does_not_compare_escapes() {
+    for protection_type in [ProtectionType::Type1, ProtectionType::Type3] {
+        let mut rig = filled(unit(protection_type));
+        let data = rig.disk[4 * 512..6 * 512].to_vec();
+        let guard = crc(&data[..512]);
+        rig.send_out(&ten(0x2a, 0, 0, 4, 1), &data[..512]).good();
+        let sent = [tuple(guard, 0x1234, 4), rig.tags[5]];
+        let cdb = ten(0x2f, 1, 2, 4, 2);
+        rig.send_out(&cdb, &join(&data, &sent)).good();
+        // Send the escape, instead of storing it.
+        rig.tags[5] = tuple(1, 0, 9);
+        let sent = [sent[0], tuple(crc(&data[512..]), 0xffff, 5)];
+        let outcome = rig.send_out(&cdb, &join(&data, &sent));
+        match protection_type {
+            ProtectionType::Type3 => assert_failed(&outcome, (0xe, 0x10, 1), 5),
+            _ => drop(outcome.good()),
+        }
+        // BYTCHK 11b.
+        let cdb = ten(0x2f, 1, 6, 4, 1);
+        rig.tags[4] = [0xff; 8];
+        let one = join(&data[..512], &[tuple(guard, 0x1234, 4)]);
+        rig.send_out(&cdb, &one).good();
+        rig.tags[4] = tuple(guard, 0xfffe, u32::MAX);
+        assert_failed(&rig.send_out(&cdb, &one), (0xe, 0x10, 2), 4);
+        rig.tags[4] = [0xff; 8];
+        rig.disk[4 * 512 + 9] ^= 1;
+        assert_failed(&rig.send_out(&cdb, &one), (0xe, 0x1d, 0), 9);
+    }
+}
+
 #[test]
 fn long_verify_uses_expected_tags() {
     let mut rig = filled(unit(ProtectionType::Type2));

@@ -312,14 +312,16 @@ impl Integrity {
             {
                 continue;
             }
-            // Ignore tags that the device server is allowed to modify.
+            // Ignore tags that the device server is allowed to modify, and the reference tag if
+            // VRPROTECT is 101b.
             let expected = ExpectedTuple {
                 guard: (self.protect != 0b010).then_some(received.guard),
                 application_tag: client_owns_tag.then_some(MaskedTag {
                     value: received.application_tag,
                     mask: u16::MAX,
                 }),
-                reference_tag: (client_owns_tag || protection_type != ProtectionType::Type3)
+                reference_tag: (self.protect != 0b101
+                    && (client_owns_tag || protection_type != ProtectionType::Type3))
                     .then_some(received.reference_tag),
             };
             tuple

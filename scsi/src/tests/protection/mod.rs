@@ -689,6 +689,30 @@ fn verify_does_not_compare_escapes() {
 }
 
 #[test]
+fn verify_compare_follows_field() {
+    for (field, byte) in [(0, 0), (1, 2), (2, 7)] {
+        for protect in 1..6 {
+            for flags in [2, 6] {
+                let mut rig = filled(unit(ProtectionType::Type1));
+                let one = join(&rig.disk[4 * 512..5 * 512], &rig.tags[4..5]);
+                rig.tags[4][byte] ^= 1;
+                let is_compared = match field {
+                    0 => protect != 2,
+                    1 => true,
+                    _ => protect != 5,
+                };
+                let outcome = rig.send_out(&ten(0x2f, protect, flags, 4, 1), &one);
+                if is_compared {
+                    assert_failed(&outcome, (0xe, 0x10, field + 1), 4);
+                } else {
+                    outcome.good();
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn long_verify_uses_expected_tags() {
     let mut rig = filled(unit(ProtectionType::Type2));
     let joined = join(&rig.disk[4 * 512..6 * 512], &rig.tags[4..6]);

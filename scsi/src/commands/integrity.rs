@@ -435,7 +435,9 @@ impl Integrity {
 
     /// Returns the tuple of a block that is equal to the first block of the command.
     fn repeated(&self, first: Tuple, index: u64) -> Tuple {
-        match self.counts_blocks() {
+        // Since this is an escape, write the original value to every block (SBC-4 5.52).
+        let is_escape = self.is_transferred() && first == Tuple::DEALLOCATED;
+        match self.counts_blocks() && !is_escape {
             true => Tuple {
                 reference_tag: first.reference_tag.wrapping_add(index as u32),
                 ..first

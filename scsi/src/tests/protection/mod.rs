@@ -832,6 +832,26 @@ fn write_same_repeats_tuple() {
 }
 
 #[test]
+fn write_same_repeats_all_ones() {
+    for protection_type in TYPES {
+        for unmap in [0, 8] {
+            let mut rig = filled(unit(protection_type));
+            let one = join(&[7; 512], &[[0xff; 8]]);
+            let outcome = match protection_type {
+                ProtectionType::Type2 => {
+                    rig.send_out(&long(WRITE_SAME, 3, unmap, 4, 20, (4, 0, 0)), &one)
+                }
+                _ => rig.send_out(&ten(0x41, 3, unmap, 4, 20), &one),
+            };
+            assert!(matches!(outcome.good().ops[0], BlockOp::Write { .. }));
+            assert_eq!(rig.disk[4 * 512..24 * 512], [7; 20 * 512]);
+            assert_eq!(rig.tags[4..24], [[0xff; 8]; 20]);
+            rig.send(&ten(0x28, 0, 0, 4, 20)).good();
+        }
+    }
+}
+
+#[test]
 fn write_same_zeros_keep_protection_information() {
     let mut rig = filled(unit(ProtectionType::Type1));
     let zeros = join(&[0; 512], &[tuple(0, 5, 4)]);

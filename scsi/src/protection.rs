@@ -117,7 +117,9 @@ impl Tuple {
     pub fn generate(protection: Protection, block: &[u8], reference_tag: Option<u32>) -> Self {
         Self {
             guard: guard(block),
-            application_tag: match protection.client_owns_tag {
+            // With type 2, the client might use any reference tag to read this, so let it read
+            // without checks.
+            application_tag: match protection.client_owns_tag || protection.is_type_2() {
                 true => UNCHECKED_APPLICATION_TAG,
                 false => 0,
             },
@@ -276,6 +278,9 @@ mod tests {
         protection.client_owns_tag = false;
         let tuple = Tuple::generate(protection, &block, None);
         assert_eq!((tuple.application_tag, tuple.reference_tag), (0, u32::MAX));
+        protection.protection_type = ProtectionType::Type2;
+        let tuple = Tuple::generate(protection, &block, None);
+        assert!(tuple.is_unchecked(ProtectionType::Type2));
     }
 
     #[test]

@@ -424,11 +424,8 @@ impl Integrity {
     fn counts_blocks(&self) -> bool {
         match self.protection.protection_type {
             ProtectionType::Type1 => true,
-            // A generated tag is only relevant if a future read will verify the block.
-            ProtectionType::Type2 => {
-                self.is_transferred()
-                    || (self.expected.is_some() && !self.protection.client_owns_tag)
-            }
+            // Generated tags should be all ones, even if the CDB has an expected tag.
+            ProtectionType::Type2 => self.is_transferred(),
             ProtectionType::Type3 => false,
         }
     }

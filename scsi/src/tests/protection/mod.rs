@@ -476,8 +476,9 @@ fn unprotected_writes_generate_tags() {
             let outcome = rig.send_out(&ten(0x2a, 0, 0, 4, 9), &data).good();
             assert_eq!(outcome.response.residual_out, Residual::None);
             assert_eq!(rig.disk[4 * 512..13 * 512], data);
+            let is_escape = owned || protection_type == ProtectionType::Type2;
             for (i, block) in (0..9).zip(data.chunks(512)) {
-                let application = if owned { 0xffff } else { 0 };
+                let application = if is_escape { 0xffff } else { 0 };
                 let reference = match protection_type {
                     ProtectionType::Type1 => 4 + i,
                     _ => u32::MAX,
@@ -486,10 +487,10 @@ fn unprotected_writes_generate_tags() {
                 assert_eq!(rig.tags[4 + i as usize], expected);
             }
             rig.send(&ten(0x28, 0, 0, 4, 9)).good();
-            // This is only detected if the device server owns the application tag.
+            // We should only detect this without an escape.
             rig.disk[6 * 512 + 17] ^= 0x10;
             let outcome = rig.send(&ten(0x28, 0, 0, 4, 9));
-            match owned {
+            match is_escape {
                 true => drop(outcome.good()),
                 false => assert_failed(&outcome, GUARD, 6),
             }
@@ -497,19 +498,31 @@ fn unprotected_writes_generate_tags() {
     }
 }
 
+/// The client might use any reference tag to read blocks that it has written without tuples.
 #[test]
-fn long_write_generates_expected_tags() {
-    let mut unit = unit(ProtectionType::Type2);
-    unit.protection = Some(protection(ProtectionType::Type2, false));
-    let mut rig = Rig::with(unit);
-    let data = [6; 2 * 512];
-    rig.send_out(&long(WRITE, 0, 0, 4, 2, (77, 0, 0)), &data)
-        .good();
-    assert_eq!(rig.tags[4..6], valid(&data, 0, 77));
-    rig.send(&long(READ, 1, 0, 4, 2, (77, 0, 0))).good();
-    rig.send_out(&ten(0x2a, 0, 0, 4, 2), &data).good();
-    let outcome = rig.send(&long(READ, 1, 0, 4, 2, (77, 0, 0)));
-    assert_failed(&outcome, REFERENCE, 4);
+fn type_2_writes_generate_escapes() {
+    for owned in [true, false] {
+        let mut unit = unit(ProtectionType::Type2);
+        unit.protection = Some(protection(ProtectionType::Type2, owned));
+        let data = [6; 2 * 512];
+        let commands: [(&[u8], &[u8]); 5] = [
+            (&ten(0x2a, 0, 0, 4, 2), &data),
+            (&long(WRITE, 0, 0, 4, 2, (77, 0, 0)), &data),
+            (&long(WRITE_AND_VERIFY, 0, 0, 4, 2, (77, 0, 0)), &data),
+            (&long(WRITE_AND_VERIFY, 0, 2, 4, 2, (77, 0, 0)), &data),
+            (&long(WRITE_SAME, 0, 0, 4, 2, (77, 0, 0)), &data[..512]),
+        ];
+        for (cdb, out) in commands {
+            let mut rig = Rig::with(unit.clone());
+            rig.send_out(cdb, out).good();
+            let expected = tuple(crc(&data[..512]), 0xffff, u32::MAX);
+            assert_eq!(rig.tags[4..6], [expected; 2], "{cdb:02x?}");
+            for first in [77, 4] {
+                let read = long(READ, 1, 0, 4, 2, (first, 0, 0));
+                assert_eq!(rig.send(&read).good().data, join(&data, &[expected; 2]));
+            }
+        }
+    }
 }
 
 #[test]

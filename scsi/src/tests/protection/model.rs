@@ -156,12 +156,10 @@ impl Model {
         let owned = self.protection.client_owns_tag;
         let reference = match self.protection.protection_type {
             ProtectionType::Type1 => u32::from(turn.lba) + index as u32,
-            ProtectionType::Type2 if turn.is_long && !owned => {
-                u32::from(turn.lba) + turn.shift + index as u32
-            }
             _ => u32::MAX,
         };
-        tuple(crc(data), if owned { 0xffff } else { 0 }, reference)
+        let is_escape = owned || self.protection.is_type_2();
+        tuple(crc(data), if is_escape { 0xffff } else { 0 }, reference)
     }
 
     /// Returns the payload that we send to the unit: the data and its tuples.

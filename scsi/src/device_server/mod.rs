@@ -82,6 +82,9 @@ impl LogicalUnit {
         }
         // Don't receive any data if the command will be refused. The sense data will be created
         // when it's started, because some other check may have to be reported first.
+        if !row.is_supported(self.config()) {
+            return None;
+        }
         let cdb = row.parse(request.cdb, self.config()).ok()?;
         // For a command with Data-Out, planning doesn't change any state. It does for RESERVE and
         // START STOP UNIT, but these have a different direction.

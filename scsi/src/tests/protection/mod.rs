@@ -221,6 +221,56 @@ fn long_cdbs_require_type_2() {
     assert_eq!(rig.send(&cdb).cdb_pointer(), (7, Some(6)));
 }
 
+/// The target should not receive any data for a command that we will refuse.
+#[test]
+fn unsupported_commands_receive_no_data() {
+    use crate::config::Provisioning;
+    use crate::device_server::Request;
+    use crate::opcode::Opcode;
+    use crate::step::{DataOut, Expected, TaskAttribute};
+    let data_out = |rig: &Rig, cdb: &[u8]| {
+        rig.lu.data_out(&Request {
+            nexus: A,
+            cdb,
+            opcode: Opcode::of(cdb),
+            expected: Expected {
+                data_out: 512,
+                data_in: 0,
+            },
+            attribute: TaskAttribute::Simple,
+            luns: &[],
+            read_only: false,
+        })
+    };
+    let long = |(action, flags)| long(action, 0, flags, 4, 1, (4, 0, 0));
+    let commands = [
+        (WRITE, 0),
+        (WRITE_AND_VERIFY, 2),
+        (VERIFY, 2),
+        (WRITE_SAME, 0),
+    ];
+    let unmap = [0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0];
+    for config in [
+        config(BlockSize::B512, 128),
+        unit(ProtectionType::Type1),
+        unit(ProtectionType::Type3),
+    ] {
+        let rig = Rig::with(config);
+        for command in commands {
+            assert_eq!(data_out(&rig, &long(command)), None, "{command:?}");
+        }
+        assert!(data_out(&rig, &unmap).is_some());
+    }
+    let mut config = unit(ProtectionType::Type2);
+    config.provisioning = Provisioning::Thick;
+    let rig = Rig::with(config);
+    for command in commands {
+        let len = data_out(&rig, &long(command)).map(|DataOut { len, .. }| len);
+        assert_eq!(len, Some(512), "{command:?}");
+    }
+    assert_eq!(data_out(&rig, &unmap), None);
+}
+
 #[test]
 fn type_2_refuses_protect_in_short_cdbs() {
     let mut rig = filled(unit(ProtectionType::Type2));

@@ -126,12 +126,18 @@ fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
 /// Plans a command for which no unit attention has to be reported.
 ///
 /// The order of these checks is visible to initiators if more than one of them fails. A reservation
-/// conflict must be reported independent of the CDB (SPC-4 5.13). An invalid CDB must be reported
-/// in any state of the medium. The state must be checked before the block range, which is part of
-/// the plan.
+/// conflict must be reported independent of the CDB (SPC-4 5.13), unless we
+/// don't know the operation code. An invalid CDB must be reported in any state of the medium. The
+/// state must be checked before the block range, which is part of the plan.
 fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
     let row = request.opcode;
     let flags = row.flags;
+    let is_supported = row.is_supported(lu.config());
+    // The operation code of 32-byte CDBs is only defined with type 2. Ensure that it will otherwise
+    // be refused in the same way as on a server that doesn't implement it.
+    if !is_supported && flags.contains(CommandFlags::TYPE_2) {
+        return Err(row.unsupported().into());
+    }
     // Check the atomic flag first, so that we don't need to lock the mutex if there are no
     // reservations.
     if lu.is_restricted() && lu.conflicts(request.nexus, row.flags_under_reservation(request.cdb)) {
@@ -139,7 +145,7 @@ fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> 
     }
     // Refuse this as an unknown command, and do it before we check the CDB: the operation code is
     // not defined for this LU.
-    if !row.is_supported(lu.config()) {
+    if !is_supported {
         return Err(row.unsupported().into());
     }
     let cdb = row.parse(request.cdb, lu.config())?;

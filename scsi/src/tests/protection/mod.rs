@@ -3,9 +3,9 @@
 
 mod model;
 
-use super::{A, Outcome, Rig, config};
+use super::{A, B, Outcome, Rig, config};
 use crate::config::{BlockSize, Config, ConfigError, Protection, ProtectionType};
-use crate::step::{BlockOp, Residual};
+use crate::step::{BlockOp, Residual, Status};
 
 const TYPES: [ProtectionType; 3] = [
     ProtectionType::Type1,
@@ -269,6 +269,33 @@ fn unsupported_commands_receive_no_data() {
         assert_eq!(len, Some(512), "{command:?}");
     }
     assert_eq!(data_out(&rig, &unmap), None);
+}
+
+/// Ensure that an unknown operation code is refused before we check reservations.
+#[test]
+fn unknown_long_cdbs_ignore_reservations() {
+    let write = long(WRITE, 0, 0, 4, 1, (4, 0, 0));
+    let unknown = long(0x1f, 0, 0, 4, 1, (4, 0, 0));
+    for protection_type in TYPES {
+        let mut rig = filled(unit(protection_type));
+        // RESERVE (6).
+        rig.run(B, &[0x16, 0, 0, 0, 0, 0], &[], 0).good();
+        for action in [READ, VERIFY, WRITE, WRITE_AND_VERIFY, WRITE_SAME] {
+            let outcome = rig.send(&long(action, 0, 0, 4, 1, (4, 0, 0)));
+            match protection_type {
+                ProtectionType::Type2 => {
+                    assert_eq!(outcome.response.status, Status::ReservationConflict);
+                }
+                _ => assert_eq!(outcome.check(), INVALID_OPCODE),
+            }
+        }
+        assert_eq!(rig.send(&unknown).response.status, Status::CheckCondition);
+        let outcome = rig.run(B, &write, &[0; 512], 0);
+        match protection_type {
+            ProtectionType::Type2 => drop(outcome.good()),
+            _ => assert_eq!(outcome.check(), INVALID_OPCODE),
+        }
+    }
 }
 
 #[test]

@@ -19,8 +19,8 @@ pub(crate) const ACTION_MASK: u8 = 0x1f;
 ///
 /// A bit is set in the bitmap if we evaluate it. All other bits must be zero in the CDB, which is
 /// the only check needed to refuse any field that is not supported (GROUP NUMBER, ANCHOR, NACA
-/// etc., and RDPROTECT for an LU without protection information). We still allow obsolete bits that are set by old initiators (FUA_NV,
-/// SYNC_NV).
+/// etc., and RDPROTECT for an LU without protection information). We still allow obsolete bits that
+/// are set by old initiators (FUA_NV, SYNC_NV).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Usage {
     bytes: [u8; CDB_MAX],
@@ -35,7 +35,8 @@ impl Usage {
     };
 
     /// Creates the usage for an operation code. The length is based on the group code (SPC-4
-    /// 4.2.5.1), and all commands with a variable length use 32 bytes. `rest` is the bitmap after the operation code, as a hex string.
+    /// 4.2.5.1), and all commands with a variable length use 32 bytes. `rest` is the bitmap after
+    /// the operation code, as a hex string.
     pub(crate) const fn new(code: u8, rest: &str) -> Self {
         let len = match code >> 5 {
             0 => 6,

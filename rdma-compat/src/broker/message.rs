@@ -44,8 +44,9 @@ const CONNECTION: u8 = 7;
 /// A message between a broker and a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Initial message to a new broker, with its listener, the lock of the address and the sockets
-    /// of all slots. It contains the path of the listener, because the broker has no environment.
+    /// Initial message to a new broker, with its directory, its listener, the lock of the address
+    /// and the sockets of all slots. It contains the path of the listener, because the broker has
+    /// no environment.
     Start {
         version: u8,
         addr: IpAddr,

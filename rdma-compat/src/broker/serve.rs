@@ -46,19 +46,19 @@ pub(super) fn serve(first: OwnedFd) {
     else {
         return;
     };
-    // The listener and the lock precede the sockets of the slots.
-    if version != VERSION || descriptors.len() != usize::from(SLOTS) + 2 {
+    // These precede the sockets of the slots.
+    if version != VERSION || descriptors.len() != usize::from(SLOTS) + 3 {
         return;
     }
-    let group = descriptors.split_off(2);
-    let (Some(lock), Some(listener)) = (descriptors.pop(), descriptors.pop()) else {
+    let group = descriptors.split_off(3);
+    let Ok([dir, listener, lock]) = <[OwnedFd; 3]>::try_from(descriptors) else {
         return;
     };
     let mut broker = Broker {
         addr: SocketAddr::new(addr, ROCE_PORT),
         group,
         listener,
-        place: Place::at(path),
+        place: Place::at(dir, path),
         router: Router::new(),
         processes: BTreeMap::new(),
         buffer: Box::new([0; MESSAGE]),

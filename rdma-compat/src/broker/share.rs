@@ -302,7 +302,7 @@ fn start_broker(place: &Place, addr: IpAddr, lock: &OwnedFd) -> io::Result<Owned
         addr,
         listener: place.socket().to_owned(),
     };
-    let all = [&listener, lock].into_iter().chain(&group);
+    let all = [place.dir(), &listener, lock].into_iter().chain(&group);
     let all: Vec<_> = all.map(OwnedFd::as_fd).collect();
     let started = send(&ours, &start, &all).map_err(io::Error::from);
     started

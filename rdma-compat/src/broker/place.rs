@@ -38,9 +38,12 @@ impl Place {
     /// # Errors
     /// Returns an error if there is no directory that only this user can access.
     pub(super) fn of(addr: IpAddr) -> io::Result<Self> {
-        let namespace = network_namespace()?;
+        let (boot, namespace) = (boot_id(), network_namespace()?);
         let (dir, path) = user_dir()?;
-        Ok(Self::at(dir, path.join(format!("{namespace}-{addr}"))))
+        Ok(Self::at(
+            dir,
+            path.join(format!("{boot}-{namespace:x}-{addr}")),
+        ))
     }
 
     /// Returns the files of the address whose broker has this socket.
@@ -159,6 +162,16 @@ fn new_socket() -> Result<OwnedFd, Os> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
 }
 
+/// Returns a part of the ID of this boot, because hosts may share the directory, and have namespaces
+/// with the same number. Without `/proc`, it is empty.
+fn boot_id() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.chars()
+        .filter(char::is_ascii_hexdigit)
+        .take(16)
+        .collect()
+}
+
 /// Returns a number that identifies the network namespace of this thread. Unlike the inode of
 /// `/proc/self/ns/net`, it is never reused.
 fn network_namespace() -> io::Result<u64> {
@@ -260,6 +273,8 @@ mod tests {
     #[test]
     fn socket_of_killed_broker_is_replaced() {
         let place = Place::of([127, 98, 1, 2].into()).unwrap();
+        let name = file_name(place.socket()).to_str().unwrap();
+        assert_eq!(name.split('-').next().map(str::len), Some(16), "{name}");
         place.remove();
         assert!(place.connect().unwrap().is_none());
         drop(place.listen().unwrap());

@@ -263,9 +263,19 @@ fn broker_uses_runtime_directory() {
 }
 
 #[test]
-fn broker_has_no_descriptors_of_program() {
-    let holder = Holder::run(process("riser0=127.0.42.15", "exec 9</dev/zero"));
-    let links = fs::read_dir(format!("/proc/{}/fd", broker("127.0.42.15"))).unwrap();
+fn broker_inherits_nothing_from_program() {
+    let before = "exec 9</dev/zero; taskset -p 1 $$; chrt -f -p 1 $$";
+    let holder = Holder::run(process("riser0=127.0.42.15", before));
+    let broker = broker("127.0.42.15");
+    // SAFETY: all zeroes is valid, and the size is correct.
+    unsafe {
+        assert_eq!(libc::sched_getscheduler(broker), libc::SCHED_OTHER);
+        let (mut own, mut all): (libc::cpu_set_t, libc::cpu_set_t) = (zeroed(), zeroed());
+        libc::sched_getaffinity(0, size_of_val(&own), &raw mut own);
+        libc::sched_getaffinity(broker, size_of_val(&all), &raw mut all);
+        assert!(libc::CPU_COUNT(&all) >= libc::CPU_COUNT(&own));
+    }
+    let links = fs::read_dir(format!("/proc/{broker}/fd")).unwrap();
     let links: Vec<_> = links
         .map(|link| fs::read_link(link.unwrap().path()).unwrap())
         .collect();

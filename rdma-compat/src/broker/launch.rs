@@ -44,6 +44,9 @@ mod process {
     /// First descriptor after those of the standard streams.
     const FIRST: RawFd = 3;
 
+    /// Limit of the descriptors that are closed individually.
+    const MAX_DESCRIPTORS: RawFd = 1 << 16;
+
     /// Arguments of the new process. It uses the memory of this process until it executes the
     /// loader, while this thread is suspended.
     struct Broker {
@@ -171,9 +174,20 @@ mod process {
             for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM] {
                 libc::signal(signal, libc::SIG_IGN);
             }
+            // The program may have a real-time priority and a processor for itself.
+            let normal: libc::sched_param = zeroed();
+            libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const normal);
+            let mut processors: libc::cpu_set_t = zeroed();
+            ptr::write_bytes(&raw mut processors, 0xff, 1);
+            libc::sched_setaffinity(0, size_of_val(&processors), &raw const processors);
             // Descriptors that the program has opened without CLOEXEC.
             let (first, last) = (c_long::from(FIRST), c_long::from(u32::MAX));
-            libc::syscall(libc::SYS_close_range, first, last, 0 as c_long);
+            if libc::syscall(libc::SYS_close_range, first, last, 0 as c_long) != 0 {
+                // A sandbox may not allow the call.
+                for descriptor in FIRST..MAX_DESCRIPTORS {
+                    libc::close(descriptor);
+                }
+            }
             libc::chdir(c"/".as_ptr());
             libc::prctl(libc::PR_SET_NAME, NAME.as_ptr() as c_ulong, 0, 0, 0);
             // It needs a descriptor for each slot and for each process.

@@ -79,9 +79,14 @@ impl Share {
         let Some(lock) = place.try_lock()? else {
             return Ok(None);
         };
-        let broker = match place.connect()? {
-            Some(broker) => broker,
-            None => start_broker(&place, addr, &lock)?,
+        let broker = match place.connect() {
+            Ok(Some(broker)) => broker,
+            Ok(None) => start_broker(&place, addr, &lock)?,
+            // There are too many connections that it has not accepted.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                return Err(in_use(SILENT_BROKER));
+            }
+            Err(error) => return Err(error),
         };
         // The broker exits only while it holds the lock, and after it has accepted all connections.
         // A new broker holds the lock itself until it accepts connections.
@@ -531,6 +536,17 @@ mod tests {
             let error = open_with(10, message).map(drop).unwrap_err();
             assert!(error.to_string().contains(why), "{error}");
         }
+    }
+
+    #[test]
+    fn stopped_broker_with_backlog_is_reported() {
+        let place = Place::of(addr(14)).unwrap();
+        let _listener = place.listen().unwrap();
+        let connections = std::iter::repeat_with(|| place.connect());
+        let _waiting: Vec<_> = connections.map_while(Result::ok).collect();
+        let error = try_open(14).map(drop).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        assert!(error.to_string().contains(SILENT_BROKER), "{error}");
     }
 
     #[test]

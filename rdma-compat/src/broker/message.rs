@@ -278,7 +278,8 @@ pub(super) fn receive(
         let parts = &mut [IoSliceMut::new(buffer)];
         let len = match recvmsg(&socket, parts, &mut control, flags) {
             Ok(got) => got.bytes,
-            Err(Os::INTR) => continue,
+            // The peer has exited without reading all messages, but its own messages follow.
+            Err(Os::INTR | Os::CONNRESET) => continue,
             Err(Os::AGAIN) => return Received::Nothing,
             Err(_) => 0,
         };
@@ -363,6 +364,19 @@ mod tests {
             }
             assert_eq!(descriptors.len(), 1);
         }
+    }
+
+    #[test]
+    fn messages_of_exited_peer_are_received() {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        send(&theirs, &Message::Full, &[]).unwrap();
+        send(&ours, &Message::Full, &[]).unwrap();
+        drop(ours);
+        let get = || receive(&theirs, &mut [0; MESSAGE], &mut Vec::new());
+        assert!(matches!(get(), Received::Message(Message::Full)));
+        assert!(matches!(get(), Received::Closed));
     }
 
     #[test]

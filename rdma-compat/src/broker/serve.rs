@@ -129,7 +129,8 @@ impl Broker {
             Ok(None) => return false,
             Ok(lock) => self.lock = lock,
             // The directory was removed, so no process can find the broker.
-            Err(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(_) => return false,
         }
         // A process might have connected before we acquired the lock.
         self.accept_processes();

@@ -1,6 +1,6 @@
 //! A process's part of an address.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -61,6 +61,14 @@ pub(crate) struct Share {
     buffer: Box<[u8; MESSAGE]>,
     /// ID of the last request.
     last: u32,
+    /// Messages for which the connection had no space.
+    unsent: VecDeque<Message>,
+    /// Whether a request has timed out, and the broker has not sent anything since.
+    is_silent: bool,
+    /// Requests to allocate a port that have failed without a response, and their IDs.
+    late: Vec<(u32, Port)>,
+    /// Allocated ports.
+    ports: HashSet<Port>,
     /// Packets that were received while a request was waiting for its response.
     packets: VecDeque<ForwardedPacket>,
 }
@@ -96,6 +104,10 @@ impl Share {
             broker: Some(broker),
             buffer: Box::new([0; MESSAGE]),
             last: 0,
+            unsent: VecDeque::new(),
+            is_silent: false,
+            late: Vec::new(),
+            ports: HashSet::new(),
             packets: VecDeque::new(),
         };
         let mut sockets = Vec::new();
@@ -136,6 +148,7 @@ impl Share {
     pub(crate) fn leave(&mut self) {
         self.broker = None;
         self.packets.clear();
+        self.unsent.clear();
     }
 
     /// Returns whether there are packets that were received during a request, so that the
@@ -150,14 +163,13 @@ impl Share {
     /// # Errors
     /// Returns `EIO` if the broker has exited.
     pub(crate) fn poll_packet(&mut self) -> Result<Option<ForwardedPacket>, Os> {
-        if let Some(packet) = self.packets.pop_front() {
-            return Ok(Some(packet));
-        }
+        let _ = self.flush();
         loop {
+            if let Some(packet) = self.packets.pop_front() {
+                return Ok(Some(packet));
+            }
             match self.try_receive(&mut Vec::new())? {
-                Some(Message::Packet(packet)) => return Ok(Some(packet)),
-                // The response to a request that has timed out.
-                Some(_) => {}
+                Some(message) => self.handle(message),
                 None => return Ok(None),
             }
         }
@@ -173,12 +185,8 @@ impl Share {
 
     /// Reports a connection that was established, with the DREQ that the broker sends if this
     /// process is killed, or a connection that was closed.
-    pub(crate) fn note_connection(&self, id: CommId, dreq: Option<(IpAddr, Mad)>) {
-        if let Some(broker) = &self.broker
-            && let Err(error) = send(broker, &Message::Connection { id, dreq }, &[])
-        {
-            debug!(%error, ?id, "cannot report a connection to the broker");
-        }
+    pub(crate) fn note_connection(&mut self, id: CommId, dreq: Option<(IpAddr, Mad)>) {
+        self.send(Message::Connection { id, dreq });
     }
 
     /// Allocates a port for this process, or any free port if `port` is 0. Returns the port.
@@ -187,7 +195,9 @@ impl Share {
     /// Returns `EADDRINUSE` if another process uses it, or if all are in use, `EIO` if the address
     /// was removed, and `ETIMEDOUT` if the broker does not respond.
     pub(crate) fn take_port(&mut self, space: RdmaPortSpace, port: u16) -> io::Result<u16> {
-        self.request(PortAction::Allocate, (space, port))
+        let port = self.request(PortAction::Allocate, (space, port))?;
+        self.ports.insert((space, port));
+        Ok(port)
     }
 
     /// Starts to receive requests for a port of this process.
@@ -205,46 +215,133 @@ impl Share {
 
     /// Releases a port.
     pub(crate) fn give_back_port(&mut self, port: Port) {
+        self.ports.remove(&port);
         self.release(PortAction::Release, port);
     }
 
     fn release(&mut self, action: PortAction, port: Port) {
+        if self.is_silent {
+            let request = self.new_request(action, port);
+            return self.send(request);
+        }
         if let Err(error) = self.request(action, port) {
             debug!(%error, ?port, "cannot release a port");
         }
     }
 
-    /// Sends a request for a port, and waits for the response. Returns the port.
+    /// Sends a request for a port, and waits for the response. Returns the port. If the broker is
+    /// silent, this fails immediately, because the caller holds the lock of the device.
     fn request(&mut self, action: PortAction, port: Port) -> io::Result<u16> {
         let until = Instant::now() + PATIENCE;
+        if self.is_silent {
+            self.receive_all()?;
+        }
+        if self.is_silent {
+            return Err(Os::TIMEDOUT.into());
+        }
+        let request = self.new_request(action, port);
+        let id = self.last;
+        // The process has the port if any of these requests succeeds.
+        self.late.retain(|(_, late)| port.1 == 0 || *late != port);
+        self.unsent.push_back(request);
+        match self.await_reply(id, until) {
+            Ok((0, port)) => Ok(port),
+            Ok((errno, _)) => Err(io::Error::from_raw_os_error(errno)),
+            Err(error) => {
+                self.is_silent = error == Os::TIMEDOUT;
+                if action == PortAction::Allocate {
+                    self.late.push((id, port));
+                }
+                Err(error.into())
+            }
+        }
+    }
+
+    fn new_request(&mut self, action: PortAction, port: Port) -> Message {
         self.last = self.last.wrapping_add(1);
-        let request = Message::Request {
+        Message::Request {
             id: self.last,
             action,
             port,
-        };
-        let broker = self.broker.as_ref().ok_or(Os::IO)?;
-        while let Err(error) = send(broker, &request, &[]) {
-            match error {
-                Os::AGAIN => await_ready(broker, PollFlags::OUT, until)?,
-                Os::PIPE | Os::CONNRESET => return Err(Os::IO.into()),
-                error => return Err(error.into()),
+        }
+    }
+
+    /// Sends all messages, and waits for the response to a request: its error number and port.
+    ///
+    /// # Errors
+    /// Returns `ETIMEDOUT` if there is none, and `EIO` if the broker has exited.
+    fn await_reply(&mut self, id: u32, until: Instant) -> Result<(i32, u16), Os> {
+        while let Err(error) = self.flush() {
+            if error != Os::AGAIN {
+                return Err(error);
             }
+            // The broker may be waiting until we read an earlier response.
+            self.receive_all()?;
+            let broker = self.broker.as_ref().ok_or(Os::IO)?;
+            await_ready(broker, PollFlags::IN | PollFlags::OUT, until)?;
         }
         loop {
             match self.receive(until, &mut Vec::new())? {
-                Message::Reply { id, errno, port } if id == self.last => {
-                    return match errno {
-                        0 => Ok(port),
-                        errno => Err(io::Error::from_raw_os_error(errno)),
-                    };
-                }
-                Message::Packet(packet) if self.packets.len() < MAX_PACKETS => {
-                    self.packets.push_back(packet);
-                }
-                _ => {}
+                Message::Reply {
+                    id: of,
+                    errno,
+                    port,
+                } if of == id => return Ok((errno, port)),
+                message => self.handle(message),
             }
         }
+    }
+
+    /// Handles a message that is not the response to the current request.
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::Packet(packet) if self.packets.len() < MAX_PACKETS => {
+                self.packets.push_back(packet);
+            }
+            Message::Reply { id, errno, port } => {
+                let Some(at) = self.late.iter().position(|(late, _)| *late == id) else {
+                    return;
+                };
+                let (_, (space, _)) = self.late.swap_remove(at);
+                if errno == 0 && !self.ports.contains(&(space, port)) {
+                    let release = self.new_request(PortAction::Release, (space, port));
+                    self.send(release);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Handles all messages that have arrived.
+    fn receive_all(&mut self) -> Result<(), Os> {
+        while let Some(message) = self.try_receive(&mut Vec::new())? {
+            self.handle(message);
+        }
+        Ok(())
+    }
+
+    /// Sends a message, or keeps it until the connection has space.
+    fn send(&mut self, message: Message) {
+        self.unsent.push_back(message);
+        if self.flush() == Err(Os::IO) {
+            self.unsent.clear();
+        }
+    }
+
+    /// Sends the messages that were kept.
+    ///
+    /// # Errors
+    /// Returns `EAGAIN` if there is not enough space, and `EIO` if the broker has exited.
+    fn flush(&mut self) -> Result<(), Os> {
+        let broker = self.broker.as_ref().ok_or(Os::IO)?;
+        while let Some(message) = self.unsent.front() {
+            match send(broker, message, &[]) {
+                Err(Os::PIPE | Os::CONNRESET) => return Err(Os::IO),
+                sent => sent?,
+            }
+            self.unsent.pop_front();
+        }
+        Ok(())
     }
 
     /// Waits for the next message.
@@ -270,7 +367,10 @@ impl Share {
             return Ok(None);
         };
         match receive(broker, &mut self.buffer, sockets) {
-            Received::Message(message) => Ok(Some(message)),
+            Received::Message(message) => {
+                self.is_silent = false;
+                Ok(Some(message))
+            }
             Received::Nothing => Ok(None),
             Received::Closed => Err(Os::IO),
         }
@@ -457,7 +557,7 @@ mod tests {
 
     #[test]
     fn killed_process_is_disconnected() {
-        let (killed, other) = (open(12), open(12));
+        let (mut killed, other) = (open(12), open(12));
         let peer = UdpSocket::bind((addr(13), ROCE_PORT)).unwrap();
         peer.set_read_timeout(Some(PATIENCE)).unwrap();
         let dreq = |byte| Some((addr(13), [byte; 256]));
@@ -526,6 +626,72 @@ mod tests {
             drop(broker);
             opens.join().unwrap()
         })
+    }
+
+    /// Opens an address with a broker that does not respond to requests.
+    fn open_silent(last: u8) -> (Share, OwnedFd) {
+        let listener = Place::of(addr(last)).unwrap().listen().unwrap();
+        thread::scope(|scope| {
+            let opens = scope.spawn(|| open(last));
+            let broker = eventually_some("a connection", PATIENCE, || accept(&listener).unwrap());
+            let version = VERSION;
+            let welcome = Message::Welcome { version, slot: 1 };
+            send(&broker, &welcome, &[listener.as_fd()]).unwrap();
+            (opens.join().unwrap(), broker)
+        })
+    }
+
+    /// Returns the next message to a broker, if there is one.
+    fn sent_to(broker: &OwnedFd) -> Option<Message> {
+        match receive(broker, &mut [0; MESSAGE], &mut Vec::new()) {
+            Received::Message(message) => Some(message),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn silent_broker_delays_single_request() {
+        let (mut share, broker) = open_silent(15);
+        let timed_out = |share: &mut Share, port| {
+            let error = share.take_port(Tcp, port).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT));
+        };
+        timed_out(&mut share, 0);
+        let start = Instant::now();
+        timed_out(&mut share, 4000);
+        share.give_back_port(PORT);
+        assert!(start.elapsed() < PATIENCE / 2);
+
+        // It continues. Verify that the port, which nobody uses, is released.
+        let request = |id, action, port| Some(Message::Request { id, action, port });
+        assert_eq!(sent_to(&broker), request(1, PortAction::Allocate, (Tcp, 0)));
+        assert_eq!(sent_to(&broker), request(2, PortAction::Release, PORT));
+        let (id, errno, port) = (1, 0, 40000);
+        send(&broker, &Message::Reply { id, errno, port }, &[]).unwrap();
+        assert_eq!(share.poll_packet(), Ok(None));
+        let release = request(3, PortAction::Release, (Tcp, port));
+        assert_eq!(sent_to(&broker), release);
+        assert!(!share.is_silent);
+    }
+
+    #[test]
+    fn stopped_broker_learns_of_connections_later() {
+        let (mut share, broker) = open_silent(16);
+        for id in 0..5000 {
+            share.note_connection(CommId(id), None);
+        }
+        assert!(!share.unsent.is_empty());
+        let mut expected = 0;
+        while expected < 5000 {
+            let id = CommId(expected);
+            assert_eq!(
+                sent_to(&broker),
+                Some(Message::Connection { id, dreq: None })
+            );
+            assert_eq!(share.poll_packet(), Ok(None));
+            expected += 1;
+        }
+        assert_eq!(sent_to(&broker), None);
     }
 
     #[test]

@@ -127,6 +127,10 @@ fn open_device() {
         // SAFETY: this only affects this process.
         unsafe { libc::setuid(user.to_str().unwrap().parse().unwrap()) };
     }
+    if std::env::var_os("RISER_TEST_SUBREAPER").is_some() {
+        // SAFETY: this only affects this process.
+        unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1) };
+    }
     if count == 0 {
         report(libc::ENODEV);
         return;
@@ -260,6 +264,16 @@ fn broker_uses_runtime_directory() {
         let mut names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
         names.all(|name| name.ends_with(".lock"))
     });
+}
+
+#[test]
+fn subreaper_does_not_adopt_broker() {
+    let mut process = process("riser0=127.0.42.17", "");
+    process.env("RISER_TEST_SUBREAPER", "1");
+    let holder = Holder::run(process);
+    let status = fs::read_to_string(format!("/proc/{}/status", broker("127.0.42.17"))).unwrap();
+    let parent = format!("PPid:\t{}\n", holder.0.id());
+    assert!(!status.contains(&parent), "{status}");
 }
 
 #[test]

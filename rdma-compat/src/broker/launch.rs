@@ -8,7 +8,7 @@
 //!
 //! The program must not notice the new process: it might have a handler for SIGCHLD, or wait for
 //! any of its children. So the broker is a child of an intermediate process that exits immediately
-//! and does not send a signal.
+//! and does not send a signal. Afterwards, init or another process adopts it.
 
 #[cfg(not(test))]
 pub(super) use process::launch;
@@ -93,6 +93,10 @@ mod process {
             let (mut all, mut old) = (zeroed(), zeroed());
             libc::sigfillset(&raw mut all);
             libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut old);
+            // This process must not adopt the broker, which it might wait for.
+            let mut adopts: c_int = 0;
+            libc::prctl(libc::PR_GET_CHILD_SUBREAPER, &raw mut adopts);
+            libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 0 as c_ulong);
             let child = libc::clone(
                 start_child,
                 end(&mut child_stack),
@@ -105,6 +109,7 @@ mod process {
                 // It does not send a signal, so only this wait includes it.
                 libc::waitpid(child, ptr::null_mut(), libc::__WCLONE);
             }
+            libc::prctl(libc::PR_SET_CHILD_SUBREAPER, adopts as c_ulong);
             libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, ptr::null_mut());
         }
         match broker.error.get() {

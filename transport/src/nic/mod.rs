@@ -48,6 +48,8 @@
 //! address.
 //!
 //! Not implemented: multiple ports or partitions.
+//!
+//! [`AhAttr::sgid_index`]: crate::verbs::AhAttr::sgid_index
 
 mod agents;
 pub mod batch;

@@ -286,45 +286,44 @@ impl Config {
         if blocks.checked_mul(block + TUPLE_LEN).is_none() {
             return Err(ConfigError::Limit("max_transfer"));
         }
-        if self.window_blocks() == 0 {
+        if self.window_len() < block {
             return Err(ConfigError::Limit("window"));
         }
-        if self.segment_blocks() == 0 {
+        if self.segment_len() < block {
             return Err(ConfigError::Limit("segment"));
         }
         Ok(())
     }
 
-    /// Returns the number of blocks of a transfer that fit into a window.
+    /// Returns the maximum length of the blocks of a transfer that fit into a window.
     ///
     /// With protection information, each of these blocks needs space for the information that is
     /// transferred with it, and for the same information separated from the block.
-    pub(crate) fn window_blocks(&self) -> u32 {
-        let block = self.block_size.bytes();
+    pub(crate) fn window_len(&self) -> u32 {
         match self.protection {
-            None => self.limits.window / block,
-            Some(_) => self.align(self.limits.window / (block + 2 * TUPLE_LEN)),
+            None => self.limits.window,
+            Some(_) => self.protected_len(self.limits.window, 2 * TUPLE_LEN),
         }
     }
 
-    /// Returns the number of blocks that fit into a segment, with their protection information.
-    pub(crate) fn segment_blocks(&self) -> u32 {
-        let block = self.block_size.bytes();
+    /// Returns the maximum length of the blocks that fit into a segment, with their protection
+    /// information.
+    pub(crate) fn segment_len(&self) -> u32 {
         match self.protection {
-            None => self.limits.segment / block,
-            Some(_) => self.align(self.limits.segment / (block + TUPLE_LEN)),
+            None => self.limits.segment,
+            Some(_) => self.protected_len(self.limits.segment, TUPLE_LEN),
         }
     }
 
-    /// Rounds a number of blocks down to a multiple of 4096 bytes, unless it is smaller. This is
-    /// for performance: if the next piece isn't aligned, the backend may have to read and write
-    /// more than the blocks of a piece.
-    fn align(&self, blocks: u32) -> u32 {
-        let unit = 4096 / self.block_size.bytes();
-        if blocks < unit {
-            return blocks;
-        }
-        blocks - blocks % unit
+    /// Returns the length of the blocks that fit into `space`, if each of them needs `extra` bytes.
+    ///
+    /// This is rounded down to a multiple of 4096 bytes, unless it is smaller. This is for
+    /// performance: if the next piece isn't aligned, the backend may have to read and write more
+    /// than the blocks of a piece.
+    fn protected_len(&self, space: u32, extra: u32) -> u32 {
+        let block = self.block_size.bytes();
+        let len = space / (block + extra) * block;
+        if len < 4096 { len } else { len - len % 4096 }
     }
 
     /// Returns the MAXIMUM COMPARE AND WRITE LENGTH in blocks. This is the configured limit, but
@@ -333,7 +332,7 @@ impl Config {
     pub(crate) fn max_compare_write(&self) -> u8 {
         let limits = &self.limits;
         let transfer = limits.max_transfer / self.block_size.bytes();
-        let fit = transfer.min(self.window_blocks()) / 2;
+        let fit = transfer.min(self.window_len() / self.block_size.bytes()) / 2;
         let fit = u8::try_from(fit).unwrap_or(u8::MAX);
         limits.max_compare_write_blocks.min(fit)
     }

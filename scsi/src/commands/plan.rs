@@ -378,7 +378,7 @@ impl Planner<'_> {
     /// Splits the data of a transfer into pieces.
     pub(crate) fn pieces(&self, total: u32, frame: Frame) -> Pieces {
         Pieces {
-            window: self.lu.config().window_blocks() * self.block(),
+            window: self.lu.config().window_len(),
             ..Pieces::whole(total, frame)
         }
     }
@@ -399,8 +399,7 @@ impl Planner<'_> {
     /// `total` bytes, up to the segment size.
     pub(crate) fn segment(&self, start: u32, total: u64) -> Room {
         let config = self.lu.config();
-        let max = config.segment_blocks() * self.block();
-        let len = total.min(u64::from(max)) as u32;
+        let len = total.min(u64::from(config.segment_len())) as u32;
         Room {
             data: start,
             len,

@@ -142,7 +142,7 @@ fn is_own(connection: &OwnedFd) -> bool {
     peer.is_ok_and(|peer| peer.uid == rustix::process::geteuid())
 }
 
-/// Accepts a connection of a process of this user. Returns `None` if there is none.
+/// Accepts a connection of a process of this user, if one is pending.
 ///
 /// # Errors
 /// Returns errors of `accept(2)`.

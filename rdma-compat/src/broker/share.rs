@@ -269,7 +269,7 @@ impl Share {
     /// Sends all messages, and waits for the response to a request: its error number and port.
     ///
     /// # Errors
-    /// Returns `ETIMEDOUT` if there is none, and `EIO` if the broker has exited.
+    /// Returns `ETIMEDOUT` if there is no reply, and `EIO` if the broker has exited.
     fn await_reply(&mut self, id: u32, until: Instant) -> Result<(i32, u16), Os> {
         while let Err(error) = self.flush() {
             if error != Os::AGAIN {
@@ -347,7 +347,7 @@ impl Share {
     /// Waits for the next message.
     ///
     /// # Errors
-    /// Returns `ETIMEDOUT` if there is none, and `EIO` if the broker has exited.
+    /// Returns `ETIMEDOUT` if there is no reply, and `EIO` if the broker has exited.
     fn receive(&mut self, until: Instant, sockets: &mut Vec<OwnedFd>) -> Result<Message, Os> {
         loop {
             if let Some(message) = self.try_receive(sockets)? {

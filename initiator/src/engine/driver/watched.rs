@@ -336,8 +336,8 @@ impl WatchedUnits {
         true
     }
 
-    /// Starts the checks of all units; returns the serial numbers of those whose first query must
-    /// be sent.
+    /// Starts the checks of all units. Returns the serial numbers of units whose first query must be
+    /// sent.
     pub(super) fn start_checks(&mut self) -> Vec<u64> {
         let units = self.units.iter_mut();
         units

@@ -261,12 +261,13 @@ impl<H> FlushDescriptor<H> {
         }
     }
 
-    /// Returns true if a flush will report the error of a durable write again, given the number of
-    /// [renewals](Self::renewals) when the write was submitted. Otherwise the error must be
-    /// recorded as a failed flush.
+    /// Returns true if the next flush will report the error of a durable write again, given the
+    /// number of [renewals](Self::renewals) when the write was submitted. Otherwise the error must
+    /// be recorded as a failed flush. An [outdated](Self::is_outdated) descriptor reports nothing,
+    /// because it will be replaced before the flush.
     #[must_use]
-    pub fn reports_again(&self, renewals: u32) -> bool {
-        !self.is_shared && self.renewals == renewals
+    pub fn reports_again(&self, renewals: u32, clears: u64) -> bool {
+        !self.is_outdated(clears) && self.renewals == renewals
     }
 }
 
@@ -372,21 +373,25 @@ mod tests {
     #[test]
     fn descriptor_is_renewed_after_clear() {
         let mut own = FlushDescriptor::new(Some("own"), false, 0);
-        assert!(!own.is_outdated(0) && own.reports_again(0));
+        assert!(!own.is_outdated(0) && own.reports_again(0, 0));
         assert!(own.is_outdated(1));
+        assert!(
+            !own.reports_again(0, 1),
+            "it is replaced before the next flush"
+        );
         own.renew(Some("new"), false, 1);
         assert!(!own.is_outdated(1));
         assert_eq!(own.handle(), Some(&"new"));
-        assert!(!own.reports_again(0), "the write preceded the renewal");
-        assert!(own.reports_again(own.renewals()));
+        assert!(!own.reports_again(0, 1), "the write preceded the renewal");
+        assert!(own.reports_again(own.renewals(), 1));
         // A different descriptor is not available.
         own.renew(Some("writes"), true, 2);
-        assert!(own.is_outdated(2) && !own.reports_again(own.renewals()));
+        assert!(own.is_outdated(2) && !own.reports_again(own.renewals(), 2));
         let renewals = own.renewals();
         own.renew(Some("writes"), true, 2);
         assert_eq!(own.renewals(), renewals);
         own.renew(Some("again"), false, 2);
-        assert!(own.reports_again(own.renewals()));
+        assert!(own.reports_again(own.renewals(), 2));
     }
 
     /// A file with the error reporting of Linux: an error is reported once to each open descriptor,
@@ -561,7 +566,10 @@ mod tests {
                     };
                     // An error is not suspect if a failure was already recorded.
                     if result.is_err() && self.record.failure().is_none() {
-                        if !self.workers[worker].descriptor.reports_again(renewals) {
+                        if !self.workers[worker]
+                            .descriptor
+                            .reports_again(renewals, self.record.clears())
+                        {
                             self.record.record(());
                         }
                         self.join(worker, true);
@@ -595,6 +603,25 @@ mod tests {
             1 => Just(Step::Clear),
         ];
         prop::collection::vec((0..2_usize, step, prop::bool::weighted(0.8)), 0..60)
+    }
+
+    #[test]
+    fn durable_write_error_after_clear_is_recorded() {
+        let mut model = Model::new(false);
+        let mut step = |worker, step| model.step(worker, step, true);
+        step(0, Step::LoseData);
+        step(0, Step::Join);
+        step(0, Step::Start);
+        step(0, Step::Complete);
+        step(1, Step::SubmitWrite);
+        step(0, Step::LoseData);
+        step(0, Step::Clear);
+        step(1, Step::SyncWrite);
+        step(1, Step::CompleteWrite);
+        assert_eq!(model.record.failure(), Some(&()));
+        // The model checks the result.
+        model.step(1, Step::Start, true);
+        model.step(1, Step::Complete, true);
     }
 
     proptest! {

@@ -890,7 +890,8 @@ impl Driver {
                 self.issue(ring, index);
             }
             Outcome::Suspect(errno) => {
-                if !attached.sync.reports_again(request.renewals) {
+                let clears = attached.store.flush_clears();
+                if !attached.sync.reports_again(request.renewals, clears) {
                     attached.store.on_flush_failed(errno, self.now);
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);

@@ -23,7 +23,7 @@ pub(crate) struct CompareAndWrite {
     /// Incoming protection information, until we have checked the new data.
     received: Option<Box<Received>>,
     /// The comparison, until it succeeds.
-    verify: Option<Verify>,
+    verify: Option<Box<Verify>>,
     write: Write,
 }
 
@@ -123,7 +123,7 @@ pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
                 received: checks,
                 // We compare with the data that a READ would return, which doesn't require a flush:
                 // other initiators also use READ to make their decisions.
-                verify: Some(verify.after_receive().of_cache()),
+                verify: Some(Box::new(verify.after_receive().of_cache())),
                 write: Write::from_buffer(offset, new, frame, fua),
             }
             .into(),

@@ -143,11 +143,9 @@ pub(crate) struct Integrity {
 }
 
 impl Integrity {
-    /// Returns the protection information for a command, or `None` if the LU has none.
-    pub(crate) fn new(lu: &LogicalUnit, cdb: &Cdb) -> Option<Self> {
+    /// Returns the protection information for a command. `protection` is that of the LU.
+    pub(crate) fn new(lu: &LogicalUnit, protection: Protection, cdb: &Cdb) -> Self {
         use block_32::{APPLICATION_TAG_MASK, EXPECTED_APPLICATION_TAG, EXPECTED_REFERENCE_TAG};
-        let config = lu.config();
-        let protection = config.protection?;
         let expected = cdb.has_expected_tags().then(|| ExpectedTags {
             reference: cdb.get(EXPECTED_REFERENCE_TAG),
             application: MaskedTag {
@@ -155,14 +153,14 @@ impl Integrity {
                 mask: cdb.get(APPLICATION_TAG_MASK),
             },
         });
-        Some(Self {
+        Self {
             protection,
             protect: cdb.protect(),
             checks_by_default: !lu.ignores_unrequested_checks(),
             expected,
             lba: cdb.extent().lba,
-            block: config.block_size.bytes(),
-        })
+            block: lu.config().block_size.bytes(),
+        }
     }
 
     /// Returns whether every block of the payload is followed by its protection information.

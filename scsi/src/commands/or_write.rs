@@ -39,7 +39,7 @@ enum OrStage {
     /// Reading a segment from the medium.
     Reading,
     /// Writing the result.
-    Writing(Write),
+    Writing(Box<Write>),
 }
 
 /// Plans an ORWRITE (16).
@@ -148,7 +148,7 @@ impl Steps for OrWrite {
             };
             let mut write = Write::from_buffer(self.start(), room, self.frame, self.fua);
             let next = write.advance(context, result);
-            self.stage = OrStage::Writing(write);
+            self.stage = OrStage::Writing(Box::new(write));
             return next;
         }
         Ok(Next::Block(BlockOp::Read {

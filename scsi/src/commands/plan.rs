@@ -328,7 +328,8 @@ impl Planner<'_> {
     /// Returns the protection information of a command, or `None` if the LU has none. We use a
     /// separate allocation to avoid larger commands for all other LUs.
     pub(crate) fn integrity(&self, cdb: &Cdb) -> Option<Box<Integrity>> {
-        Integrity::new(self.lu, cdb).map(Box::new)
+        let protection = self.lu.config().protection?;
+        Some(Box::new(Integrity::new(self.lu, protection, cdb)))
     }
 
     /// Returns the size of the blocks of a command.

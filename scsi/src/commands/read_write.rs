@@ -99,8 +99,9 @@ pub(crate) struct Write {
     fua: bool,
     /// Protection information to be checked or generated, unless this has already been done.
     integrity: Option<Box<Integrity>>,
-    /// Used to verify the written data, piece by piece.
-    verify: Option<Verify>,
+    /// Used to verify the written data, piece by piece. This is a separate allocation, to avoid
+    /// larger commands for WRITE.
+    verify: Option<Box<Verify>>,
     stage: WriteStage,
 }
 
@@ -162,7 +163,7 @@ fn plan<M: From<Write>>(
     let scratch = compare.map(|_| planner.segment(room.end(planner.block()), data.len().into()));
     let verify = compare.zip(scratch).map(|(compare, scratch)| {
         let verify = Verify::new(offset, len.into(), compare, data, scratch, planner.block());
-        verify.with_integrity(integrity.clone())
+        Box::new(verify.with_integrity(integrity.clone()))
     });
     Ok(Plan {
         transfer,

@@ -190,9 +190,14 @@ impl Channel {
             return self.logout(cx, TLogoutReason::NoReason);
         }
         let Sender { req_lim, ring, .. } = &mut self.sender;
-        let credits = self.own.poll_credits(req_lim, ring);
-        let event = self.own.poll_event(req_lim, ring);
-        self.actions.extend(credits.into_iter().chain(event));
+        // This is called for every input, usually with nothing to send, so don't create an iterator
+        // over the actions.
+        if let Some(credits) = self.own.poll_credits(req_lim, ring) {
+            self.actions.push_back(credits);
+        }
+        if let Some(event) = self.own.poll_event(req_lim, ring) {
+            self.actions.push_back(event);
+        }
     }
 
     /// Handles a response to a message initiated by the target.

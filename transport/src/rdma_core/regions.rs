@@ -535,6 +535,20 @@ impl RegionTable {
         })
     }
 
+    /// Returns the parameters to remove the range of a type 1 window. This does not need a region
+    /// according to the specification, but several libraries read its key, and the kernel checks
+    /// that the address is within the region.
+    pub(super) fn user_unbind(&self, bind: &MwBind) -> Result<ibv_mw_bind_info, PostReason> {
+        let Ok(Region::Plain { ptr, mr, .. }) = self.regions.get(bind.mr) else {
+            return Err(PostReason::InvalidKey);
+        };
+        Ok(ibv_mw_bind_info {
+            mr: *ptr,
+            addr: mr.addr,
+            ..ibv_mw_bind_info::default()
+        })
+    }
+
     /// Updates our state for a request that has been added to the queue.
     #[inline]
     pub(super) fn on_posted(&mut self, op: &SendOp) {

@@ -78,8 +78,7 @@ impl RdmaCoreDevice {
         let mut theirs = ibv_mw_bind {
             send_flags: convert::send_flags(wr),
             bind_info: match bind.length {
-                // Remove the range. This does not need a region.
-                0 => ibv_mw_bind_info::default(),
+                0 => self.regions.user_unbind(&bind)?,
                 _ => self.regions.user_bind(&bind)?.bind_info,
             },
             wr_id: 0,

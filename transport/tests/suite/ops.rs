@@ -736,6 +736,11 @@ pub(crate) fn send_queue_drains<W: World>(mut w: W) {
         (attr.max_rd_atomic, attr.min_rnr_timer),
         (changed.max_rd_atomic, changed.min_rnr_timer)
     );
+    // rdma_rxe drains the queue again, and can't resume it before this is complete.
+    w.until("a drained send queue", |w| {
+        let attr = w.provider(End::A).query_qp(a.qp).unwrap();
+        (attr.sq_draining == Some(false)).then_some(())
+    });
     w.provider(End::A)
         .modify_qp(a.qp, &QpAttr::to(QpState::Rts))
         .unwrap();

@@ -4,12 +4,21 @@
 two_hosts
 trap kernel_target_clean EXIT
 kernel_target
-# Verified writes in the background for ten seconds, which must not fail.
+commands() {
+    cat "$SRPT"/lun/lun_0/statistics/scsi_tgt_port/in_cmds
+}
+commands_since() {
+    [ "$(commands)" -gt "$1" ]
+}
+# Verified writes in the background for 20 seconds, which must not fail.
 load() {
-    riser_on "$1" bench --overwrite "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --runtime 10s \
+    local before
+    before=$(commands)
+    riser_on "$1" bench --overwrite "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --runtime 20s \
         --warm-up 0 --verify --timeout 90s &
     LOAD=$!
-    sleep 2
+    # The port rejects a login while it is disabled, so wait until the load has logged in.
+    wait_for 30 commands_since $((before + 20))
 }
 under_load() {
     kill -0 $LOAD || fail "the load completed too early"

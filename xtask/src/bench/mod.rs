@@ -29,7 +29,7 @@ mod rig;
 mod scaling;
 mod select;
 mod servers;
-pub(crate) mod stats;
+mod stats;
 mod systems;
 mod tables;
 mod targets;

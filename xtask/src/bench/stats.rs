@@ -2,15 +2,15 @@
 
 /// Median and range of a set of values.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Summary {
-    pub(crate) median: f64,
-    pub(crate) min: f64,
-    pub(crate) max: f64,
+pub(super) struct Summary {
+    pub(super) median: f64,
+    pub(super) min: f64,
+    pub(super) max: f64,
 }
 
 impl Summary {
     /// Returns the summary, or `None` if there are no values.
-    pub(crate) fn of(figures: &[f64]) -> Option<Self> {
+    pub(super) fn of(figures: &[f64]) -> Option<Self> {
         let sorted = sorted(figures);
         Some(Self {
             median: middle(&sorted)?,
@@ -22,9 +22,9 @@ impl Summary {
 
 /// Interval that contains the true median with a confidence of 95 %.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Interval {
-    pub(crate) low: f64,
-    pub(crate) high: f64,
+pub(super) struct Interval {
+    pub(super) low: f64,
+    pub(super) high: f64,
 }
 
 /// Confidence level used for [`Interval`].
@@ -35,7 +35,7 @@ impl Interval {
     /// any distribution: the number of values below the true median has a binomial distribution
     /// with p = 1/2. With fewer than six values we can't reach this confidence, so the interval is
     /// the full range.
-    pub(crate) fn of(figures: &[f64]) -> Option<Self> {
+    pub(super) fn of(figures: &[f64]) -> Option<Self> {
         let sorted = sorted(figures);
         let n = sorted.len();
         // Probabilities that the number of values below the true median is equal to `rank`, and
@@ -62,7 +62,7 @@ impl Interval {
 
 /// Returns the ratio of values from the same round. Each value is passed with its round; if one
 /// side has no value for a round, the round is ignored.
-pub(crate) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
+pub(super) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
     let beside = |round| theirs.iter().find(|(other, _)| *other == round);
     ours.iter()
         .filter_map(|(round, figure)| Some(figure / beside(*round)?.1))

@@ -7,13 +7,11 @@
 //! ([`cases`]). Some programs need more than a loopback address ([`namespace`]). We
 //! transfer data over iSER between tgt, libiscsi, QEMU, `riserd` and `riser` ([`iser`]). We also
 //! run the test suites of rdma-core ([`pyverbs`]) and libfabric ([`fabtests`]) and our provider
-//! suite ([`providers`]), and compare the exported symbols ([`symbols`]). If `--figures` is set, we
-//! run performance measurements instead ([`figures`]). Known failures, including tests that only
-//! fail on a busy machine, are in a single list, [`NOT_YET`].
+//! suite ([`providers`]), and compare the exported symbols ([`symbols`]). Known failures, including
+//! tests that only fail on a busy machine, are in a single list, [`NOT_YET`].
 
 mod cases;
 mod fabtests;
-mod figures;
 mod iser;
 mod namespace;
 mod providers;
@@ -80,10 +78,6 @@ pub(crate) struct Options {
     /// directory instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Instead of running cases, measure latency and bandwidth for this number of rounds and
-    /// compare with sockets.
-    #[arg(long, value_name = "ROUNDS", conflicts_with_all = ["words", "list", "not_yet"])]
-    figures: Option<usize>,
     /// Directory for logs.
     #[arg(long, default_value = ".build/verbs")]
     logs: PathBuf,
@@ -136,13 +130,6 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
             println!("{path}{}", not_yet(&path).map_or("", |_| "  (not yet)"));
         }
         return Ok(());
-    }
-    if let Some(rounds) = options.figures {
-        ensure(needs("verbs verbs-pyverbs verbs-symbols"));
-        let scratch = sh::Scratch::new("verbs")?;
-        let logs = root().join(&options.logs);
-        let rig = Rig::new(&programs(options)?, &scratch, &logs)?;
-        return figures::run(&rig, rounds);
     }
     if !sh::is_root()
         && let Some(again) = run_again(options)?

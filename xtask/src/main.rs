@@ -104,9 +104,6 @@ enum Command {
     /// Benchmark our target against nbdkit, qemu-nbd and tgt using the same file, and check
     /// performance targets; updates docs/performance.md.
     Bench(bench::Options),
-    /// Count packet buffers, system calls, copies and context switches per operation, for our
-    /// target and its competitors; requires root and perf.
-    PathCost(bench::path_cost::Options),
     /// Measure the latency of a quiet initiator alone, with a noisy initiator, and with a limited
     /// one.
     Neighbours(neighbours::Options),
@@ -185,7 +182,6 @@ fn main() -> ExitCode {
         Command::Package(options) => package::run(&options),
         Command::Container => container::run(),
         Command::Bench(options) => bench::run(&options),
-        Command::PathCost(options) => bench::path_cost::run(&options),
         Command::Neighbours(options) => neighbours::run(&options),
         Command::Instructions(options) => instructions::run(&options),
         Command::Interleavings(options) => interleavings::run(&options),

@@ -1,5 +1,5 @@
 //! `cargo xtask bench`: benchmarks our target and its competitors using the same file, in a single
-//! run. Also contains `cargo xtask path-cost`.
+//! run.
 //!
 //! - [`workloads`], [`systems`]: table columns and rows; [`select`] is used to run a subset of
 //!   these.
@@ -20,7 +20,6 @@ mod compare;
 mod cpu;
 mod curves;
 mod machine;
-pub(crate) mod path_cost;
 mod pictures;
 mod reading;
 mod render;

@@ -44,9 +44,11 @@ fn processes_send_same_bytes() {
     }
 }
 
+/// Uses `RISER_SIM_SEEDS` to set the number of seeds.
 #[test]
 fn first_seeds_pass() {
-    for seed in 1..=8 {
+    let seeds = std::env::var("RISER_SIM_SEEDS").map_or(8, |seeds| seeds.parse().unwrap());
+    for seed in 1..=seeds {
         if let Err(failure) = run(&Plan::of(seed)) {
             panic!("{failure}");
         }

@@ -97,13 +97,11 @@ impl Copy {
         self.tree.join(file)
     }
 
-    /// Returns a Cargo command to build the simulator. We use a separate target directory, because
-    /// with a common directory both trees would have to build each other's crates again.
+    /// Returns a Cargo command to build the simulator.
     pub(super) fn building(&self) -> Command {
-        let mut command = sh::cargo(["build", "--quiet", "--package", "riser-sim", "--profile"]);
-        command.args([RELEASE, "--features", "coverage", "--target-dir"]);
-        command.arg(&self.build);
-        command.current_dir(&self.tree);
+        let args = "build --quiet --package riser-sim --features coverage --profile";
+        let mut command = self.cargo(&args.split(' ').collect::<Vec<_>>());
+        command.arg(RELEASE);
         command
     }
 
@@ -114,10 +112,11 @@ impl Copy {
         simulator
     }
 
-    /// Returns a Cargo command to build and run tests of a package, selected by the arguments.
-    pub(super) fn testing(&self, package: &str, harness: &[&str]) -> Command {
-        let mut command = sh::cargo(["test", "--quiet", "--package", package]);
-        command.args(harness).arg("--target-dir").arg(&self.build);
+    /// Returns a Cargo command to run in the copy. We use a separate target directory, because with
+    /// a common directory both trees would have to build each other's crates again.
+    pub(super) fn cargo(&self, args: &[&str]) -> Command {
+        let mut command = sh::cargo(args);
+        command.env("CARGO_TARGET_DIR", &self.build);
         command.current_dir(&self.tree);
         command
     }

@@ -5,11 +5,15 @@
 //! header of a planted defect can select tests instead, in a line `judge: WORDS`
 //! ([`Judge::named`]).
 
+use std::process::Command;
 use std::time::Duration;
 
 use super::copy::{Copy, Run};
 use crate::daemon::RELEASE;
 use crate::{Failure, sh};
+
+/// The test of the simulator that runs `RISER_SIM_SEEDS` seeds.
+const FIRST_SEEDS: &str = "first_seeds_pass";
 
 /// The test in `rc_sim` that uses seeds.
 const QUEUE_PAIRS: &str = "bytes_and_completions_survive_bad_wire";
@@ -45,55 +49,55 @@ impl<'a> Judge<'a> {
         })
     }
 
-    /// Returns the package, the arguments to select the harness, and a word in the test names, or
-    /// `None` for the simulator.
-    fn tests(self) -> Option<(&'a str, Vec<&'a str>, &'a str)> {
+    /// Returns the package, the arguments to select the harness, and a word in the test names.
+    pub(super) fn tests(self) -> (&'a str, Vec<&'a str>, &'a str) {
         match self {
-            Self::Simulator => None,
-            Self::QueuePairs => {
-                let args = vec!["--test", "rc_sim", "--profile", RELEASE];
-                Some(("riser-transport", args, QUEUE_PAIRS))
-            }
-            // The interleaving checker requires a build with debug assertions.
+            Self::Simulator => ("riser-sim", vec!["--test", "seeds"], FIRST_SEEDS),
+            Self::QueuePairs => ("riser-transport", vec!["--test", "rc_sim"], QUEUE_PAIRS),
             Self::Interleavings(package, word) => {
                 let args = vec!["--lib", "--features", "riser-sync/shuttle"];
-                Some((package, args, word))
+                (package, args, word)
             }
-            Self::Tests(package, word) => {
-                Some((package, vec!["--lib", "--profile", RELEASE], word))
-            }
-            Self::Integration(package, file, word) => {
-                let args = vec!["--test", file, "--profile", RELEASE];
-                Some((package, args, word))
-            }
+            Self::Tests(package, word) => (package, vec!["--lib"], word),
+            Self::Integration(package, file, word) => (package, vec!["--test", file], word),
         }
     }
 
-    /// Returns the package with the tests, or `None` for the simulator.
-    pub(super) fn package(self) -> Option<&'a str> {
-        self.tests().map(|(package, ..)| package)
-    }
-
     /// Returns variables that set the number of seeds or interleavings.
-    fn sizes(self, count: u64) -> Vec<(&'static str, u64)> {
-        match self {
-            Self::Simulator | Self::Tests(..) | Self::Integration(..) => Vec::new(),
+    pub(super) fn sizes(self, count: u64) -> Vec<(&'static str, String)> {
+        let sizes = match self {
+            Self::Tests(..) | Self::Integration(..) => Vec::new(),
+            Self::Simulator => vec![("RISER_SIM_SEEDS", count)],
             Self::QueuePairs => {
                 let messages = count * SESSION_MESSAGES;
                 vec![("RISER_SIM_MESSAGES", messages), ("RISER_SEED", 1)]
             }
             // The number is split between two schedulers.
             Self::Interleavings(..) => vec![("RISER_INTERLEAVINGS", count.div_ceil(2))],
+        };
+        let text = |(name, size): (_, u64)| (name, size.to_string());
+        sizes.into_iter().map(text).collect()
+    }
+
+    /// Returns a Cargo command for the tests in the copy.
+    fn testing(self, copy: &Copy) -> Command {
+        let (package, harness, _) = self.tests();
+        let mut command = copy.cargo(&["test", "--quiet", "--package", package]);
+        command.args(harness);
+        // The interleaving checker requires a build with debug assertions.
+        if !matches!(self, Self::Interleavings(..)) {
+            command.args(["--profile", RELEASE]);
         }
+        command
     }
 
     /// Builds the tests or the simulator in the copy.
     pub(super) fn build(self, copy: &Copy) -> Result<(), Failure> {
-        let mut command = match self.tests() {
-            None => copy.building(),
-            Some((package, harness, _)) => copy.testing(package, &harness),
+        let mut command = match self {
+            Self::Simulator => copy.building(),
+            _ => self.testing(copy),
         };
-        if self.tests().is_some() {
+        if self != Self::Simulator {
             command.arg("--no-run");
         }
         sh::output(&mut command).map(drop)
@@ -108,18 +112,17 @@ impl<'a> Judge<'a> {
         count: u64,
         patience: Duration,
     ) -> Result<Run, Failure> {
-        let mut command = match self.tests() {
-            None => copy.simulator(count),
-            Some((package, harness, word)) => {
+        let mut command = match self {
+            Self::Simulator => copy.simulator(count),
+            _ => {
                 // Build first, so that the build doesn't use up the time limit of the tests.
                 self.build(copy)?;
-                let mut command = copy.testing(package, &harness);
-                command.args(["--", word]);
+                let mut command = self.testing(copy);
+                command.args(["--", self.tests().2]);
                 command
             }
         };
-        let sizes = self.sizes(count).into_iter();
-        command.envs(sizes.map(|(name, size)| (name, size.to_string())));
+        command.envs(self.sizes(count));
         copy.run(&command, planted, patience, |text| self.failure(text))
     }
 

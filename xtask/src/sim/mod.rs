@@ -4,7 +4,6 @@ mod copy;
 mod judge;
 mod mutants;
 mod planted;
-mod switches;
 
 use std::path::PathBuf;
 use std::process::Command;

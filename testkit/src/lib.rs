@@ -9,6 +9,7 @@
 //! - [`hung_mount`] mounts a file on a file system that can stop responding.
 //! - [`alloc`] tracks allocations and the memory in use; [`allocations`] finds the code that
 //!   allocates on the data path.
+//! - [`captures`] checks packet captures.
 //! - [`fuzz`] uses the fuzzer's input to select the values of a property test, instead of choosing
 //!   them at random.
 //!
@@ -24,6 +25,7 @@
 
 pub mod alloc;
 pub mod allocations;
+pub mod captures;
 pub mod daemon;
 pub mod fuzz;
 pub mod hung_mount;

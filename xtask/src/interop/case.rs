@@ -4,6 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use riser_testkit::captures::Expected;
+
 use crate::cases::select;
 use crate::{Failure, root};
 
@@ -81,6 +83,17 @@ impl Case {
             self.rounds = Some(rounds);
         }
         self
+    }
+
+    /// Returns the expected captures based on the header and name.
+    pub(crate) fn expected(&self) -> Expected {
+        Expected {
+            least: self.packets,
+            // iWARP messages are part of a stream, and the capture doesn't contain enough data to
+            // parse them.
+            is_iser: self.name.contains("iser") && self.group != "iwarp",
+            is_kernel_only: self.text.contains("CORE=yes"),
+        }
     }
 
     pub(crate) fn path(&self) -> String {

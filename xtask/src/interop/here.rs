@@ -9,8 +9,9 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use riser_testkit::captures::check_captures;
+
 use super::case::Case;
-use super::judge::{Expected, check_captures};
 use super::runner::{Programs, result_of};
 use crate::cases::{Row, attempt};
 use crate::tally::Kind;
@@ -73,6 +74,6 @@ fn run_in_namespaces(
     let output = fs::read_to_string(saved.join("output.log"))?;
     let code = status.code().unwrap_or(-1);
     let figures = result_of(code, &output)?;
-    check_captures(saved, Expected::of(case))?;
+    check_captures(saved, case.expected())?;
     Ok(figures)
 }

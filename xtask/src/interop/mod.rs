@@ -5,15 +5,14 @@
 //! be run with the short cases or must run alone. Because a boot can be used for all cases in a
 //! group, each case has to start with a clean state and restore it, using the functions in
 //! `tests/vm/lib.sh`. We keep the output and the daemon's log for each case. If there is a packet
-//! capture, we check it ([`judge`]). Some cases don't need a guest ([`here`]). If `boots` is set,
-//! the case uses a guest with systemd that is shut down and booted several times with the same
-//! disk.
+//! capture, we check it ([`riser_testkit::captures`]). Some cases don't need a guest ([`here`]). If
+//! `boots` is set, the case uses a guest with systemd that is shut down and booted several times
+//! with the same disk.
 
 pub(crate) mod case;
 pub(crate) mod guest;
 mod here;
 pub(crate) mod initramfs;
-pub(crate) mod judge;
 pub(crate) mod kernel;
 mod modules;
 pub(crate) mod runner;

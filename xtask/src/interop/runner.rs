@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use riser_testkit::captures::check_captures;
+
 use super::case::Case;
 use super::guest::{Guest, Init};
-use super::judge::{Expected, check_captures};
 use super::kernel::Kernel;
 use crate::cases::{Row, Verdict, in_parallel, shorten};
 use crate::tally::Kind;
@@ -196,7 +197,7 @@ impl Rig<'_> {
         let ran = ran?;
         fs::write(saved.join("output.log"), &ran.output)?;
         let mut figures = result_of(ran.status, &ran.output)?;
-        let judged = check_captures(saved, Expected::of(case))?;
+        let judged = check_captures(saved, case.expected())?;
         if judged.iser > 0 {
             figures.push(format!(
                 "checked {} packets, including {} iSER messages",

@@ -1,4 +1,6 @@
-//! Uses Wireshark's dissectors to check the packet captures written by test cases.
+//! Uses Wireshark's dissectors to check the packet captures of tests with a Linux kernel.
+//!
+//! The rules are for two hosts, where 10.99.0.1 and fd99::1 use a kernel device.
 //!
 //! A capture contains packets in both directions, from the kernel and from our NIC. We only capture
 //! the first bytes of each packet. The dissectors can tell the difference between a truncated
@@ -15,13 +17,12 @@
 //! iSCSI PDU. There is no SRP dissector, so we can only check the InfiniBand headers.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
-use super::case::Case;
-use crate::{Failure, sh};
 
 /// Maximum number of invalid packets to show.
 const SHOWN: usize = 10;
@@ -98,40 +99,27 @@ const ERROR: u32 = 0x80_0000;
 
 /// Expected captures of a test case.
 #[derive(Clone, Copy)]
-pub(crate) struct Expected {
+pub struct Expected {
     /// Minimum number of packets in all captures. If `None`, there must be no packets.
-    pub(crate) least: Option<u64>,
+    pub least: Option<u64>,
     /// Set if this case uses iSER, so the capture must contain iSER PDUs.
-    pub(crate) is_iser: bool,
+    pub is_iser: bool,
     /// Set if both sides use kernel devices, so no packet is sent by our software NIC.
-    pub(crate) is_kernel_only: bool,
-}
-
-impl Expected {
-    /// Returns the expected captures based on the header and name of a case.
-    pub(crate) fn of(case: &Case) -> Self {
-        Self {
-            least: case.packets,
-            // iWARP messages are part of a stream, and the capture doesn't contain enough data to
-            // parse them.
-            is_iser: case.name.contains("iser") && case.group != "iwarp",
-            is_kernel_only: case.text.contains("CORE=yes"),
-        }
-    }
+    pub is_kernel_only: bool,
 }
 
 /// Result for a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Judged {
+pub struct Judged {
     /// Number of packets that were checked.
-    pub(crate) packets: u64,
+    pub packets: u64,
     /// Number of packets that start an iSER message.
-    pub(crate) iser: u64,
+    pub iser: u64,
 }
 
 /// Checks all captures in a directory. The error contains the first invalid packets of each
 /// capture.
-pub(crate) fn check_captures(folder: &Path, expected: Expected) -> Result<Judged, Failure> {
+pub fn check_captures(folder: &Path, expected: Expected) -> Result<Judged, Box<dyn Error>> {
     let mut captures: Vec<_> = fs::read_dir(folder)?
         .filter_map(Result::ok)
         .map(|e| e.path())
@@ -309,23 +297,25 @@ impl Reader {
         }
     }
 
-    fn read(&mut self, capture: &Path) -> Result<(), Failure> {
+    fn read(&mut self, capture: &Path) -> Result<(), Box<dyn Error>> {
         let bytes = fs::read(capture)?;
         if bytes.is_empty() {
             return Ok(());
         }
-        let scratch = sh::Scratch::new(&format!("capture-{:p}", &raw const bytes))?;
-        let whole = scratch.join("filled.pcap");
+        let name = format!("riser-capture-{}-{:p}", std::process::id(), &raw const bytes);
+        let whole = std::env::temp_dir().join(name);
         fs::write(&whole, filled(&bytes))?;
-        let mut command = sh::cmd("tshark", ["-n", "-r"]);
-        command.arg(&whole).args(["-T", "fields"]);
+        let mut command = Command::new("tshark");
+        command.args(["-n", "-r"]).arg(&whole).args(["-T", "fields"]);
         for field in FIELDS {
             command.args(["-e", field]);
         }
         for name in GUESSING {
             command.args(["--disable-protocol", name]);
         }
-        let out = command.stdin(Stdio::null()).output()?;
+        let out = command.stdin(Stdio::null()).output();
+        fs::remove_file(&whole)?;
+        let out = out?;
         // If a guest is killed, the last packet in the capture may be incomplete.
         let complaint = String::from_utf8_lossy(&out.stderr);
         if !out.status.success() && !complaint.contains("cut short") {
@@ -478,7 +468,10 @@ impl<'a> Packet<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
+    use crate::programs::missing;
 
     /// A case with a few packets where one side uses our NIC.
     const ANY: Expected = Expected {
@@ -584,11 +577,38 @@ mod tests {
     }
 
     fn has_tshark(test: &str) -> bool {
-        let is_there = sh::which("tshark").is_some();
+        let is_there = missing(&["tshark"]).is_none();
         if !is_there {
             crate::skip::skip(test, "tshark is not installed");
         }
         is_there
+    }
+
+    /// Directory that is removed on drop.
+    struct Scratch(PathBuf);
+
+    impl Scratch {
+        fn new(name: &str) -> Self {
+            let name = format!("riser-captures-{}-{name}", std::process::id());
+            let folder = std::env::temp_dir().join(name);
+            fs::create_dir_all(&folder).unwrap();
+            Self(folder)
+        }
+
+        fn write(&self, name: &str, capture: &[u8]) {
+            fs::write(self.0.join(name), capture).unwrap();
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// Reads a file of the end-to-end tests.
+    fn data(name: &str) -> Vec<u8> {
+        fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(name)).unwrap()
     }
 
     /// Truncates all packets in a capture to the given size.
@@ -607,9 +627,9 @@ mod tests {
 
     /// Checks a single capture.
     fn check_capture(bytes: &[u8], expected: Expected) -> Result<Judged, String> {
-        let scratch = sh::Scratch::new(&format!("judge-{bytes:p}")).unwrap();
-        fs::write(scratch.join("a.pcap"), bytes).unwrap();
-        check_captures(scratch.path(), expected).map_err(|e| e.to_string())
+        let scratch = Scratch::new(&format!("{bytes:p}"));
+        scratch.write("a.pcap", bytes);
+        check_captures(&scratch.0, expected).map_err(|e| e.to_string())
     }
 
     /// Creates a line of tshark output for a TCP packet.
@@ -668,26 +688,26 @@ mod tests {
         if !has_tshark("a packet that ends too early") {
             return;
         }
-        let scratch = sh::Scratch::new("judge").unwrap();
+        let scratch = Scratch::new("truncated");
         let ack = ack();
-        fs::write(scratch.join("a.pcap"), capture(&[frame(&ack)])).unwrap();
+        scratch.write("a.pcap", &capture(&[frame(&ack)]));
         // A SEND with data that looks like a frame of the Ethernet loopback protocol.
         let mut send = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
         send.extend([0x90, 0, 0, 0]);
         send.extend([0; 4]);
-        fs::write(scratch.join("guess.pcap"), capture(&[frame(&send)])).unwrap();
+        scratch.write("guess.pcap", &capture(&[frame(&send)]));
         // SRP_CRED_REQ packets that look like frames with a VLAN tag and a length.
         for credits in [3, 16] {
             let mut request = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
             request.extend([0x81, 0, 0, 0, 0, 0, 0, credits, 0, 0, 0, 0, 0, 0, 0, 1]);
             request.extend([0; 4]);
-            let name = scratch.join(&format!("tag{credits}.pcap"));
-            fs::write(name, capture(&[frame(&request)])).unwrap();
+            let name = format!("tag{credits}.pcap");
+            scratch.write(&name, &capture(&[frame(&request)]));
         }
-        fs::write(scratch.join("empty.pcap"), "").unwrap();
-        assert_eq!(check_captures(scratch.path(), ANY).unwrap().packets, 4);
-        fs::write(scratch.join("b.pcap"), capture(&[frame(&ack[..7])])).unwrap();
-        let objection = check_captures(scratch.path(), ANY).unwrap_err().to_string();
+        scratch.write("empty.pcap", &[]);
+        assert_eq!(check_captures(&scratch.0, ANY).unwrap().packets, 4);
+        scratch.write("b.pcap", &capture(&[frame(&ack[..7])]));
+        let objection = check_captures(&scratch.0, ANY).unwrap_err().to_string();
         assert!(objection.contains("b.pcap: packet 1"), "{objection}");
         assert!(!objection.contains("a.pcap"), "{objection}");
     }
@@ -787,7 +807,7 @@ mod tests {
             is_iser: true,
             is_kernel_only: true,
         };
-        let golden = fs::read(crate::root().join("tests/data/golden_iser.pcap")).unwrap();
+        let golden = data("golden_iser.pcap");
         let sound = check_capture(&golden, iser).unwrap();
         assert_eq!(sound.iser, 84);
         // The first command, which is an INQUIRY: SCSI Command (01h) with the final and read bits
@@ -810,7 +830,7 @@ mod tests {
         assert!(cut.len() < golden.len() / 2);
         assert_eq!(check_capture(&cut, iser).unwrap().iser, 84);
         // If a capture has no connection manager messages, we can't find any iSER connections.
-        let srp = fs::read(crate::root().join("tests/data/golden_srp.pcap")).unwrap();
+        let srp = data("golden_srp.pcap");
         let objection = check_capture(&srp, iser).unwrap_err();
         assert!(objection.contains("0 iSER messages"), "{objection}");
     }

@@ -12,10 +12,6 @@ pub(crate) struct Function {
     pub(crate) name: String,
     /// Lines from the signature to the closing brace.
     pub(crate) lines: RangeInclusive<usize>,
-    /// Number of parameters, including `self`.
-    pub(crate) parameters: usize,
-    /// Maximum nesting depth of conditions, loops and closures.
-    pub(crate) depth: usize,
 }
 
 impl Function {
@@ -50,8 +46,6 @@ impl Found {
             syn::Visibility::Inherited => signature.span(),
             visibility => visibility.span(),
         };
-        let mut nesting = Nesting::default();
-        nesting.visit_block(body);
         let name = signature.ident.to_string();
         self.functions.push(Function {
             name: match &self.owner {
@@ -59,8 +53,6 @@ impl Found {
                 None => name,
             },
             lines: start.start().line..=body.brace_token.span.close().end().line,
-            parameters: signature.inputs.len(),
-            depth: nesting.deepest,
         });
     }
 
@@ -103,64 +95,6 @@ impl<'ast> Visit<'ast> for Found {
     }
 }
 
-/// Measures the nesting depth of a function body. `else if` is at the same level as `if`, and
-/// nested items are measured separately.
-#[derive(Default)]
-struct Nesting {
-    depth: usize,
-    deepest: usize,
-}
-
-impl Nesting {
-    fn deeper(&mut self, visit: impl FnOnce(&mut Self)) {
-        self.depth += 1;
-        self.deepest = self.deepest.max(self.depth);
-        visit(self);
-        self.depth -= 1;
-    }
-}
-
-impl<'ast> Visit<'ast> for Nesting {
-    fn visit_expr_if(&mut self, branch: &'ast syn::ExprIf) {
-        self.deeper(|nesting| {
-            // Use a loop for the `else if` chain: if we visit it as an expression, each would add
-            // another level.
-            let mut branch = branch;
-            loop {
-                nesting.visit_expr(&branch.cond);
-                nesting.visit_block(&branch.then_branch);
-                match branch.else_branch.as_ref().map(|(_, other)| &**other) {
-                    Some(syn::Expr::If(next)) => branch = next,
-                    Some(other) => break nesting.visit_expr(other),
-                    None => break,
-                }
-            }
-        });
-    }
-
-    fn visit_expr_match(&mut self, node: &'ast syn::ExprMatch) {
-        self.deeper(|nesting| visit::visit_expr_match(nesting, node));
-    }
-
-    fn visit_expr_for_loop(&mut self, node: &'ast syn::ExprForLoop) {
-        self.deeper(|nesting| visit::visit_expr_for_loop(nesting, node));
-    }
-
-    fn visit_expr_while(&mut self, node: &'ast syn::ExprWhile) {
-        self.deeper(|nesting| visit::visit_expr_while(nesting, node));
-    }
-
-    fn visit_expr_loop(&mut self, node: &'ast syn::ExprLoop) {
-        self.deeper(|nesting| visit::visit_expr_loop(nesting, node));
-    }
-
-    fn visit_expr_closure(&mut self, node: &'ast syn::ExprClosure) {
-        self.deeper(|nesting| visit::visit_expr_closure(nesting, node));
-    }
-
-    fn visit_item(&mut self, _: &'ast syn::Item) {}
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -172,30 +106,17 @@ mod tests {
         let found = functions(&syn::parse_file(source).unwrap());
         let shown: Vec<_> = found
             .iter()
-            .map(|f| (&*f.name, f.lines.clone(), f.parameters))
+            .map(|f| (&*f.name, f.lines.clone()))
             .collect();
         assert_eq!(
             shown,
             [
-                ("f", 3..=5, 2),
-                ("T::g", 7..=7, 1),
-                ("T::h", 7..=7, 0),
-                ("U::j", 9..=9, 0)
+                ("f", 3..=5),
+                ("T::g", 7..=7),
+                ("T::h", 7..=7),
+                ("U::j", 9..=9)
             ]
         );
         assert_eq!(found[0].len(), 3);
-    }
-
-    #[test]
-    fn depth_counts_conditions_loops_closures() {
-        let depth = |body: &str| {
-            let source = format!("fn f() {{ {body} }}");
-            functions(&syn::parse_file(&source).unwrap())[0].depth
-        };
-        assert_eq!(depth("{ { g(); } }"), 0);
-        assert_eq!(depth("if a {} else if b {} else if c {} else { d }"), 1);
-        assert_eq!(depth("if a {} else if b { loop { } }"), 2);
-        assert_eq!(depth("for a in b { match c { _ => d(|| while e {}) } }"), 4);
-        assert_eq!(depth("fn g() { if a {} }"), 0);
     }
 }

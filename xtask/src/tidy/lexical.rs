@@ -64,8 +64,6 @@ impl Token {
 /// A source file split into lines, comments and tokens.
 pub(crate) struct Text {
     pub(crate) lines: Vec<Line>,
-    /// Number of characters per line.
-    widths: Vec<usize>,
     /// All tokens in order, including tokens in groups but without doc comments.
     pub(crate) tokens: Vec<Token>,
     /// Outer doc comments. Consecutive lines are merged.
@@ -87,7 +85,6 @@ impl Text {
         let count = source.lines().count();
         let mut text = Self {
             lines: vec![Line::Blank; count],
-            widths: source.lines().map(|line| line.chars().count()).collect(),
             tokens: Vec::new(),
             docs: Vec::new(),
             inner_docs: Vec::new(),
@@ -98,17 +95,6 @@ impl Text {
         text.push_tokens(stream.clone());
         text.take_comments(source);
         Ok((text, stream))
-    }
-
-    /// Returns the type of a line. Line numbers start at 1.
-    pub(crate) fn line(&self, number: usize) -> Line {
-        self.lines[number - 1]
-    }
-
-    /// Returns true if this line is a comment and exceeds `width` characters.
-    pub(crate) fn is_wide_remark(&self, number: usize, width: usize) -> bool {
-        let is_remark = matches!(self.line(number), Line::Doc | Line::Comment);
-        is_remark && self.widths[number - 1] > width
     }
 
     fn push_tokens(&mut self, stream: TokenStream) {
@@ -224,15 +210,6 @@ mod tests {
         assert_eq!(text.docs, [Remark::new(3, " One\n two.".to_owned())]);
         let comments: Vec<_> = text.comments.iter().map(|c| (c.line, &*c.text)).collect();
         assert_eq!(comments, [(5, "// behind"), (6, "/* alone */")]);
-    }
-
-    #[test]
-    fn wide_remarks_are_found() {
-        // There are four characters, and one of them has two bytes.
-        let source = "//ö!\n//+++\n/// D\nfn f() {} // behind\n";
-        let (text, _) = Text::new(source).unwrap();
-        let wide: Vec<_> = (1..=4).filter(|n| text.is_wide_remark(*n, 4)).collect();
-        assert_eq!(wide, [2, 3], "and no code with a comment behind it");
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! By default, this returns an error for anything new: an import cycle between sibling modules, a
 //! word from [`words`] in user-visible text, a reference in a document to a file or function that
-//! doesn't exist, a dependency that is not allowed by [`layers`], or an invalid commit subject.
+//! doesn't exist, a dependency that is not allowed by [`layers`], an invalid commit subject, or a
+//! type with too many [`methods`].
 //! Issues that existed before the check was added are listed in [`KNOWN`]. This list must only get
 //! shorter, so an entry that doesn't match any more is an error as well. If `--report` is set, we
 //! only measure and never return an error.
@@ -13,6 +14,7 @@ mod functions;
 mod layers;
 mod lexical;
 mod measures;
+mod methods;
 mod modules;
 mod references;
 mod report;
@@ -46,9 +48,6 @@ pub(crate) struct Options {
     /// List the unusual phrases in the comments of this package.
     #[arg(long, value_name = "PACKAGE", conflicts_with = "report")]
     english: Option<String>,
-    /// Print the results as JSON.
-    #[arg(long, requires = "report")]
-    json: bool,
 }
 
 /// Checks the source code, or measures it if `--report` is set.
@@ -60,7 +59,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         check()?;
         println!(
             "no new import circle, no word to replace, no dead reference, no dependency on a layer above, no invalid \
-             commit subject, English within its budgets"
+             commit subject, methods of types and English within their budgets"
         );
         return Ok(());
     }
@@ -68,11 +67,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let reports = trees
         .map(|tree| measure(&tree))
         .collect::<Result<Vec<_>, _>>()?;
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&report::json(&reports))?);
-    } else {
-        print!("{}", report::table(&reports));
-    }
+    print!("{}", report::table(&reports));
     Ok(())
 }
 
@@ -165,6 +160,7 @@ pub(crate) fn check() -> Result<(), Failure> {
     // they were fixed.
     compare(&["circle", "reference", "word", "layer"], &found)?;
     subjects::check()?;
+    methods::check(&packages)?;
     english::check(&packages)
 }
 

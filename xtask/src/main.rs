@@ -38,7 +38,6 @@ mod tally;
 mod test;
 mod tgt;
 mod tidy;
-mod tree;
 mod tsan;
 mod verbs;
 

@@ -3,8 +3,7 @@
 //!
 //! The suite is also run over iSER with a client that uses our libraries ([`iser`]).
 //!
-//! By default, the whole suite runs in a single process of the installed client. If another client
-//! is given (`--libiscsi`), each suite will use a separate process. We use two paths to the same
+//! The whole suite runs in a single process of the installed client. We use two paths to the same
 //! LUN, because this is required by the multipath tests. Physical and logical blocks of the LUN
 //! have the same size, because a test depends on this without checking it. Tests that need a
 //! different LUN are then run on that LUN. QEMU's own client is used to compare images and to boot
@@ -13,7 +12,6 @@
 //! disconnected. The results of the other target are ignored.
 
 mod iser;
-mod peer;
 mod qemu;
 mod suite;
 
@@ -30,7 +28,7 @@ use crate::cases::{Row, Test, Verdict, count, print_skips};
 use crate::daemon::{self, Daemon};
 use crate::packages::{ensure, needs};
 use crate::tally::{Kind, Outcome, note, noted};
-use crate::tgt::free_port;
+use crate::tgt::{Tgt, free_port};
 use crate::{Failure, cases, sh};
 
 #[derive(clap::Args)]
@@ -50,24 +48,12 @@ pub(crate) struct Options {
     /// Directory of programs that have already been built.
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Use the client from this libiscsi build directory instead of the installed client.
-    #[arg(long, value_name = "DIR")]
-    libiscsi: Option<PathBuf>,
-    /// Write the client's output for our target to this file.
-    #[arg(long)]
-    log: Option<PathBuf>,
 }
 
 impl Options {
-    /// Returns the path of a libiscsi program, if available.
-    fn client(&self, program: &str) -> Option<PathBuf> {
-        let Some(folder) = &self.libiscsi else {
-            return sh::which(program);
-        };
-        // Directories used for programs by the build, and directories used by an install.
-        let places = ["test-tool", "utils", "bin", "."];
-        let mut places = places.iter().map(|place| folder.join(place).join(program));
-        places.find(|path| path.is_file())
+    /// Returns the tests to run, in the client's format.
+    fn tests(&self) -> &str {
+        self.tests.as_deref().unwrap_or("ALL")
     }
 }
 
@@ -79,36 +65,6 @@ const CLIENT: &str = "iscsi-test-cu";
 
 /// Target name.
 const IQN: &str = "iqn.2026-01.org.example:conformance";
-
-/// Tests that fail because of bugs in the test itself. These are only in newer versions of libiscsi
-/// than the packaged version.
-const CLIENT_FAULTS: [(&str, &str); 4] = [
-    (
-        "CompareAndWrite.InvalidDataOutSize",
-        "since libiscsi's commit b4d59cd it changes the length in every PDU but the command, so that what \
-         it sends is valid",
-    ),
-    (
-        "GetLBAStatus.UnmapSingle",
-        "it requests the status of the block after the unmapped blocks, and expects that of the next \
-             physical block, which differs if physical blocks have several logical blocks",
-    ),
-    (
-        "iSCSISendTargets.Simple",
-        "it expects a response to SendTargets=All in a normal session, where RFC 7143 Appendix C forbids it",
-    ),
-    (
-        "iSCSITMF.AbortTaskSimpleAsync",
-        "it expects its command in libiscsi's send queue, but libiscsi sends immediately",
-    ),
-];
-
-/// A test that hangs, and the reason.
-const CLIENT_HANGS: (&str, &str) = (
-    "iSCSISendTargets.Invalid",
-    "it closes its connection when the response to an invented key is NotUnderstood, as required by RFC 7143 \
-             section 6.2, and then waits forever for a response on the closed connection",
-);
 
 /// LUN size in bytes, which must be large enough for tests that read and write 32 MiB in a single
 /// command.
@@ -128,10 +84,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 
 /// Runs all tests and returns the result.
 pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
-    if options.libiscsi.is_none() {
-        ensure(needs("conformance"));
-    }
-    if options.client(CLIENT).is_none() {
+    if !ensure(needs("conformance")).is_empty() {
         return Ok(Outcome::Skipped(parts(), format!("{CLIENT} is missing")));
     }
     let programs = match &options.programs {
@@ -143,10 +96,9 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
     let ours = over_tcp(options, &programs, &scratch, &mut rows)?;
     let iser = over_iser(options, &programs, &scratch)?;
     rows.extend(qemu_checks(&programs, &scratch));
-    let theirs = if options.no_peer {
-        None
-    } else {
-        peer::run(options, &scratch)
+    let theirs = match options.no_peer {
+        true => None,
+        false => over_tgt(options, &scratch),
     };
     let columns = [
         ("riserd", Some(&ours)),
@@ -154,9 +106,12 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         ("tgt", theirs.as_ref()),
     ];
     print_table(&columns);
-    rows.extend(ours.tests.into_iter().map(|test| row_of(options, "", test)));
+    let row = |suffix: &'static str| {
+        move |test: Test| Row::new(&(test.name + suffix), Kind::SuiteTest, test.verdict)
+    };
+    rows.extend(ours.tests.into_iter().map(row("")));
     let iser = iser.into_iter().flat_map(|run| run.tests);
-    rows.extend(iser.map(|test| row_of(options, " over iSER", test)));
+    rows.extend(iser.map(row(" over iSER")));
     print_skips(&rows);
     Ok(count(&rows))
 }
@@ -170,20 +125,6 @@ pub(crate) fn parts() -> Vec<(Kind, String)> {
         .map(|name| (Kind::Check, name));
     let suite = (Kind::SuiteTest, "all of libiscsi's suite".to_owned());
     std::iter::once(suite).chain(checks).collect()
-}
-
-/// Returns the result of a test for our target.
-fn row_of(options: &Options, suffix: &str, test: Test) -> Row {
-    let fault = CLIENT_FAULTS.iter().find(|(name, _)| *name == test.name);
-    let verdict = match (test.verdict, fault) {
-        // The packaged version doesn't have these bugs, so if it fails, this is our bug.
-        (Verdict::Failed(_), Some((_, why))) if suffix.is_empty() && options.libiscsi.is_some() => {
-            println!("{} fails for another reason: {why}", test.name);
-            Verdict::NotYet((*why).to_owned())
-        }
-        (verdict, _) => verdict,
-    };
-    Row::new(&(test.name + suffix), Kind::SuiteTest, verdict)
 }
 
 /// Runs the suite over iSER, if possible.
@@ -230,7 +171,7 @@ fn over_tcp(
     let url = format!("{portal}/{IQN}/0");
     let of_file = format!("{portal}/{IQN}/1");
     for check in checks() {
-        rows.push(match options.client(&check.program) {
+        rows.push(match sh::which(&check.program) {
             Some(program) => Row::check(&check.name, || {
                 check.run(&program, &portal, &of_file, &image)
             }),
@@ -242,36 +183,19 @@ fn over_tcp(
     let mut failures = Vec::new();
     // After a single session was opened and closed, all lazy initialization should be done.
     let before = Usage::of(daemon.pid())?;
-    let mut run = Run::default();
-    let mut said = Vec::new();
-    for tests in all_tests(options)? {
-        let (part, ended) = run_suite(options, &tests, &url, scratch, "riser")?;
-        said.extend(fs::read(scratch.join("riser.out"))?);
-        failures.extend(ended.map(|how| format!("iscsi-test-cu {how} in {tests}")));
-        if !part.is_complete {
-            failures.push(format!("{tests} did not finish"));
-        }
-        run.tests.extend(part.tests);
-    }
-    if run.tests.is_empty() {
-        failures.push("no test of the suite ran".to_owned());
-    }
-    if let Some(keep) = &options.log {
-        fs::write(keep, said)?;
+    let (mut run, ended) = run_suite(options, options.tests(), &url, scratch, "riser")?;
+    failures.extend(ended.map(|how| format!("{CLIENT} {how}")));
+    if run.tests.is_empty() || !run.is_complete {
+        failures.push("the suite did not finish".to_owned());
     }
     // We only run tests that were skipped for this reason. If a test passed on the first LUN, there
     // is no need to run it again.
     for (lun, lacking) in OTHER_LUNS {
         let url = format!("{portal}/{IQN}/{lun}");
         for test in run.skipped_for(lacking) {
-            let (again, ended) = run_suite(
-                options,
-                &format!("ALL.{test}"),
-                &url,
-                scratch,
-                "riser-again",
-            )?;
-            failures.extend(ended.map(|how| format!("iscsi-test-cu {how} in {test}")));
+            let full = format!("ALL.{test}");
+            let (again, ended) = run_suite(options, &full, &url, scratch, "riser-again")?;
+            failures.extend(ended.map(|how| format!("{CLIENT} {how} in {test}")));
             if again.tests.is_empty() || !again.is_complete {
                 failures.push(format!("{test} did not finish at LUN {lun}"));
             }
@@ -318,39 +242,26 @@ fn configuration(image: &Path, port: u16) -> String {
     )
 }
 
-/// Returns the test names passed to the client. Usually a single process can run all tests. With
-/// another libiscsi, we start a process for each suite so that we can skip a test that hangs.
-fn all_tests(options: &Options) -> Result<Vec<String>, Failure> {
-    let client = options
-        .client(CLIENT)
-        .filter(|_| options.libiscsi.is_some());
-    // A single process is much faster. We only need to split the tests for other client versions,
-    // because they have a test that hangs, and we need `--list` to get the test names.
-    let (Some(client), None) = (client, &options.tests) else {
-        let tests = options.tests.clone();
-        return Ok(vec![tests.unwrap_or_else(|| "ALL".to_owned())]);
-    };
-    let list = sh::cmd(client, ["--list"]).output()?;
-    let list = String::from_utf8_lossy(&list.stdout).into_owned();
-    let (hangs, why) = CLIENT_HANGS;
-    let suite_of = |test: &str| test.split('.').next().map(str::to_owned);
-    let split = suite_of(hangs);
-    let mut tests = Vec::new();
-    for name in list
-        .lines()
-        .filter_map(|line| line.trim().strip_prefix("ALL."))
-    {
-        let is_split = suite_of(name) == split;
-        if name == hangs {
-            println!("skipping {name}: {why}");
-        } else if name.contains('.') == is_split {
-            tests.push(format!("ALL.{name}"));
+/// Runs the suite on `tgt` for comparison, the other user-space iSCSI target included in Debian.
+/// Returns `None` if this is not possible.
+fn over_tgt(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
+    if !ensure(needs("conformance-tgt")).is_empty() {
+        return None;
+    }
+    let run = || -> Result<Run, Failure> {
+        let image = scratch.join("tgt.img");
+        File::create(&image)?.set_len(SIZE)?;
+        let tgt = Tgt::start(&image, IQN, &scratch.join("tgt.log"))?;
+        tgt.update("thin_provisioning=1")?;
+        let (run, ended) = run_suite(options, options.tests(), tgt.url(), scratch, "tgt")?;
+        if let Some(how) = ended {
+            println!("against tgt, {CLIENT} {how}");
         }
-    }
-    if tests.is_empty() {
-        return Err("iscsi-test-cu lists no tests".into());
-    }
-    Ok(tests)
+        Ok(run)
+    };
+    run()
+        .inspect_err(|error| println!("cannot compare with tgt: {error}"))
+        .ok()
 }
 
 /// Runs the suite in a single process. Returns its output, and the error if it didn't exit
@@ -362,13 +273,11 @@ fn run_suite(
     scratch: &sh::Scratch,
     name: &str,
 ) -> Result<(Run, Option<String>), Failure> {
-    println!("iscsi-test-cu -t {tests} against {name}");
+    println!("{CLIENT} -t {tests} against {name}");
     let path = scratch.join(&format!("{name}.out"));
     let out = File::create(&path)?;
     // Use two paths to the same LUN.
-    let client = options.client(CLIENT);
-    let client = client.ok_or("iscsi-test-cu is missing")?;
-    let mut command = sh::cmd(client, ["--dataloss", "-t", tests, url, url]);
+    let mut command = sh::cmd(CLIENT, ["--dataloss", "-t", tests, url, url]);
     let mut child = command
         .stdin(Stdio::null())
         .stderr(out.try_clone()?)

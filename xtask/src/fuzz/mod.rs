@@ -12,12 +12,10 @@
 //! | `__fuzz__/TARGET/corpus`, next to the test | files in the repository: `seed-*`, and `found-*` created by `--minimize` |
 //! | `__fuzz__/TARGET/crashes` | failing inputs, which will be used by `cargo test` until they are removed |
 //! | `.build/fuzz/TARGET` | the log, and the working corpus to be used by the next run |
-//! | `.build/fuzz/report.json` | results of each target's last run, totals of all runs, and the state machine coverage of all targets |
 
 mod corpus;
 mod machines;
 mod process;
-mod report;
 mod targets;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,7 +51,7 @@ pub(crate) struct Options {
     targets: Vec<String>,
 }
 
-/// Builds the required programs, runs the targets, and prints and saves the results.
+/// Builds the required programs, runs the targets, and prints the results.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let is_named = |target: &&Target, name: &str| target.name == name;
     let targets = select(TARGETS.iter(), &options.targets, "target", is_named)?;
@@ -186,7 +184,7 @@ fn on_cores<T: Send>(
     Ok(results.into_iter().collect::<Result<_, _>>()?)
 }
 
-/// Prints and saves the results. Returns the number of targets that failed.
+/// Prints the results. Returns the number of targets that failed.
 fn report(figures: &[Figures]) -> Result<usize, Failure> {
     println!(
         "\n{:<22} {:>7} {:>11} {:>9} {:>7} {:>7} {:>7} {:>6}",
@@ -206,6 +204,6 @@ fn report(figures: &[Figures]) -> Result<usize, Failure> {
             if f.failure.is_some() { "  failed" } else { "" },
         );
     }
-    report::save(figures, &machines::report()?)?;
+    machines::report()?;
     Ok(figures.iter().filter(|f| f.failure.is_some()).count())
 }

@@ -5,8 +5,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use serde_json::{Value, json};
-
 use super::targets::Target;
 use crate::{Failure, root, sh};
 
@@ -47,22 +45,6 @@ pub(super) struct Figures {
 impl Figures {
     pub(super) fn per_second(&self) -> f64 {
         self.executions as f64 / self.cpu.as_secs_f64().max(0.001)
-    }
-
-    pub(super) fn json(&self) -> Value {
-        json!({
-            "target": self.target.name,
-            "about": self.target.about,
-            "cpu_seconds": self.cpu.as_secs_f64(),
-            "executions": self.executions,
-            "executions_per_cpu_second": self.per_second(),
-            "corpus": self.corpus,
-            "edges": self.edges,
-            "all_edges": self.all_edges,
-            "finds": self.finds,
-            "crash": self.crash,
-            "failure": self.failure,
-        })
     }
 }
 

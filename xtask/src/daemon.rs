@@ -1,11 +1,11 @@
 //! Builds, starts and stops a `riserd` instance for testing.
 
-use std::fs::File;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
+use crate::process::Process;
 use crate::{Failure, root, sh};
 
 /// Maximum time for start and stop. Under valgrind, both can take seconds even if the machine is
@@ -64,11 +64,8 @@ pub(crate) fn building(profile: &str) -> Command {
     sh::cargo(args.into_iter().chain(packages))
 }
 
-/// A running `riserd`. The daemon will be stopped on drop.
-pub(crate) struct Daemon {
-    child: Child,
-    log: PathBuf,
-}
+/// A running `riserd`. The daemon will be killed on drop.
+pub(crate) struct Daemon(Process);
 
 impl Daemon {
     /// Starts the program with a configuration file and waits for its ready message, which is sent
@@ -94,75 +91,31 @@ impl Daemon {
         let socket = log.with_extension("notify");
         let _ = std::fs::remove_file(&socket);
         let notify = UnixDatagram::bind(&socket)?;
-        // We use a short timeout and check the process between two reads: a daemon that fails to
-        // start will never send a message.
-        notify.set_read_timeout(Some(Duration::from_millis(200)))?;
-        // Append, because a test may restart the daemon and needs to keep the previous output.
-        let out = File::options().create(true).append(true).open(log)?;
-        let child = command
+        notify.set_nonblocking(true)?;
+        command
             .env("NOTIFY_SOCKET", &socket)
-            .env("STATE_DIRECTORY", log.with_extension("state"))
-            .stdin(Stdio::null())
-            .stdout(out.try_clone()?)
-            .stderr(out)
-            .spawn()
-            .map_err(|e| format!("{}: {e}", command.get_program().display()))?;
-        let mut daemon = Self {
-            child,
-            log: log.to_path_buf(),
-        };
-        let started = Instant::now();
-        let mut message = [0; 4096];
-        while started.elapsed() < PATIENCE {
-            if let Ok(n) = notify.recv(&mut message)
-                && message[..n]
-                    .split(|&b| b == b'\n')
-                    .any(|line| line == b"READY=1")
-            {
-                return Ok(daemon);
-            }
-            if let Some(status) = daemon.child.try_wait()? {
-                return Err(format!(
-                    "riserd exited during startup ({status}):\n{}",
-                    daemon.tail()
-                )
-                .into());
-            }
-        }
-        Err(format!(
-            "riserd was not ready within {PATIENCE:?}:\n{}",
-            daemon.tail()
-        )
-        .into())
+            .env("STATE_DIRECTORY", log.with_extension("state"));
+        // A test may restart the daemon and needs to keep the previous output.
+        let mut process = Process::start_again(command, log)?;
+        process.wait_until(PATIENCE, |_| {
+            let mut message = [0; 4096];
+            let length = notify.recv(&mut message).unwrap_or_default();
+            let mut lines = message[..length].split(|&b| b == b'\n');
+            lines.any(|line| line == b"READY=1")
+        })?;
+        Ok(Self(process))
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.0.pid()
     }
 
     /// Sends SIGTERM and waits until the daemon has exited.
     pub(crate) fn stop(mut self) -> Result<(), Failure> {
-        terminate(self.child.id());
-        match sh::wait_for_exit(&mut self.child, PATIENCE)? {
+        match self.0.stop(PATIENCE) {
             Some(status) if status.success() => Ok(()),
-            Some(status) => Err(format!("riserd exited with {status}:\n{}", self.tail()).into()),
-            None => {
-                Err(format!("riserd did not stop within {PATIENCE:?}:\n{}", self.tail()).into())
-            }
-        }
-    }
-
-    fn tail(&self) -> String {
-        let text = std::fs::read_to_string(&self.log).unwrap_or_default();
-        sh::last_lines(&text, 20).join("\n")
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(None)) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
+            Some(status) => Err(self.0.failure(&format!("exited with {status}"))),
+            None => Err(self.0.failure(&format!("did not stop within {PATIENCE:?}"))),
         }
     }
 }
@@ -171,9 +124,4 @@ fn serving(program: &Path, config: &Path) -> Command {
     let mut command = sh::cmd(program, ["run", "--config"]);
     command.arg(config);
     command
-}
-
-/// Sends SIGTERM to a process started by us.
-pub(crate) fn terminate(pid: u32) {
-    let _ = sh::output(&mut sh::cmd("kill", ["-TERM", &pid.to_string()]));
 }

@@ -30,6 +30,7 @@ mod neighbours;
 mod nightly;
 mod package;
 mod packages;
+mod process;
 mod sh;
 mod sim;
 mod soak;

@@ -4,14 +4,12 @@
 //! neighbor didn't generate enough load.
 
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
 use crate::daemon::{self, Daemon};
+use crate::process::Process;
 use crate::{Failure, sh};
 
 #[derive(clap::Args)]
@@ -40,6 +38,9 @@ const TOO_MUCH: f64 = 2.0;
 
 /// Number of seconds for which the noisy initiator should keep running after each measurement.
 const MARGIN: u32 = 5;
+
+/// Maximum time of the noisy initiator.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Default burst time of a limit, in seconds.
 const BURST: f64 = 0.1;
@@ -111,13 +112,13 @@ fn measure(
             fs::write(&config, configuration(rule, scratch))?;
             let log = scratch.join("riserd.log");
             let daemon = Daemon::start(&programs.join("riserd"), &config, &log)?;
-            let noisy = limits
-                .as_ref()
-                .map(|_| Noisy::start(options, programs))
-                .transpose()?;
+            let noisy = match limits {
+                Some(_) => Some(start_noisy(options, programs, scratch)?),
+                None => None,
+            };
             let figure = quiet(options, programs)?;
             if let Some(noisy) = noisy {
-                let done = noisy.finish()?;
+                let done = finish_noisy(noisy)?;
                 let is_limited = limits.is_some_and(|limits| !limits.is_empty());
                 check_noisy(done, is_limited, options)?;
             }
@@ -152,8 +153,7 @@ fn bench(programs: &Path, url: &str, depth: u32, seconds: u32) -> Command {
 
 fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
     let url = format!("iscsi://127.0.0.1:3261/{TARGET}/0");
-    let json = sh::output(&mut bench(programs, &url, 1, options.seconds))?;
-    let report: Value = serde_json::from_str(&json)?;
+    let report = sh::json(&sh::output(&mut bench(programs, &url, 1, options.seconds))?)?;
     let micros = |name: &str| {
         let nanos = report["jobs"][0]["read"]["clat_ns"]["percentile"][name].as_f64();
         nanos
@@ -189,55 +189,37 @@ struct Done {
     seconds: f64,
 }
 
-/// A load that is stopped on drop.
-struct Noisy {
-    child: Child,
-    since: Instant,
+/// Starts the noisy initiator.
+fn start_noisy(
+    options: &Options,
+    programs: &Path,
+    scratch: &Path,
+) -> Result<(Process, Instant), Failure> {
+    let url = format!("iscsi://127.0.0.1:3261/{TARGET}/1?initiator={NOISY}");
+    let mut command = bench(programs, &url, 32, options.seconds + MARGIN);
+    command.arg("--warm-up=0s");
+    let since = Instant::now();
+    let process = Process::start(command, &scratch.join("noisy.log"))?;
+    // Wait for full load. We don't depend on this timing: if the load starts late, the results will
+    // only be better, and `check_noisy` verifies the work that was completed.
+    std::thread::sleep(Duration::from_secs(1));
+    Ok((process, since))
 }
 
-impl Noisy {
-    fn start(options: &Options, programs: &Path) -> Result<Self, Failure> {
-        let url = format!("iscsi://127.0.0.1:3261/{TARGET}/1?initiator={NOISY}");
-        let mut command = bench(programs, &url, 32, options.seconds + MARGIN);
-        command.arg("--warm-up=0s");
-        let since = Instant::now();
-        let child = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let load = Self { child, since };
-        // Wait for full load. We don't depend on this timing: if the load starts late, the results
-        // will only be better, and `check_noisy` verifies the work that was completed.
-        std::thread::sleep(Duration::from_secs(1));
-        Ok(load)
+/// Waits until the noisy initiator exits, which must not have happened before, and returns its
+/// work.
+fn finish_noisy((mut process, since): (Process, Instant)) -> Result<Done, Failure> {
+    if process.has_ended()? {
+        return Err(process.failure("exited too early"));
     }
-
-    /// Waits until the process exits, which must not have happened before, and returns its work.
-    fn finish(mut self) -> Result<Done, Failure> {
-        if let Some(status) = self.child.try_wait()? {
-            return Err(format!("the noisy neighbour exited too early: {status}").into());
-        }
-        let mut json = String::new();
-        let mut out = self.child.stdout.take().ok_or("it has an output")?;
-        // Read all output before we wait for the process: with a full pipe, it would never exit.
-        out.read_to_string(&mut json)?;
-        let status = self.child.wait()?;
-        let seconds = self.since.elapsed().as_secs_f64();
-        if !status.success() {
-            return Err(format!("the noisy neighbour failed: {status}").into());
-        }
-        let report: Value = serde_json::from_str(&json)?;
-        let commands = report["jobs"][0]["read"]["total_ios"].as_f64();
-        let commands = commands.ok_or("missing number of commands in the result")?;
-        Ok(Done { commands, seconds })
+    let ended = process.finish(since + PATIENCE);
+    let seconds = since.elapsed().as_secs_f64();
+    if !ended.status.is_some_and(|status| status.success()) {
+        return Err(process.failure("failed"));
     }
-}
-
-impl Drop for Noisy {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+    let commands = sh::json(&ended.said)?["jobs"][0]["read"]["total_ios"].as_f64();
+    let commands = commands.ok_or("missing number of commands in the result")?;
+    Ok(Done { commands, seconds })
 }
 
 fn median(figures: &[Figure]) -> Figure {

@@ -152,6 +152,13 @@ pub(crate) fn messages(output: &str) -> Vec<serde_json::Value> {
         .collect()
 }
 
+/// Parses the JSON document in an output, which may have warnings before and after it.
+pub(crate) fn json(output: &str) -> Result<serde_json::Value, Failure> {
+    let start = output.find('{').ok_or("missing JSON in the output")?;
+    let mut documents = serde_json::Deserializer::from_str(&output[start..]).into_iter();
+    Ok(documents.next().ok_or("missing JSON in the output")??)
+}
+
 /// Builds a test or benchmark with the given Cargo arguments and returns the path of its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);

@@ -1,13 +1,11 @@
 //! Runs a `tgtd` instance for comparison. This is the other user-space iSCSI target included in
 //! Debian.
 
-use std::fs::File;
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::daemon::terminate;
+use crate::process::Process;
 use crate::{Failure, sh};
 
 /// Number of the daemon's management socket, set so that we don't conflict with another instance.
@@ -16,9 +14,13 @@ const CONTROL: &str = "3917";
 /// The only unit with data, because `tgtd` creates a controller as LUN 0.
 const UNIT: [&str; 6] = ["--mode", "logicalunit", "--tid", "1", "--lun", "1"];
 
+/// Maximum time to start and to stop.
+const START: Duration = Duration::from_secs(10);
+const STOP: Duration = Duration::from_secs(3);
+
 /// A running `tgtd`. The daemon will be stopped on drop.
 pub(crate) struct Tgt {
-    child: Child,
+    process: Process,
     url: String,
 }
 
@@ -26,28 +28,17 @@ impl Tgt {
     /// Exports an existing file as LUN 1 of a target, to all initiators.
     pub(crate) fn start(image: &Path, iqn: &str, log: &Path) -> Result<Self, Failure> {
         let port = free_port()?;
-        let out = File::create(log)?;
         let portal = format!("portal=127.0.0.1:{port}");
         let program = sh::which("tgtd").ok_or("tgtd is missing")?;
         let command = sh::cmd(program, ["-f", "-C", CONTROL, "--iscsi", &portal]);
         // SIGTERM may not stop this daemon.
-        let child = sh::ending_with_us(command, "KILL")
-            .stdin(Stdio::null())
-            .stdout(out.try_clone()?)
-            .stderr(out)
-            .spawn()?;
+        let process = Process::start(sh::ending_with_us(command, "KILL"), log)?;
         let url = format!("iscsi://127.0.0.1:{port}/{iqn}/1");
-        let tgt = Self { child, url };
-        let started = Instant::now();
+        let mut tgt = Self { process, url };
         let target = ["--op", "new", "--mode", "target", "--tid", "1", "-T", iqn];
         // `tgtd` has no ready notification, so we retry the first command until the control socket
         // is available.
-        while let Err(error) = manage(&target) {
-            if started.elapsed() > Duration::from_secs(10) {
-                return Err(error);
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        tgt.process.wait_until(START, |_| manage(&target).is_ok())?;
         let file = image.display().to_string();
         manage(&[&["--op", "new", "-b", &file], &UNIT[..]].concat())?;
         manage(&[
@@ -66,7 +57,7 @@ impl Tgt {
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.pid()
     }
 }
 
@@ -83,13 +74,6 @@ pub(crate) fn free_port() -> Result<u16, Failure> {
 
 impl Drop for Tgt {
     fn drop(&mut self) {
-        terminate(self.child.id());
-        if !matches!(
-            sh::wait_for_exit(&mut self.child, Duration::from_secs(3)),
-            Ok(Some(_))
-        ) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-        }
+        self.process.stop(STOP);
     }
 }

@@ -6,9 +6,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
-
 use crate::Failure;
+use crate::process::{cpu_time, wait_for_zombie};
 
 /// Result of a client that exited successfully.
 pub(super) struct Ran {
@@ -37,13 +36,8 @@ pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<R
     let read = out.read_to_string(&mut output);
     // Because the process stays a zombie until it's reaped, we can read its CPU time the same way
     // as for a server: from the same clock, and including children.
-    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-    let pid = pid.ok_or("a process id is out of range")?;
-    waitid(
-        WaitId::Pid(pid),
-        WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
-    )?;
-    let spent = of(child.id());
+    wait_for_zombie(child.id())?;
+    let spent = cpu_time(child.id());
     let status = child.wait()?;
     if !status.success() {
         let said = fs::read_to_string(log).unwrap_or_default();
@@ -59,19 +53,10 @@ pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<R
 }
 
 fn sum(processes: &[u32]) -> Result<Duration, Failure> {
-    processes.iter().map(|pid| of(*pid)).sum()
+    processes.iter().map(|pid| cpu_time(*pid)).sum()
 }
 
-/// Returns the CPU time of a process, including all threads and any children it has reaped.
-fn of(pid: u32) -> Result<Duration, Failure> {
-    let path = format!("/proc/{pid}/stat");
-    let line = fs::read_to_string(&path).map_err(|e| format!("{path}: {e}"))?;
-    let ticks = ticks(&line).ok_or_else(|| format!("{path}: {line}"))?;
-    let each = 1.0 / rustix::param::clock_ticks_per_second() as f64;
-    Ok(Duration::from_secs_f64(ticks as f64 * each))
-}
-
-/// Returns the total CPU time of all threads in these processes, in nanoseconds. Unlike [`of`],
+/// Returns the total CPU time of all threads in these processes, in nanoseconds. Unlike [`cpu_time`],
 /// whose tick size is too large for idle processes, this doesn't include threads that have already
 /// exited.
 pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
@@ -96,35 +81,10 @@ fn run_time(line: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Returns the sum of `utime`, `stime`, `cutime` and `cstime` in a `/proc/PID/stat` line (proc(5)).
-fn ticks(line: &str) -> Option<u64> {
-    // The process name is in parentheses, but may also contain spaces and parentheses. The first
-    // field after the name is field 3 of the line, so the times are fields 14 to 17.
-    let (_, behind) = line.rsplit_once(')')?;
-    let times: Vec<u64> = behind
-        .split_whitespace()
-        .skip(11)
-        .take(4)
-        .map(|field| field.parse().ok())
-        .collect::<Option<_>>()?;
-    (times.len() == 4).then(|| times.iter().sum())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::sh;
-
-    #[test]
-    fn times_are_found_behind_any_name() {
-        let line = "12 (a) b (c) R 1 12 12 0 -1 4194304 90 80 0 0 1000 200 30 4 20 0 3 0 99 1 2";
-        assert_eq!(ticks(line), Some(1234));
-        assert_eq!(
-            ticks("12 (a) R 1 12 12 0 -1 4194304 90 80 0 0 1000 200 30"),
-            None
-        );
-        assert_eq!(ticks(""), None);
-    }
 
     #[test]
     fn process_run_time_grows() {

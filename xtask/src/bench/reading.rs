@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::workloads::Load;
-use crate::Failure;
+use crate::{Failure, sh};
 
 /// Results of a single run, as reported by the client.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,8 +44,7 @@ const TAILS: [&str; 2] = [
 
 /// Parses JSON output of fio or `riser bench`, which may have warnings before the JSON.
 pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
-    let start = text.find('{').ok_or("the client printed no JSON")?;
-    let document: Value = serde_json::from_str(&text[start..])?;
+    let document = sh::json(text)?;
     let job = document.pointer("/jobs/0").unwrap_or(&document);
     if let Some(error) = job["error"].as_i64().filter(|error| *error != 0) {
         return Err(format!("the client reports error {error}").into());
@@ -75,7 +74,7 @@ fn direction(figures: &Value) -> Result<Reading, Failure> {
 /// Parses JSON output of `riser bench wire`. Of all cases with checksums and the same data size as
 /// this load, we use the one with the highest bandwidth.
 pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
-    let document: Value = serde_json::from_str(text)?;
+    let document = sh::json(text)?;
     let cases = document["cases"]
         .as_array()
         .ok_or("missing cases in the result")?;

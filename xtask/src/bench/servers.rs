@@ -1,12 +1,13 @@
 //! Starts and stops the servers for the benchmark file.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use super::systems::{Export, Protocol, Server};
-use crate::daemon::{Daemon, terminate};
+use crate::daemon::Daemon;
+use crate::process::Process;
 use crate::tgt::Tgt;
 use crate::{Failure, sh};
 
@@ -61,7 +62,7 @@ impl Served {
 
     /// Returns the process IDs of all servers.
     pub(super) fn processes(&self) -> Vec<u32> {
-        let program = self.program.as_ref().map(|program| program.child.id());
+        let program = self.program.as_ref().map(|program| program.process.pid());
         let tgt = self.tgt.as_ref().map(Tgt::pid);
         let daemon = self.daemon.as_ref().map(Daemon::pid);
         program.into_iter().chain(tgt).chain(daemon).collect()
@@ -112,7 +113,7 @@ impl Place {
         let socket = self.scratch.join(format!("{name}.sock"));
         let _ = fs::remove_file(&socket);
         let log = self.scratch.join(format!("{name}.log"));
-        let program = Program::start(command(&socket), &log)?.once_there(&socket)?;
+        let program = Program::start(command(&socket), &log, &socket)?;
         let mut served = Served::at(Address::Url(nbd_url("", &socket)));
         served.program = Some(program);
         Ok(served)
@@ -160,15 +161,15 @@ impl Place {
                 (file, disk)
             }
         };
-        let mut program = Program::start(command, &self.scratch.join("attach.log"))?;
+        let mut program = Program::start(command, &self.scratch.join("attach.log"), &there)?;
         program.mount = (export == Export::Fuse).then_some(path);
-        served.program = Some(program.once_there(&there)?);
+        served.program = Some(program);
         served.disks = vec![disk];
         Ok(served)
     }
 
     /// Attaches a disk `count` times and leaves it idle. Each attachment uses a separate process.
-    pub(super) fn idle_sessions(&self, disk: &Address, count: usize) -> Result<Idle, Failure> {
+    pub(super) fn idle_sessions(&self, disk: &Address, count: usize) -> Result<Vec<Program>, Failure> {
         let Address::Url(url) = disk else {
             return Err(format!("{disk:?} has no sessions").into());
         };
@@ -184,12 +185,9 @@ impl Place {
             command.arg(&socket);
             command.env("XDG_RUNTIME_DIR", &folder);
             command.env("RISER_STATE_DIR", folder.join("riser"));
-            let program = Program::start(command, &folder.join("attach.log"))?;
-            sessions.push(program.once_there(&socket)?);
+            sessions.push(Program::start(command, &folder.join("attach.log"), &socket)?);
         }
-        Ok(Idle {
-            _sessions: sessions,
-        })
+        Ok(sessions)
     }
 
     /// Returns a `riser` command that keeps its files in the scratch directory.
@@ -234,69 +232,30 @@ fn configuration(provider: &str, images: &[PathBuf], scratch: &Path) -> String {
     )
 }
 
-/// Idle sessions, which are closed on drop.
-pub(super) struct Idle {
-    _sessions: Vec<Program>,
-}
-
 /// A server program that is stopped on drop.
-struct Program {
-    child: Child,
-    name: String,
-    log: PathBuf,
+pub(super) struct Program {
+    process: Process,
     /// Directory mounted by this program.
     mount: Option<PathBuf>,
 }
 
 impl Program {
-    /// Starts the program and writes its output to a file.
-    fn start(command: Command, log: &Path) -> Result<Self, Failure> {
-        let name = command.get_program().to_string_lossy().into_owned();
-        let out = File::create(log)?;
-        let child = sh::ending_with_us(command, "TERM")
-            .stdin(Stdio::null())
-            .stdout(out.try_clone()?)
-            .stderr(out)
-            .spawn()
-            .map_err(|e| format!("{name}: {e}"))?;
-        Ok(Self {
-            child,
-            name,
-            log: log.to_path_buf(),
-            mount: None,
-        })
-    }
-
-    /// Waits until the given path, such as a socket or a file, has been created.
-    fn once_there(mut self, path: &Path) -> Result<Self, Failure> {
-        let started = Instant::now();
-        while !path.exists() {
-            let ended = self.child.try_wait()?;
-            if ended.is_some() || started.elapsed() > PATIENCE {
-                let how = ended.map_or("is not ready".to_owned(), |status| status.to_string());
-                let said = fs::read_to_string(&self.log).unwrap_or_default();
-                return Err(format!("{}: {how}\n{}", self.name, said.trim_end()).into());
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(self)
+    /// Starts the program, writes its output to a file, and waits until the given path, such as a
+    /// socket or a file, has been created.
+    fn start(command: Command, log: &Path, path: &Path) -> Result<Self, Failure> {
+        let process = Process::start(sh::ending_with_us(command, "TERM"), log)?;
+        let mount = None;
+        let mut program = Self { process, mount };
+        program.process.wait_until(PATIENCE, |_| path.exists())?;
+        Ok(program)
     }
 }
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // If the process has been reaped, its ID may already be used by another process.
-        if !matches!(self.child.try_wait(), Ok(None)) {
-            return;
-        }
-        terminate(self.child.id());
-        if matches!(sh::wait_for_exit(&mut self.child, PATIENCE), Ok(Some(_))) {
-            return;
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let status = self.process.stop(PATIENCE);
         // When a FUSE server is killed, its mount is left behind.
-        if let Some(mount) = &self.mount {
+        if let (None, Some(mount)) = (status, &self.mount) {
             let _ = sh::output(sh::cmd("fusermount3", ["-u", "-z"]).arg(mount));
         }
     }

@@ -17,7 +17,8 @@ use super::suite::Run;
 use super::{CLIENT, IQN, Options};
 use crate::cases::{Test, Verdict, in_parallel};
 use crate::daemon::Daemon;
-use crate::verbs::{Ended, Rig};
+use crate::process::Ended;
+use crate::verbs::Rig;
 use crate::{Failure, root, sh};
 
 /// List of tests that can't pass because of client bugs.

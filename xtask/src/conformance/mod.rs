@@ -18,7 +18,6 @@ mod suite;
 use std::fs::{self, File};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -27,6 +26,7 @@ use suite::Run;
 use crate::cases::{Row, Test, Verdict, count, print_skips};
 use crate::daemon::{self, Daemon};
 use crate::packages::{ensure, needs};
+use crate::process::{Ended, Process};
 use crate::tally::{Kind, Outcome, note, noted};
 use crate::tgt::{Tgt, free_port};
 use crate::{Failure, cases, sh};
@@ -274,29 +274,18 @@ fn run_suite(
     name: &str,
 ) -> Result<(Run, Option<String>), Failure> {
     println!("{CLIENT} -t {tests} against {name}");
-    let path = scratch.join(&format!("{name}.out"));
-    let out = File::create(&path)?;
     // Use two paths to the same LUN.
-    let mut command = sh::cmd(CLIENT, ["--dataloss", "-t", tests, url, url]);
-    let mut child = command
-        .stdin(Stdio::null())
-        .stderr(out.try_clone()?)
-        .stdout(out)
-        .spawn()?;
-    let started = Instant::now();
-    let patience = Duration::from_secs(60 * options.minutes);
-    let ended = match sh::wait_for_exit(&mut child, patience)? {
+    let command = sh::cmd(CLIENT, ["--dataloss", "-t", tests, url, url]);
+    let mut process = Process::start(command, &scratch.join(&format!("{name}.out")))?;
+    let (started, patience) = (Instant::now(), Duration::from_secs(60 * options.minutes));
+    let Ended { status, said } = process.finish(started + patience);
+    println!("{name}: {:.1} s", started.elapsed().as_secs_f64());
+    let ended = match status {
         // If a test fails, the client exits with an error, but the test output already has more
         // details.
         Some(status) => status.signal().map(|n| format!("died of signal {n}")),
-        None => {
-            let _ = child.kill();
-            let _ = child.wait();
-            Some(format!("did not exit within {patience:?}"))
-        }
+        None => Some(format!("did not exit within {patience:?}")),
     };
-    println!("{name}: {:.1} s", started.elapsed().as_secs_f64());
-    let said = String::from_utf8_lossy(&fs::read(&path)?).into_owned();
     Ok((Run::parse(&said), ended))
 }
 

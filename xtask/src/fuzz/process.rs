@@ -1,11 +1,12 @@
 //! Runs a libFuzzer process and parses its output.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::targets::Target;
+use crate::process::{Ended, Process, cpu_time, wait_for_zombie};
 use crate::{Failure, root, sh};
 
 /// Maximum input size in bytes.
@@ -17,9 +18,6 @@ const MEMORY: u64 = 2048;
 
 /// Name of the file in the target's directory used to list transitions.
 pub(super) const TRANSITIONS: &str = "transitions";
-
-/// Number of ticks per second in `/proc` (`USER_HZ`).
-const TICKS: f64 = 100.0;
 
 /// Results for a target.
 #[derive(Debug)]
@@ -97,12 +95,11 @@ pub(super) fn explore(
     let transitions = work.join(TRANSITIONS);
     let _ = fs::remove_file(&transitions);
     command.env("RISER_TRANSITIONS", &transitions);
-    let output = File::create(&log)?;
-    command.stdout(output.try_clone()?).stderr(output);
-    let mut child = command.spawn()?;
-    let cpu = wait_for_end(child.id());
-    let status = child.wait()?;
-    let text = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+    let mut process = Process::start(command, &log)?;
+    wait_for_zombie(process.pid())?;
+    let cpu = cpu_time(process.pid())?;
+    let Ended { status, said: text } = process.finish(Instant::now());
+    let status = status.ok_or("a process that has exited has a status")?;
     let crash = save_crash(target, &text)?;
     let executions = number_after(&text, "stat::number_of_executed_units:").unwrap_or(0);
     // If there is no test with this name, the harness still returns success.
@@ -122,26 +119,6 @@ pub(super) fn explore(
         crash,
         failure,
     })
-}
-
-/// Returns the CPU time of a child process after its exit. We can read it from `/proc` because the
-/// process has not been reaped yet.
-fn wait_for_end(pid: u32) -> Duration {
-    let stat = format!("/proc/{pid}/stat");
-    loop {
-        let text = fs::read_to_string(&stat).unwrap_or_default();
-        // The process name may contain spaces, so we start after the name. The next field is the
-        // state, and fields 12 and 13 are the user and kernel times (proc_pid_stat(5)).
-        let fields: Vec<_> = match text.rsplit_once(')') {
-            Some((_, rest)) => rest.split_whitespace().collect(),
-            None => return Duration::ZERO,
-        };
-        if fields.first() == Some(&"Z") {
-            let ticks = fields[11..13].iter().filter_map(|t| t.parse::<f64>().ok());
-            return Duration::from_secs_f64(ticks.sum::<f64>() / TICKS);
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }
 
 /// If an input failed, this copies it to the directory that `cargo test` will use to run it again.
@@ -194,14 +171,5 @@ mod tests {
         );
         assert_eq!(number_after(LOG, "stat::new_units_added:"), Some(11));
         assert_eq!(number_after(LOG, "stat::peak_rss_mb:"), None);
-    }
-
-    #[test]
-    fn exited_child_is_noticed_before_reaping() {
-        let loops = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
-        let mut child = sh::cmd("sh", ["-c", loops]).spawn().unwrap();
-        let cpu = wait_for_end(child.id());
-        assert!(child.wait().unwrap().success());
-        assert!(cpu > Duration::ZERO);
     }
 }

@@ -32,8 +32,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use serde_json::Value;
-
 use super::dump::Dump;
 use crate::daemon::{self, Daemon};
 use crate::{Failure, root, sh};
@@ -266,9 +264,7 @@ fn configuration(folder: &Path) -> String {
 
 /// Parses the number of operations from the JSON output of `riser bench`.
 fn operations_of(output: &str, direction: &str) -> Result<u64, Failure> {
-    let start = output.find('{').ok_or("riser printed no JSON")?;
-    let document: Value = serde_json::from_str(&output[start..])?;
-    let done = document["jobs"][0][direction]["total_ios"].as_u64();
+    let done = sh::json(output)?["jobs"][0][direction]["total_ios"].as_u64();
     done.ok_or_else(|| "missing number of operations in riser's result".into())
 }
 

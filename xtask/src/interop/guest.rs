@@ -2,10 +2,10 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use super::{initramfs, kernel::Kernel};
+use crate::process::Process;
 use crate::{Failure, root, sh};
 
 /// Maximum boot time; if the machine is under load, a boot takes several times the usual 15
@@ -38,7 +38,7 @@ pub(crate) enum Init {
 
 /// A running guest. It will be killed on drop.
 pub(crate) struct Guest {
-    qemu: Child,
+    qemu: Process,
     share: PathBuf,
     next: u32,
 }
@@ -84,7 +84,6 @@ impl Guest {
             kernel.modules().display().to_string(),
         )?;
         let initrd = initramfs::build(kernel, folder, &scripts.join("init.sh"), &MODULES)?;
-        let console = File::create(folder.join("console.log"))?;
         // The guest uses the host's file system, so it has the same programs and libraries and we
         // don't need an image. `multidevs=remap` is set to avoid inode collisions between file
         // systems.
@@ -94,9 +93,8 @@ impl Guest {
                 path.display()
             )
         };
-        // This ensures that the guest is killed if we are killed.
-        let qemu = sh::cmd("setpriv", ["--pdeathsig", "KILL", "qemu-system-x86_64"])
-            .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
+        let mut qemu = sh::cmd("qemu-system-x86_64", ["-accel", "tcg,thread=multi"]);
+        qemu.args(["-cpu", "max"])
             .args(["-smp", CPUS, "-m", MEMORY])
             // Don't add a network card: both sides of a test are in the guest, and we must never
             // send packets to the host's network.
@@ -124,14 +122,11 @@ impl Guest {
                 "-virtfs",
                 &virtfs(Path::new("/"), "hostroot", ",readonly=on"),
             ])
-            .args(["-virtfs", &virtfs(&share, "share", "")])
-            .stdin(Stdio::null())
-            .stdout(console.try_clone()?)
-            .stderr(console)
-            .spawn()
-            .map_err(|e| format!("qemu-system-x86_64: {e}"))?;
+            .args(["-virtfs", &virtfs(&share, "share", "")]);
+        // This ensures that the guest is killed if we are killed.
+        let qemu = sh::ending_with_us(qemu, "KILL");
         let mut guest = Self {
-            qemu,
+            qemu: Process::start(qemu, &folder.join("console.log"))?,
             share,
             next: 1,
         };
@@ -157,7 +152,7 @@ impl Guest {
     /// Shuts down the guest and waits until it's off.
     pub(crate) fn power_off(mut self, limit: Duration) -> Result<(), Failure> {
         fs::write(self.share.join("stop"), "")?;
-        match sh::wait_for_exit(&mut self.qemu, limit)? {
+        match self.qemu.finish(Instant::now() + limit).status {
             Some(_) => Ok(()),
             None => Err(format!("the guest did not power off within {limit:?}").into()),
         }
@@ -181,8 +176,8 @@ impl Guest {
                     output,
                 });
             }
-            if let Some(status) = self.qemu.try_wait()? {
-                return Err(format!("the guest exited ({status})").into());
+            if self.qemu.has_ended()? {
+                return Err(self.qemu.failure("exited"));
             }
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -199,13 +194,6 @@ impl Drop for Guest {
     fn drop(&mut self) {
         // Request a shutdown and wait for two seconds, so that the guest can flush its data.
         let _ = fs::write(self.share.join("stop"), "");
-        if matches!(
-            sh::wait_for_exit(&mut self.qemu, Duration::from_secs(2)),
-            Ok(Some(_))
-        ) {
-            return;
-        }
-        let _ = self.qemu.kill();
-        let _ = self.qemu.wait();
+        self.qemu.finish(Instant::now() + Duration::from_secs(2));
     }
 }

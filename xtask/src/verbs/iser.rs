@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::runner::{Ended, Process, Rig, failure, status, tail};
+use super::runner::{Rig, failure, status, tail};
 use crate::daemon::Daemon;
+use crate::process::{Ended, Process};
 use crate::tgt::free_port;
 use crate::{Failure, sh};
 
@@ -207,15 +208,9 @@ impl<'a> Tgt<'a> {
         let process = stage.start(command, log)?;
         let mut tgt = Self { stage, process };
         let target = ["target", "--op", "new", "--tid", "1", "-T", OF_TGT];
-        let started = Instant::now();
         // There is no ready notification, so we retry the first command until the socket exists.
-        while let Err(error) = tgt.manage(&target) {
-            if started.elapsed() > START || tgt.process.has_ended()? {
-                let said = tgt.process.finish(Instant::now()).said;
-                return Err(format!("{error}\n{}", tail(&said)).into());
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        let process = &mut tgt.process;
+        process.wait_until(START, |_| manage(stage, &target).is_ok())?;
         let disk = disk.display().to_string();
         tgt.manage(&[
             "logicalunit",
@@ -239,12 +234,8 @@ impl<'a> Tgt<'a> {
         format!("iser://{SERVER}:3260/{OF_TGT}/1")
     }
 
-    /// Runs `tgtadm` in the given mode. This must be done by the same user.
     fn manage(&self, words: &[&str]) -> Result<(), Failure> {
-        let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
-        let mut command = self.stage.rig.without_rights(&command, None);
-        command.env("TGT_IPC_SOCKET", self.stage.folder.join("ipc"));
-        sh::output(&mut command).map(drop)
+        manage(self.stage, words)
     }
 
     /// Stops the daemon as described in its manual, so that all library resources are released.
@@ -261,6 +252,14 @@ impl<'a> Tgt<'a> {
         self.manage(&["system", "--op", "delete"])?;
         succeed("tgtd", &self.process.finish(Instant::now() + START)).map(drop)
     }
+}
+
+/// Runs `tgtadm` in the given mode. This must be done by the same user.
+fn manage(stage: &Stage<'_>, words: &[&str]) -> Result<(), Failure> {
+    let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
+    let mut command = stage.rig.without_rights(&command, None);
+    command.env("TGT_IPC_SOCKET", stage.folder.join("ipc"));
+    sh::output(&mut command).map(drop)
 }
 
 /// Returns true if the QEMU tools have the iSCSI driver. We don't install it here because its
@@ -356,11 +355,11 @@ fn riserd_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let words = qemu_io(&["write 0 64k", "sleep 3000", "read 0 64k"], &url);
     let words = [&["env", "LIBISCSI_DEBUG=2"], &words[..]].concat();
     let client = stage.rig.command(CLIENT, &[], &words);
-    let client = stage.start(client, "qemu-io")?;
-    client.await_words("wrote 65536/65536", PATIENCE)?;
+    let mut client = stage.start(client, "qemu-io")?;
+    client.wait_until(PATIENCE, |client| client.output().contains("wrote 65536/65536"))?;
     drop(daemon);
     let (daemon, url) = stage.riserd()?;
-    client.await_words("reconnect initiated", PATIENCE)?;
+    client.wait_until(PATIENCE, |client| client.output().contains("reconnect initiated"))?;
     drop(client);
     stage.libiscsi(&url)?;
     daemon.stop()

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use cases::Case;
 pub(crate) use iser::has_qemu_driver;
-pub(crate) use runner::{Ended, Rig};
+pub(crate) use runner::Rig;
 
 use crate::cases::{Row, Test, Verdict, attempt, count, print_skips, shorten, summary};
 use crate::daemon::{self, RELEASE};

@@ -8,15 +8,15 @@
 //! character device for it in `/dev/infiniband`, but it never opens this file. We create both in
 //! new user, network and mount namespaces, where any user can be root.
 
-use std::fs;
 use std::net::Ipv4Addr;
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
+use crate::cases::shorten;
+use crate::process::Process;
 use crate::{Failure, sh};
 
 /// Interface addresses. Each program in a case uses one of them.
@@ -122,7 +122,7 @@ pub(super) fn again_isolated(visible: &[PathBuf; 3]) -> Option<Command> {
 
 /// The namespaces, which are removed on drop.
 pub(super) struct Namespace {
-    holder: std::process::Child,
+    holder: Process,
 }
 
 impl Namespace {
@@ -136,33 +136,19 @@ impl Namespace {
         let mut unshare = sh::cmd("unshare", ["--user", "--map-root-user", "--net", "--mount"]);
         unshare.args(["--", "sh", "-c", SETUP, "sh"]).arg(folder);
         unshare.args(ADDRESSES.map(|address| address.to_string()));
-        let mut command = as_user(unshare);
-        let out = fs::File::create(log)?;
-        command
-            .stdin(Stdio::null())
-            .stderr(out.try_clone()?)
-            .stdout(out)
-            .process_group(0);
-        let holder = command.spawn().map_err(|e| format!("unshare: {e}"))?;
-        let mut namespace = Self { holder };
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let said = fs::read_to_string(log).unwrap_or_default();
-            if said.lines().any(|line| line == "ready") {
-                return Ok(namespace);
-            }
-            if namespace.holder.try_wait()?.is_some() || Instant::now() > until {
-                let why = said.lines().next().unwrap_or("no output");
-                return Err(format!("cannot create user namespaces: {why}").into());
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let mut holder = Process::start(as_user(unshare), log)?;
+        let is_ready = |holder: &Process| holder.output().lines().any(|line| line == "ready");
+        holder
+            .wait_until(PATIENCE, is_ready)
+            .map_err(|why| shorten(&why.to_string()))
+            .map_err(|why| format!("cannot create user namespaces: {why}"))?;
+        Ok(Self { holder })
     }
 
     /// Returns a command that runs inside the namespaces. We need to set the directory because a
     /// process that enters them will start in the root directory.
     pub(super) fn enter(&self, folder: &Path, command: &Command) -> Command {
-        let target = self.holder.id().to_string();
+        let target = self.holder.pid().to_string();
         let folder = format!("--wdns={}", folder.display());
         let enter = [
             "--target",
@@ -175,12 +161,5 @@ impl Namespace {
             "--",
         ];
         sh::behind(sh::cmd("nsenter", enter), command)
-    }
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        let _ = self.holder.kill();
-        let _ = self.holder.wait();
     }
 }

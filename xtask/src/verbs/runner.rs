@@ -1,18 +1,19 @@
 //! Runs a test case. The server and all clients use `riser run` and are unprivileged.
 
-use std::fs::{self, File, Permissions};
+use std::fs::{self, Permissions};
 use std::net::Ipv4Addr;
 use std::os::unix::fs::{PermissionsExt, chown};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::Signal;
 
 use super::cases::{ADMINISTRATOR, Case, IBACM, Ready};
 use super::namespace::{ADDRESSES, Namespace};
+use crate::process::{Ended, LOOK, Process};
 use crate::{Failure, sh};
 
 /// Unprivileged user and group ID: `nobody` and `nogroup` in Debian.
@@ -34,9 +35,6 @@ const BUSY: Duration = Duration::from_secs(3);
 /// Maximum time for a server to get ready, and to exit after its clients.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Interval to poll processes.
-const LOOK: Duration = Duration::from_millis(20);
-
 /// The programs to test, copied to a location that an unprivileged user can read.
 pub(crate) struct Rig {
     riser: PathBuf,
@@ -52,15 +50,6 @@ pub(crate) struct Rig {
     /// Network namespace for cases with `network`, or the error if it can't be created.
     /// This is initialized on first use.
     network: OnceLock<Result<Namespace, String>>,
-}
-
-/// A process that has exited or was killed.
-#[derive(Clone, Debug)]
-pub(crate) struct Ended {
-    /// Exit status, or `None` if it timed out.
-    pub(crate) status: Option<ExitStatus>,
-    /// Output, including standard error.
-    pub(crate) said: String,
 }
 
 impl Rig {
@@ -203,18 +192,8 @@ impl Rig {
     }
 
     /// Starts a command and writes its output to a log.
-    pub(crate) fn start(&self, mut command: Command, log: &str) -> Result<Process, Failure> {
-        let log = self.logs.join(format!("{}.log", file_name(log)));
-        let out = File::create(&log)?;
-        command
-            .stdin(Stdio::null())
-            .stderr(out.try_clone()?)
-            .stdout(out)
-            // Use a separate process group, so that we can also kill its children.
-            .process_group(0);
-        let shown = command.get_program().display().to_string();
-        let child = command.spawn().map_err(|e| format!("{shown}: {e}"))?;
-        Ok(Process { child, log })
+    pub(crate) fn start(&self, command: Command, log: &str) -> Result<Process, Failure> {
+        Process::start(command, &self.logs.join(format!("{}.log", file_name(log))))
     }
 
     pub(super) fn run(&self, number: usize, case: &Case) -> Result<(), Failure> {
@@ -294,69 +273,6 @@ impl Rig {
     }
 }
 
-/// A running process of a case, which is killed on drop.
-pub(crate) struct Process {
-    child: Child,
-    log: PathBuf,
-}
-
-impl Process {
-    fn output(&self) -> String {
-        let said = fs::read(&self.log).unwrap_or_default();
-        String::from_utf8_lossy(&said).into_owned()
-    }
-
-    /// Waits until the output contains this text.
-    pub(super) fn await_words(&self, words: &str, time: Duration) -> Result<(), Failure> {
-        let until = Instant::now() + time;
-        while !self.output().contains(words) {
-            if Instant::now() > until {
-                return Err(
-                    format!("missing {words:?} in the output\n{}", tail(&self.output())).into(),
-                );
-            }
-            std::thread::sleep(LOOK);
-        }
-        Ok(())
-    }
-
-    fn signal(&self, signal: Signal) {
-        if let Some(group) = Pid::from_raw(self.child.id().cast_signed()) {
-            let _ = kill_process_group(group, signal);
-        }
-    }
-
-    fn request_stop(&self) {
-        self.signal(Signal::TERM);
-    }
-
-    /// Returns true if the process has exited.
-    pub(super) fn has_ended(&mut self) -> Result<bool, Failure> {
-        Ok(self.child.try_wait()?.is_some())
-    }
-
-    /// Waits until the process exits. If it times out, it's killed.
-    pub(crate) fn finish(&mut self, until: Instant) -> Ended {
-        let patience = until.saturating_duration_since(Instant::now());
-        let status = sh::wait_for_exit(&mut self.child, patience).ok().flatten();
-        // There may be children left in its process group.
-        self.signal(Signal::KILL);
-        let _ = self.child.wait();
-        Ended {
-            status,
-            said: self.output(),
-        }
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // Its children may still run, even if it has exited.
-        self.signal(Signal::KILL);
-        let _ = self.child.wait();
-    }
-}
-
 fn copy(from: &Path, folder: &Path) -> Result<PathBuf, Failure> {
     let to = folder.join(from.file_name().unwrap_or_default());
     fs::copy(from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
@@ -390,35 +306,14 @@ pub(super) fn wait_until_ready(
     addr: &str,
     port: &str,
 ) -> Result<(), Failure> {
-    let until = Instant::now() + PATIENCE;
     let port = port.parse::<u16>()?;
     let addr = addr.parse::<Ipv4Addr>()?.octets();
-    let pid = server.child.id();
-    loop {
-        let is_ready = match ready {
-            Ready::Port => is_listening(pid, port),
-            Ready::Device => has_socket(pid, addr, 4791),
-            Ready::Says(words) => server.output().contains(words),
-        };
-        if is_ready {
-            break;
-        }
-        if let Some(status) = server.child.try_wait()? {
-            return Err(format!(
-                "the server exited immediately, {status}\n{}",
-                tail(&server.output())
-            )
-            .into());
-        }
-        if Instant::now() > until {
-            return Err(format!(
-                "the server did not become ready\n{}",
-                tail(&server.output())
-            )
-            .into());
-        }
-        std::thread::sleep(LOOK);
-    }
+    let pid = server.pid();
+    server.wait_until(PATIENCE, |server| match ready {
+        Ready::Port => is_listening(pid, port),
+        Ready::Device => has_socket(pid, addr, 4791),
+        Ready::Says(words) => server.output().contains(words),
+    })?;
     if *ready == Ready::Device {
         // When it only waits, it's listening. If it never sleeps, it has had enough time.
         let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());

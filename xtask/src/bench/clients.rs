@@ -11,38 +11,6 @@ use crate::{Failure, sh};
 /// Block size of the SCSI units in bytes, used as a unit by `iscsi-perf`.
 const BLOCK: u32 = 512;
 
-/// Client to use for NBD servers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum NbdClient {
-    /// Use fio if it has the nbd engine, otherwise riser
-    Auto,
-    /// Use fio's nbd engine
-    Fio,
-    /// Use `riser bench nbd+unix://...`
-    Riser,
-}
-
-impl NbdClient {
-    /// Selects the client if not set by the user. Debian's fio has the nbd engine, but other builds
-    /// may not support it.
-    pub(super) fn decided(self) -> Self {
-        let has_engine = || sh::output(&mut sh::cmd("fio", ["--enghelp=nbd"])).is_ok();
-        match self {
-            Self::Auto if has_engine() => Self::Fio,
-            Self::Auto => Self::Riser,
-            decided => decided,
-        }
-    }
-
-    /// Name used in the results file.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Riser => "riser",
-            Self::Auto | Self::Fio => "fio",
-        }
-    }
-}
-
 /// Parameters for a single run of a client.
 pub(super) struct Run<'a> {
     pub(super) place: &'a Place,
@@ -59,7 +27,6 @@ pub(super) struct Run<'a> {
     /// Rate of an open loop with random arrivals, in operations per second. If `None`, the next
     /// operation is sent when the previous one has completed.
     pub(super) rate: Option<u64>,
-    pub(super) nbd_client: NbdClient,
 }
 
 impl Run<'_> {
@@ -71,10 +38,10 @@ impl Run<'_> {
                 format!("--filename={}", path.display()),
                 format!("--direct={}", u8::from(*direct)),
             ])),
-            (Client::Nbd, Address::Url(url)) if self.nbd_client != NbdClient::Riser => {
+            (Client::Nbd, Address::Url(url)) => {
                 Ok(self.fio(&["--ioengine=nbd".to_owned(), format!("--uri={url}")]))
             }
-            (Client::Nbd | Client::Riser, Address::Url(url)) => Ok(self.riser(url)),
+            (Client::Riser, Address::Url(url)) => Ok(self.riser(url)),
             (Client::Sharing, Address::Url(url)) => {
                 let mut command = self.riser(url);
                 command.args(["--provider", "shm"]);
@@ -179,7 +146,7 @@ mod tests {
         }
     }
 
-    fn run(place: &Place, nbd_client: NbdClient) -> Run<'_> {
+    fn run(place: &Place) -> Run<'_> {
         Run {
             place,
             load: Load {
@@ -192,52 +159,46 @@ mod tests {
             warm_up: 0,
             loss: Some(0.5),
             rate: None,
-            nbd_client,
         }
     }
 
-    fn words(client: Client, disk: &Address, nbd_client: NbdClient) -> String {
+    fn words(client: Client, disk: &Address) -> String {
         let place = place();
-        let command = run(&place, nbd_client).command(client, disk).unwrap();
+        let command = run(&place).command(client, disk).unwrap();
         let words = std::iter::once(command.get_program()).chain(command.get_args());
         let words = words.map(|word| word.to_string_lossy().into_owned());
         words.collect::<Vec<_>>().join(" ")
     }
 
     #[test]
-    fn nbd_servers_use_selected_client() {
+    fn nbd_servers_use_fio() {
         let disk = Address::Url("nbd+unix:///?socket=/s".into());
-        let fio = words(Client::Nbd, &disk, NbdClient::Fio);
+        let fio = words(Client::Nbd, &disk);
         assert!(
             fio.starts_with("fio ") && fio.ends_with("--ioengine=nbd --uri=nbd+unix:///?socket=/s")
         );
-        let riser = words(Client::Nbd, &disk, NbdClient::Riser);
-        assert!(
-            riser.starts_with("/programs/riser -o json bench nbd+unix:///?socket=/s --overwrite")
-        );
-        assert_eq!(NbdClient::Riser.decided(), NbdClient::Riser);
     }
 
     #[test]
     fn client_commands_contain_load() {
         let url = Address::Url("iscsi://h/t/1".into());
-        let perf = words(Client::IscsiPerf, &url, NbdClient::Fio);
+        let perf = words(Client::IscsiPerf, &url);
         assert_eq!(perf, "iscsi-perf -r -b 8 -m 32 -t 5 iscsi://h/t/1");
-        let riser = words(Client::Riser, &url, NbdClient::Fio);
+        let riser = words(Client::Riser, &url);
         assert!(riser.ends_with("--inject loss=0.5 --rw randwrite --bs 4096 --depth 32 --jobs 1 --warm-up 0s --runtime 5s"));
-        let sharing = words(Client::Sharing, &url, NbdClient::Fio);
+        let sharing = words(Client::Sharing, &url);
         assert_eq!(sharing, format!("{riser} --provider shm"));
         let place = place();
         let open = Run {
             rate: Some(700),
-            ..run(&place, NbdClient::Fio)
+            ..run(&place)
         };
         let command = open.command(Client::Riser, &url).unwrap();
         assert!(command.get_args().any(|arg| arg == "700"));
         let has = |loss, word: &str| {
             let run = Run {
                 loss,
-                ..run(&place, NbdClient::Fio)
+                ..run(&place)
             };
             let command = run.command(Client::Riser, &url).unwrap();
             command.get_args().any(|arg| arg == word)
@@ -248,7 +209,7 @@ mod tests {
             path: "/mnt/lun0".into(),
             direct: true,
         };
-        let fio = words(Client::Fio, &file, NbdClient::Fio);
+        let fio = words(Client::Fio, &file);
         for part in [
             "--rw=randwrite",
             "--bs=4096",
@@ -263,7 +224,7 @@ mod tests {
     #[test]
     fn client_rejects_unsupported_disk() {
         let place = place();
-        let run = run(&place, NbdClient::Fio);
+        let run = run(&place);
         let url = Address::Url("srp://h/0".into());
         assert!(run.command(Client::Fio, &url).is_err());
     }

@@ -28,7 +28,12 @@ pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure
             .skip(1)
             .fold("cargo xtask".to_owned(), |all, word| all + " " + &word),
         date: line(&mut sh::cmd("date", ["-u", "+%F"]))?,
-        commit: commit(rig).unwrap_or_else(|| "unknown".to_owned()),
+        // Other programs may be from any commit.
+        commit: rig
+            .is_built
+            .then(commit_of_sources)
+            .and_then(Result::ok)
+            .unwrap_or_else(|| "unknown".to_owned()),
         machine: machine()?,
         idle_percent: (idle_percent * 10.0).round() / 10.0,
         programs: programs(&rig.place.programs),
@@ -36,29 +41,10 @@ pub(super) fn provenance(rig: &Rig, rounds: usize) -> Result<Provenance, Failure
         file_system: line(stat.arg(scratch))?,
         rounds,
         seconds: rig.seconds,
-        nbd_client: rig.nbd_client.name().to_owned(),
     })
 }
 
-/// Returns the commit from which the programs were built. If the programs are not our own build,
-/// the commit of our sources must not be used.
-fn commit(rig: &Rig) -> Option<String> {
-    if rig.is_built {
-        return commit_of_sources().ok();
-    }
-    let riserd = rig.place.programs.join("riserd");
-    let version = line(&mut sh::cmd(riserd, ["--version"])).ok()?;
-    commit_in(&version).map(str::to_owned)
-}
-
-/// Returns the commit in a version string such as `riserd 1.2.0 (0123abc)`.
-fn commit_in(version: &str) -> Option<&str> {
-    let words = version.split(|c: char| !c.is_ascii_alphanumeric());
-    // `git describe` adds a letter as a prefix.
-    let mut words = words.map(|word| word.strip_prefix('g').unwrap_or(word));
-    words.find(|word| (7..=40).contains(&word.len()) && word.chars().all(|c| c.is_ascii_hexdigit()))
-}
-
+/// Returns the commit of our sources, with a plus sign if there are local changes.
 fn commit_of_sources() -> Result<String, Failure> {
     let git = |args: &[&str]| sh::output(sh::cmd("git", args).current_dir(root()));
     let mut commit = git(&["rev-parse", "--short=12", "HEAD"])?.trim().to_owned();
@@ -183,15 +169,5 @@ mod tests {
         assert_eq!(field(cpus, "model name"), Some("A CPU @ 2 GHz"));
         assert!(is_virtual(cpus) && !is_virtual("flags : fpu hypervisors\n"));
         assert_eq!(field(cpus, "flag"), None);
-    }
-
-    #[test]
-    fn version_may_contain_commit() {
-        assert_eq!(
-            commit_in("riserd 1.2.0 (0123abcd4567)"),
-            Some("0123abcd4567")
-        );
-        assert_eq!(commit_in("riserd 1.2.0-5-g0123abc"), Some("0123abc"));
-        assert_eq!(commit_in("riserd 1.2.0"), None);
     }
 }

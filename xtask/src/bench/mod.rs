@@ -118,18 +118,6 @@ fn publish(results: &Results) -> Result<(), Failure> {
     render::write_readme(results, &root().join("README.md"))
 }
 
-/// Checks the results that this run will not replace. We do this before we start to measure,
-/// because the documents will be created from old and new results.
-fn check_kept(options: &Options, replace: impl FnOnce(&mut Results)) -> Result<(), Failure> {
-    if options.is_try_out() {
-        return Ok(());
-    }
-    let help = "this run keeps the results it does not replace: measure them first, or delete them";
-    Results::load_with(&results_path(), replace)
-        .map(drop)
-        .map_err(|error| format!("{error}; {help}").into())
-}
-
 /// Saves the new results to the repository or, for a draft, to a separate directory.
 fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failure> {
     if options.is_try_out() {
@@ -140,7 +128,8 @@ fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failu
         println!("a try-out: {}/performance.md", draft().display());
         return Ok(());
     }
-    let results = Results::load_with(&results_path(), put)?;
+    let mut results = Results::load(&results_path())?;
+    put(&mut results);
     results.save(&results_path())?;
     publish(&results)?;
     println!("written: docs/performance.md");
@@ -159,7 +148,6 @@ fn check_rounds(options: &Options) -> Result<(), Failure> {
 fn compare(options: &Options) -> Result<(), Failure> {
     check_rounds(options)?;
     let selection = select::of(&options.only)?;
-    check_kept(options, |results| results.comparison = None)?;
     let rig = Rig::prepare(&options.setup, &selection.systems)?;
     // Save the results after every round, because this run takes a long time and may be
     // interrupted.
@@ -220,7 +208,6 @@ fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec
 
 fn scale(options: &Options) -> Result<(), Failure> {
     check_rounds(options)?;
-    check_kept(options, |results| results.scaling = None)?;
     let rig = Rig::prepare(&options.setup, &scaling::all_systems())?;
     let keep = |scaling: &results::Scaling| {
         save_draft(&Results {

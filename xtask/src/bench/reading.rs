@@ -202,7 +202,7 @@ mod tests {
             r#"{"jobs": [{"error": 5, "read": {"total_ios": 9, "iops": 9, "bw_bytes": 9}}]}"#;
         assert!(why(failed).contains("error 5"));
         assert!(why(r#"{"read": {"total_ios": 9, "iops": 9}}"#).contains("bw_bytes"));
-        assert!(why("fio: engine nbd not loadable").contains("no JSON"));
+        assert!(why("fio: engine nbd not loadable").contains("missing JSON"));
     }
 
     #[test]

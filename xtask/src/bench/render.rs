@@ -227,10 +227,10 @@ fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<
         let cells: Vec<_> = WORKLOADS.iter().map(cell).collect();
         if cells.iter().any(Option::is_some) {
             let cells = cells.into_iter().map(Option::unwrap_or_default);
-            let name = system.name(&comparison.measured.nbd_client);
             let _ = writeln!(
                 out,
-                "| {name} | {} |",
+                "| {} | {} |",
+                system.name,
                 cells.collect::<Vec<_>>().join(" | ")
             );
         }

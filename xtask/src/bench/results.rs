@@ -21,7 +21,6 @@ pub(super) struct Results {
 
 /// Describes where and how a part was measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub(super) struct Provenance {
     pub(super) command: String,
     /// Date in UTC, for example `2026-11-26`.
@@ -41,8 +40,6 @@ pub(super) struct Provenance {
     pub(super) rounds: usize,
     /// Duration of each measurement, in seconds.
     pub(super) seconds: u32,
-    /// Client used for NBD servers: fio or riser.
-    pub(super) nbd_client: String,
 }
 
 /// Comparison of systems.
@@ -95,38 +92,25 @@ pub(super) struct Point {
 }
 
 impl Results {
-    /// Reads the file. If it doesn't exist, the results are empty.
+    /// Reads the file. If it doesn't exist, the results are empty. Values of systems, workloads and
+    /// points that were removed from the tables are dropped, because nothing would show them.
     pub(super) fn load(path: &Path) -> Result<Self, Failure> {
-        Self::load_with(path, |_| {})
-    }
-
-    /// Reads the file and applies a change before it's checked: the part to be replaced in this run
-    /// may contain curves or systems we have removed.
-    pub(super) fn load_with(path: &Path, change: impl FnOnce(&mut Self)) -> Result<Self, Failure> {
         let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
-        let mut results = Self::default();
-        if path.exists() {
-            let text = fs::read_to_string(path).map_err(|e| failed(&e))?;
-            results = serde_json::from_str(&text).map_err(|e| failed(&e))?;
+        if !path.exists() {
+            return Ok(Self::default());
         }
-        change(&mut results);
-        results.check().map_err(|e| failed(&e))?;
+        let text = fs::read_to_string(path).map_err(|e| failed(&e))?;
+        let mut results: Self = serde_json::from_str(&text).map_err(|e| failed(&e))?;
+        for part in &mut results.comparison {
+            part.samples.retain(|sample| {
+                let system = systems::named(&sample.system);
+                system.is_some() && workloads::named(&sample.workload).is_some()
+            });
+        }
+        for part in &mut results.scaling {
+            part.points.retain(Point::is_on_curve);
+        }
         Ok(results)
-    }
-
-    /// Returns an error if a system, workload or curve is unknown, or if a point is not on its
-    /// curve, because no table would show it.
-    fn check(&self) -> Result<(), String> {
-        let samples = self.comparison.iter().flat_map(|part| &part.samples);
-        let mut points = self.scaling.iter().flat_map(|part| &part.points);
-        let names = samples.clone().map(|sample| &sample.system);
-        for name in names.chain(points.clone().map(|point| &point.system)) {
-            systems::named(name).ok_or_else(|| format!("unknown system {name}"))?;
-        }
-        for Sample { workload, .. } in samples {
-            workloads::named(workload).ok_or_else(|| format!("unknown workload {workload}"))?;
-        }
-        points.try_for_each(Point::check)
     }
 
     /// Writes the file using one line per measurement.
@@ -142,17 +126,12 @@ impl Results {
 }
 
 impl Point {
-    fn check(&self) -> Result<(), String> {
-        let Self { curve, system, .. } = self;
-        let known = CURVES.iter().find(|known| known.id == curve.as_str());
-        let known = known.ok_or_else(|| format!("unknown curve {curve}"))?;
-        if !known.systems.contains(&system.as_str()) {
-            return Err(format!("curve {curve}: unknown system {system}"));
-        }
-        if !known.xs.contains(&self.x) {
-            return Err(format!("curve {curve}: unknown point {}", self.x));
-        }
-        Ok(())
+    fn is_on_curve(&self) -> bool {
+        CURVES.iter().any(|curve| {
+            curve.id == self.curve.as_str()
+                && curve.systems.contains(&self.system.as_str())
+                && curve.xs.contains(&self.x)
+        })
     }
 }
 
@@ -234,7 +213,6 @@ pub(super) mod tests {
             file_system: "tmpfs".into(),
             rounds: 2,
             seconds: 5,
-            nbd_client: "fio".into(),
         }
     }
 
@@ -291,57 +269,37 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn unknown_name_in_results_is_rejected() {
+    fn removed_names_are_dropped() {
         let scratch = sh::Scratch::new("results-names").unwrap();
         let path = scratch.join("results.json");
-        for (names, why) in [
-            (("nope", workloads::READ_1), "system nope"),
-            (("srp", "nope"), "workload nope"),
-        ] {
-            let results = Results {
-                comparison: Some(Comparison {
-                    measured: provenance(),
-                    skipped: Vec::new(),
-                    samples: vec![sample(1, names, 1.0)],
-                }),
-                scaling: None,
-            };
-            results.save(&path).unwrap();
-            let error = Results::load(&path).unwrap_err().to_string();
-            assert!(
-                error.contains(why) && error.contains("results.json"),
-                "{error}"
-            );
-        }
-        for (curve, system, x, why) in [
-            ("nope", "srp", 4.0, "curve nope"),
-            ("depth", "srp", 3.0, "curve depth: unknown point 3"),
-            ("depth", "tgt", 4.0, "curve depth: unknown system tgt"),
-        ] {
-            let point = Point {
-                curve: curve.into(),
-                system: system.into(),
-                x,
-                round: 1,
-                y: 1.0,
-            };
-            let results = Results {
-                comparison: None,
-                scaling: Some(Scaling {
-                    measured: provenance(),
-                    points: vec![point],
-                }),
-            };
-            results.save(&path).unwrap();
-            let error = Results::load(&path).unwrap_err().to_string();
-            assert!(error.contains(why), "{error}");
-            // A run that measures curves replaces these values, but a run that measures the tables
-            // keeps them.
-            let replaced = Results::load_with(&path, |results| results.scaling = None);
-            assert_eq!(replaced.unwrap(), Results::default());
-            let kept = Results::load_with(&path, |results| results.comparison = None);
-            assert!(kept.is_err());
-        }
+        let samples = [
+            ("nope", workloads::READ_1),
+            ("srp", "nope"),
+            ("srp", workloads::READ_1),
+        ];
+        let points = [("nope", "srp", 4.0), ("depth", "srp", 3.0), ("depth", "tgt", 4.0)];
+        let point = |(curve, system, x): (&str, &str, f64)| Point {
+            curve: curve.into(),
+            system: system.into(),
+            x,
+            round: 1,
+            y: 1.0,
+        };
+        let results = Results {
+            comparison: Some(Comparison {
+                measured: provenance(),
+                skipped: Vec::new(),
+                samples: samples.map(|names| sample(1, names, 1.0)).into(),
+            }),
+            scaling: Some(Scaling {
+                measured: provenance(),
+                points: points.map(point).into(),
+            }),
+        };
+        results.save(&path).unwrap();
+        let kept = Results::load(&path).unwrap();
+        assert_eq!(kept.comparison.unwrap().samples.len(), 1);
+        assert!(kept.scaling.unwrap().points.is_empty());
         fs::write(&path, "{\"comparison\": 1}").unwrap();
         let error = Results::load(&path).unwrap_err().to_string();
         assert!(

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::clients::{NbdClient, Run};
+use super::clients::Run;
 use super::cpu;
 use super::reading::Reading;
 use super::servers::{Place, Served};
@@ -31,9 +31,6 @@ pub(super) struct Setup {
     /// Directory of riserd and riser; by default they are built first.
     #[arg(long)]
     pub(super) programs: Option<PathBuf>,
-    /// Client to use for nbdkit, qemu-nbd and `riser attach --nbd`.
-    #[arg(long, value_enum, default_value = "auto")]
-    nbd_client: NbdClient,
 }
 
 /// Files and programs used for a run. The files are removed on drop.
@@ -42,7 +39,6 @@ pub(super) struct Rig {
     pub(super) image: PathBuf,
     pub(super) seconds: u32,
     pub(super) size_mib: u64,
-    pub(super) nbd_client: NbdClient,
     /// Set if the programs were built from our sources.
     pub(super) is_built: bool,
 }
@@ -83,7 +79,6 @@ impl Rig {
             place: Place { scratch, programs },
             seconds: setup.seconds,
             size_mib: setup.size_mb,
-            nbd_client: setup.nbd_client.decided(),
             is_built: setup.programs.is_none(),
         };
         fill(&rig.image, setup.size_mb)?;
@@ -96,9 +91,12 @@ impl Rig {
         if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
             return Some(format!("{program} is missing"));
         }
-        // All other clients have been supported by `riser` for a long time.
-        if system.client != Client::Wire {
-            return None;
+        let has_engine = || sh::output(&mut sh::cmd("fio", ["--enghelp=nbd"])).is_ok();
+        match system.client {
+            Client::Nbd if !has_engine() => return Some("fio has no nbd engine".to_owned()),
+            Client::Wire => {}
+            // All other clients have been supported by `riser` for a long time.
+            _ => return None,
         }
         let load = Load {
             rw: "read",
@@ -156,7 +154,6 @@ impl Rig {
             warm_up: 0,
             loss: None,
             rate: None,
-            nbd_client: self.nbd_client,
         }
     }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::clients::{NbdClient, Run};
+use super::clients::Run;
 use super::curves::{CURVES, Curve, DEPTH_OF_BLOCKS, DEPTH_OF_MANY, Vary};
 use super::reading::Reading;
 use super::results::{Point, Scaling};
@@ -235,8 +235,7 @@ fn many(
         _ => vec![rig.image.clone()],
     };
     let served = rig.place.serve(system.server, &images)?;
-    let is_jobs = system.client == Client::Nbd && run.nbd_client != NbdClient::Riser;
-    let (processes, run) = if is_jobs {
+    let (processes, run) = if system.client == Client::Nbd {
         let jobs = clients as u32;
         (1, Run { jobs, ..run })
     } else {
@@ -298,7 +297,6 @@ mod tests {
             warm_up: 0,
             loss: None,
             rate: None,
-            nbd_client: NbdClient::Riser,
         }
     }
 

@@ -58,7 +58,7 @@ pub(super) enum Export {
 pub(super) enum Client {
     /// fio, using a file.
     Fio,
-    /// fio with its nbd engine, or `riser bench` if fio doesn't support it.
+    /// fio with its nbd engine.
     Nbd,
     IscsiPerf,
     Riser,
@@ -76,23 +76,14 @@ pub(super) struct System {
     /// Short name, used in charts and when the client is not relevant.
     #[serde(deserialize_with = "text")]
     pub(super) label: Text,
-    /// Name used in documents, where `{nbd}` is replaced by the client for NBD servers.
+    /// Name used in documents.
     #[serde(deserialize_with = "text")]
-    name: Text,
+    pub(super) name: Text,
     pub(super) server: Server,
     pub(super) client: Client,
 }
 
 impl System {
-    /// Returns the name used in documents, including the client for NBD servers.
-    pub(super) fn name(&self, nbd_client: &str) -> String {
-        let client = match nbd_client {
-            "fio" => "`fio` nbd engine",
-            _ => "`riser bench`",
-        };
-        self.name.replace("{nbd}", client)
-    }
-
     /// Returns the programs required from Debian packages.
     pub(super) fn programs(&self) -> impl Iterator<Item = &'static str> {
         let server: &[_] = match self.server {
@@ -135,14 +126,6 @@ pub(super) fn named(id: &str) -> Option<&'static System> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn nbd_server_names_include_client() {
-        let nbdkit = named(NBDKIT).unwrap();
-        assert!(nbdkit.name("fio").ends_with("`fio` nbd engine"));
-        assert!(nbdkit.name("riser").ends_with("`riser bench`"));
-        assert_eq!(named("nope").map(|system| system.id), None);
-    }
 
     #[test]
     fn programs_include_both_sides() {

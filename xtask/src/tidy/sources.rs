@@ -1,7 +1,7 @@
 //! Reads the Rust files in a directory tree: the packages, the files in each package, and the
 //! purpose of each line.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
@@ -102,23 +102,20 @@ pub(crate) fn read(root: &Path) -> Result<Vec<Package>, Failure> {
     }
     let own_name = fs::canonicalize(root)?;
     let own_name = own_name.file_name().unwrap_or_default().to_string_lossy();
-    let mut packages = Vec::new();
-    for (folder, files) in owned {
-        let name = match folder.to_string_lossy() {
-            name if name.is_empty() => own_name.to_string(),
-            name => name.to_string(),
+    let packages = owned.into_iter().map(|(folder, files)| {
+        let mut package = Package {
+            name: match folder.to_string_lossy() {
+                name if name.is_empty() => own_name.to_string(),
+                name => name.to_string(),
+            },
+            manifest: manifests.remove(&folder).unwrap_or_default(),
+            sources: Vec::new(),
+            unreadable: Vec::new(),
         };
-        let manifest = manifests.remove(&folder).unwrap_or_default();
-        let reader = Reader::new(root, &folder, &manifest, &files);
-        let (sources, unreadable) = reader.read(files.clone());
-        packages.push(Package {
-            name,
-            manifest,
-            sources,
-            unreadable,
-        });
-    }
-    Ok(packages)
+        package.read(root, &files);
+        package
+    });
+    Ok(packages.collect())
 }
 
 /// Returns all files in a tree as relative paths. Hidden files and build output are skipped.
@@ -142,148 +139,79 @@ pub(crate) fn paths(root: &Path) -> Result<Vec<PathBuf>, Failure> {
     Ok(paths)
 }
 
-/// Reads the files of a package. For crates we follow `mod` items, and then read all remaining
-/// files.
-struct Reader<'a> {
-    root: &'a Path,
-    own: BTreeSet<&'a Path>,
-    /// Crate root files, which we read first.
-    crates: Vec<PathBuf>,
-    is_for_tests: bool,
-    done: BTreeMap<PathBuf, Source>,
-    unreadable: BTreeMap<PathBuf, String>,
+impl Package {
+    fn read(&mut self, root: &Path, files: &[PathBuf]) {
+        let mut tests = Vec::new();
+        for path in files {
+            let (source, text, syntax) = match parsed(&root.join(path)) {
+                Ok(parsed) => parsed,
+                Err(e) => {
+                    self.unreadable.push(format!("{}: {e}", path.display()));
+                    continue;
+                }
+            };
+            // We need to use the syntax, because `#[cfg(test)]` can be used for a module, a function
+            // or a single import.
+            let mut items = Items::default();
+            items.visit_file(&syntax);
+            let folder = folder_of_modules(path);
+            tests.extend(items.modules.iter().map(|name| normal(&folder.join(name))));
+            // A module of the product may have the name of a directory for tests.
+            let module = module(path, files);
+            let is_test = is_in_test_folder(module.as_ref().map_or(path, |module| &module.root));
+            self.sources.push(Source {
+                path: path.clone(),
+                module,
+                text,
+                syntax,
+                purpose: match (is_generated(path, &source), is_test) {
+                    (true, _) => Purpose::Generated,
+                    (false, true) => Purpose::Test,
+                    (false, false) => Purpose::Product,
+                },
+                tests: items.tests,
+            });
+        }
+        // Files of modules that were declared for tests in another file.
+        for source in &mut self.sources {
+            let path = source.path.with_extension("");
+            let is_test = tests.iter().any(|test| path.starts_with(test));
+            if is_test && source.purpose == Purpose::Product {
+                source.purpose = Purpose::Test;
+            }
+        }
+    }
 }
 
-impl<'a> Reader<'a> {
-    fn new(root: &'a Path, folder: &Path, manifest: &toml::Table, files: &'a [PathBuf]) -> Self {
-        let own: BTreeSet<_> = files.iter().map(PathBuf::as_path).collect();
-        let stated = ["lib", "bin"].iter().filter_map(|key| manifest.get(*key));
-        let stated = stated.flat_map(|value| match value {
-            toml::Value::Array(values) => values.as_slice(),
-            value => std::slice::from_ref(value),
-        });
-        let stated = stated.filter_map(|table| table.get("path")?.as_str());
-        let mut crates: Vec<_> = stated
-            .chain(["src/lib.rs", "src/main.rs", "build.rs", "lib.rs", "main.rs"])
-            .map(|path| folder.join(path))
-            .collect();
-        let programs = folder.join("src/bin");
-        crates.extend(files.iter().filter_map(|file| {
-            let below = file.strip_prefix(&programs).ok()?;
-            let is_root = below.components().count() == 1 || below.ends_with("main.rs");
-            is_root.then(|| file.clone())
-        }));
-        crates.retain(|path| own.contains(path.as_path()));
-        Self {
-            root,
-            own,
-            crates,
-            is_for_tests: is_in_test_folder(folder),
-            done: BTreeMap::new(),
-            unreadable: BTreeMap::new(),
-        }
+/// Returns the module of a file, based on its path: the crate root is in the nearest directory that
+/// has one.
+fn module(path: &Path, files: &[PathBuf]) -> Option<Module> {
+    let root_in = |folder: &Path| {
+        let mut roots = ["lib.rs", "main.rs"].map(|name| folder.join(name)).into_iter();
+        roots.find(|root| files.contains(root))
+    };
+    let is_root = path.ends_with("main.rs") || path.parent()?.ends_with("src/bin");
+    let root = match is_root {
+        true => path.to_owned(),
+        false => path.ancestors().skip(1).find_map(root_in)?,
+    };
+    let below = path.strip_prefix(root.parent()?).ok()?.with_extension("");
+    let names = below.iter().map(|name| name.to_string_lossy().into_owned());
+    let mut names: Vec<_> = names.collect();
+    if path == root {
+        names.clear();
     }
+    names.pop_if(|last| last == "mod");
+    Some(Module { root, path: names })
+}
 
-    /// Reads all files. Also returns a message for each file that can't be read.
-    fn read(mut self, files: Vec<PathBuf>) -> (Vec<Source>, Vec<String>) {
-        for root in std::mem::take(&mut self.crates) {
-            let module = Module {
-                root: root.clone(),
-                path: Vec::new(),
-            };
-            self.follow(&root, module, self.is_for_tests, true);
-        }
-        // Read the remaining files that are not part of any `mod` item: tests, benchmarks, and
-        // modules only declared in macros.
-        for path in files {
-            if !self.done.contains_key(&path) {
-                let is_test = self.is_for_tests || is_in_test_folder(&path);
-                self.read_file(&path, None, is_test);
-            }
-        }
-        let message = |(path, why): (PathBuf, String)| format!("{}: {why}", path.display());
-        let unreadable = self.unreadable.into_iter().map(message).collect();
-        (self.done.into_values().collect(), unreadable)
-    }
-
-    /// Reads the file of a module and the modules declared in it.
-    fn follow(&mut self, path: &Path, module: Module, is_test: bool, is_root: bool) {
-        // A file belongs to the first module that includes it. Another crate in the same package
-        // may use the same file again.
-        if self.done.contains_key(path) {
-            return;
-        }
-        let Some(declared) = self.read_file(path, Some(module.clone()), is_test) else {
-            return;
-        };
-        let folder = path.parent().unwrap_or(Path::new(""));
-        let stem = path.file_stem().unwrap_or_default();
-        // We use the same rules as rustc: child modules of `mod.rs` or a crate root are in the same
-        // directory, but for any other file they are in a directory with the file's name.
-        let inner = if is_root || stem == "mod" {
-            folder.to_owned()
-        } else {
-            folder.join(stem)
-        };
-        for Declared {
-            names,
-            file,
-            is_test: is_test_here,
-        } in declared
-        {
-            let (name, nesting) = names.split_last().expect("a module has a name");
-            let below = nesting.iter().fold(inner.clone(), |at, n| at.join(n));
-            let candidates = match &file {
-                // A `path` attribute is relative to the file's directory or, if used in an inline
-                // module, to the directory for this module.
-                Some(file) if nesting.is_empty() => vec![normal(&folder.join(file))],
-                Some(file) => vec![normal(&below.join(file))],
-                None => vec![
-                    below.join(format!("{name}.rs")),
-                    below.join(name).join("mod.rs"),
-                ],
-            };
-            let mut module = module.clone();
-            module.path.extend(names);
-            if let Some(file) = candidates.iter().find(|c| self.own.contains(c.as_path())) {
-                self.follow(file, module, is_test || is_test_here, false);
-            }
-        }
-    }
-
-    /// Reads a single file and returns the modules declared in it.
-    fn read_file(
-        &mut self,
-        path: &Path,
-        module: Option<Module>,
-        is_test: bool,
-    ) -> Option<Vec<Declared>> {
-        let (source, text, syntax) = match parsed(&self.root.join(path)) {
-            Ok(parsed) => parsed,
-            Err(e) => {
-                self.unreadable.insert(path.to_owned(), e.to_string());
-                return None;
-            }
-        };
-        // We need to use the syntax, because `#[cfg(test)]` can be used for a module, a function or
-        // a single import.
-        let mut items = Items::default();
-        items.visit_file(&syntax);
-        let purpose = match (is_generated(path, &source), is_test) {
-            (true, _) => Purpose::Generated,
-            (false, true) => Purpose::Test,
-            (false, false) => Purpose::Product,
-        };
-        let source = Source {
-            path: path.to_owned(),
-            module,
-            text,
-            syntax,
-            purpose,
-            tests: items.tests,
-        };
-        self.done.insert(path.to_owned(), source);
-        Some(items.declared)
+/// Returns the directory of the modules that a file declares.
+fn folder_of_modules(path: &Path) -> PathBuf {
+    let stem = path.file_stem().unwrap_or_default();
+    let parent = path.parent().unwrap_or(Path::new(""));
+    match ["lib", "main", "mod"].iter().any(|name| stem == *name) {
+        true => parent.to_owned(),
+        false => parent.join(stem),
     }
 }
 
@@ -296,22 +224,12 @@ fn parsed(path: &Path) -> Result<(String, Text, syn::File), Failure> {
     Ok((source, text, syntax))
 }
 
-/// A module declared in this file but defined in another file.
-struct Declared {
-    /// Path of the module within this file, including its own name.
-    names: Vec<String>,
-    /// Value of the `path` attribute, if any.
-    file: Option<String>,
-    is_test: bool,
-}
-
-/// Test code and modules that are declared in a file.
+/// Test code in a file.
 #[derive(Default)]
 struct Items {
     tests: Vec<RangeInclusive<usize>>,
-    declared: Vec<Declared>,
-    /// Modules that contain the current item.
-    names: Vec<String>,
+    /// Test modules in other files, relative to the directory of this file's modules.
+    modules: Vec<PathBuf>,
     is_in_test: bool,
 }
 
@@ -347,17 +265,14 @@ impl<'ast> Visit<'ast> for Items {
     }
 
     fn visit_item_mod(&mut self, item: &'ast syn::ItemMod) {
-        self.names.push(item.ident.to_string());
-        if item.content.is_none() {
+        if item.content.is_none() && self.is_in_test {
             let file = item.attrs.iter().find_map(named_file);
-            self.declared.push(Declared {
-                names: self.names.clone(),
-                file,
-                is_test: self.is_in_test,
-            });
+            // A `path` attribute is relative to the directory of the file.
+            let module = file.map(|file| Path::new("..").join(file).with_extension(""));
+            self.modules
+                .push(module.unwrap_or_else(|| item.ident.to_string().into()));
         }
         visit::visit_item_mod(self, item);
-        self.names.pop();
     }
 }
 
@@ -491,15 +406,24 @@ pub(crate) mod tests {
                 ("Cargo.toml", manifest),
                 (
                     "src/lib.rs",
-                    "mod one;\n#[cfg(test)]\nmod checks;\n#[path = \"odd.rs\"]\nmod two;\n",
+                    "mod one;\n#[cfg(test)]\nmod checks;\n",
                 ),
-                ("src/one/mod.rs", "mod inner;\nmod inline { mod deep; }\n"),
+                (
+                    "src/one/mod.rs",
+                    "mod inner;\nmod inline { mod deep; }\n#[cfg(test)]\nmod more;\n",
+                ),
+                ("src/one/more/mod.rs", ""),
+                ("src/one/more/deep.rs", ""),
                 (
                     "src/one/inner.rs",
                     "fn f() {}\n#[cfg(test)]\nmod tests {\n    #[test]\n    fn g() {}\n}\n",
                 ),
                 ("src/one/inline/deep.rs", "// @generated\n"),
-                ("src/odd.rs", ""),
+                (
+                    "src/odd.rs",
+                    "#[cfg(test)]\n#[path = \"odd_tests.rs\"]\nmod tests;\n",
+                ),
+                ("src/odd_tests.rs", ""),
                 ("src/checks.rs", ""),
                 ("tests/a.rs", ""),
                 (".build/x.rs", ""),
@@ -524,7 +448,8 @@ pub(crate) mod tests {
             [
                 expected("src/checks.rs", Some("checks"), Test),
                 expected("src/lib.rs", Some(""), Product),
-                expected("src/odd.rs", Some("two"), Product),
+                expected("src/odd.rs", Some("odd"), Product),
+                expected("src/odd_tests.rs", Some("odd_tests"), Test),
                 expected(
                     "src/one/inline/deep.rs",
                     Some("one::inline::deep"),
@@ -532,12 +457,14 @@ pub(crate) mod tests {
                 ),
                 expected("src/one/inner.rs", Some("one::inner"), Product),
                 expected("src/one/mod.rs", Some("one"), Product),
+                expected("src/one/more/deep.rs", Some("one::more::deep"), Test),
+                expected("src/one/more/mod.rs", Some("one::more"), Test),
                 expected("tests/a.rs", None, Test),
             ]
         );
         assert_eq!(packages[1].name, "other");
         assert_eq!(shown(&packages[1])[0].2, Product);
-        let inner = &packages[0].sources[4];
+        let inner = &packages[0].sources[5];
         assert_eq!(inner.purpose_of(1), Product);
         assert_eq!(inner.purpose_of(2), Test);
         assert_eq!(inner.purpose_of(6), Test);

@@ -248,8 +248,8 @@ pub(crate) fn count(rows: &[Row]) -> Outcome {
 }
 
 /// Formats the number of cases for each result.
-pub(crate) fn summary(rows: &[Row]) -> String {
-    let count = |is: fn(&Verdict) -> bool| rows.iter().filter(|row| is(&row.verdict)).count();
+pub(crate) fn summary<'a>(verdicts: impl Iterator<Item = &'a Verdict> + Clone) -> String {
+    let count = |is: fn(&Verdict) -> bool| verdicts.clone().filter(|verdict| is(verdict)).count();
     let again = match count(|v| matches!(v, Verdict::PassedAgain(_))) {
         0 => String::new(),
         n => format!(" ({n} at the second attempt)"),
@@ -348,7 +348,7 @@ mod tests {
         let again = row(Verdict::PassedAgain("why".to_owned()));
         let rows = [row(Verdict::Passed), failed, again];
         let said = "2 passed (1 at the second attempt), 1 failed, 0 skipped, 0 not yet";
-        assert_eq!(summary(&rows), said);
+        assert_eq!(summary(rows.iter().map(|row| &row.verdict)), said);
         let Outcome::Ran(tally, failure) = count(&rows) else {
             panic!("nothing was skipped");
         };

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use suite::Run;
 
-use crate::cases::{Row, Test, Verdict, count, print_skips};
+use crate::cases::{Row, Test, Verdict, count, print_skips, summary};
 use crate::daemon::{self, Daemon};
 use crate::packages::{ensure, needs};
 use crate::process::{Ended, Process};
@@ -100,12 +100,13 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         true => None,
         false => over_tgt(options, &scratch),
     };
-    let columns = [
-        ("riserd", Some(&ours)),
-        ("over iSER", iser.as_ref()),
-        ("tgt", theirs.as_ref()),
-    ];
-    print_table(&columns);
+    let runs = [("riserd", Some(&ours)), ("over iSER", iser.as_ref()), ("tgt", theirs.as_ref())];
+    println!();
+    for (name, run) in runs.into_iter().filter_map(|(name, run)| Some((name, run?))) {
+        let end = if run.is_complete { "" } else { "; the client did not finish" };
+        let verdicts = run.tests.iter().map(|test| &test.verdict);
+        println!("{name}: {}{end}", summary(verdicts));
+    }
     let row = |suffix: &'static str| {
         move |test: Test| Row::new(&(test.name + suffix), Kind::SuiteTest, test.verdict)
     };
@@ -362,39 +363,5 @@ impl Check {
             line.trim().clone_into(&mut found);
         }
         Ok(found)
-    }
-}
-
-fn print_table(columns: &[(&str, Option<&Run>)]) {
-    let columns: Vec<_> = columns
-        .iter()
-        .filter_map(|(name, run)| Some((name, (*run)?)))
-        .collect();
-    let row = |name: &str, counts: &[Option<suite::Counts>]| {
-        let cells = counts.iter().map(|counts| match counts {
-            Some(c) => format!("{:>16}{:>6}{:>6}", c.passed, c.failed, c.skipped),
-            None => format!("{:28}", ""),
-        });
-        println!("{name:<28}{}", cells.collect::<String>().trim_end());
-    };
-    let heads = columns
-        .iter()
-        .map(|(name, _)| format!("{:>16}{:>6}{:>6}", format!("{name}: pass"), "fail", "skip"));
-    println!("\n{:<28}{}", "suite", heads.collect::<String>());
-    // This table is for our target, so we don't add a row for a suite if it was only run on the
-    // other target.
-    for (name, _) in columns[0].1.suites() {
-        let of = |(_, run): &(_, &Run)| {
-            let mut suites = run.suites().into_iter();
-            suites.find(|(n, _)| *n == name).map(|(_, counts)| counts)
-        };
-        row(name, &columns.iter().map(of).collect::<Vec<_>>());
-    }
-    let all = |(_, run): &(_, &Run)| Some(run.counts());
-    row("all", &columns.iter().map(all).collect::<Vec<_>>());
-    for (name, run) in &columns[1..] {
-        if !run.is_complete {
-            println!("(the client did not finish: {name})");
-        }
     }
 }

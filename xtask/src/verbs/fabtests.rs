@@ -18,10 +18,15 @@ use crate::{Failure, sh};
 const SOURCES: &str = "https://github.com/ofiwg/libfabric";
 
 /// Name of each provider in libfabric, and name of its exclusion list.
-pub(super) const PROVIDERS: [(&str, &str); 2] = [
+const PROVIDERS: [(&str, &str); 2] = [
     ("verbs", "verbs/verbs.exclude"),
     ("verbs;ofi_rxm", "ofi_rxm/ofi_rxm.exclude"),
 ];
+
+/// Returns the path of each provider.
+pub(super) fn paths() -> Vec<String> {
+    PROVIDERS.map(|(name, _)| format!("fabtests/{name}")).into()
+}
 
 /// Timeout per test, and for all tests of a provider, in seconds.
 const SECONDS: &str = "60";

@@ -93,19 +93,20 @@ impl Options {
         self.words.is_empty() || self.words.iter().any(|word| path.contains(word.as_str()))
     }
 
+    /// Returns true if any tests of a process are selected.
+    fn is_any_chosen(&self, path: &str) -> bool {
+        self.is_chosen(path) || !self.within(path).is_empty()
+    }
+
     /// Returns true if any rdma-core tests could be selected.
     fn has_pyverbs(&self) -> bool {
         let is_named = |word: &String| word.starts_with(PYVERBS) || word.starts_with("test_");
         self.words.is_empty() || self.words.iter().any(is_named)
     }
 
-    /// Returns true if any libfabric tests could be selected.
+    /// Returns true if any libfabric tests are selected.
     fn has_fabtests(&self) -> bool {
-        let mut providers = fabtests::PROVIDERS.iter();
-        providers.any(|(provider, _)| {
-            let path = format!("{FABTESTS}/{provider}");
-            self.is_chosen(&path) || !self.within(&path).is_empty()
-        })
+        fabtests::paths().iter().any(|path| self.is_any_chosen(path))
     }
 
     /// Returns the words that select tests in a process, because they continue after the end of its
@@ -175,7 +176,7 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         return Err(format!("unknown case: no path contains {word}").into());
     }
     print_skips(&rows);
-    println!("\n{}; logs in {}", summary(&rows), options.logs.display());
+    println!("\n{}; logs in {}", summary(rows.iter().map(|row| &row.verdict)), options.logs.display());
     Ok(count(&rows))
 }
 
@@ -198,15 +199,25 @@ fn run_rows(
         }
     }
     if let Some(suite) = suite {
-        rows.extend(of_providers(options, &rig, suite));
+        let (rig, parts) = (&rig, providers::paths().into_iter().enumerate());
+        let parts = parts.map(|(index, path)| Part {
+            group: path.clone(),
+            path,
+            run: Box::new(move |_| providers::run(rig, suite, index)),
+        });
+        rows.extend(of_suite(options, providers::GROUP, Ok(parts.collect())));
     }
     for case in iser::CASES {
         if options.is_chosen(&case.path()) {
             rows.push(of_iser(options, &rig, programs, case));
         }
     }
-    rows.extend(of_pyverbs(options, &rig, scratch));
-    rows.extend(of_fabtests(options, &rig, scratch));
+    if options.has_pyverbs() {
+        rows.extend(of_suite(options, PYVERBS, pyverbs_parts(&rig, scratch)));
+    }
+    if options.has_fabtests() {
+        rows.extend(of_suite(options, FABTESTS, fabtests_parts(&rig, scratch)));
+    }
     Ok(rows)
 }
 
@@ -335,44 +346,55 @@ fn of_programs<'a>(
     })
 }
 
-/// Runs our provider suite using a process for each pair of providers.
-fn of_providers(options: &Options, rig: &Rig, program: &Path) -> Vec<Row> {
-    let paths = providers::paths();
-    let is_chosen = |(_, path): &(usize, &String)| options.is_chosen(path);
-    let mut rows = Vec::new();
-    for (index, path) in paths.iter().enumerate().filter(is_chosen) {
-        let began = Instant::now();
-        let ran = providers::run(rig, program, index);
-        rows.extend(process_rows(options, path, path, ran, began.elapsed()));
-    }
-    rows
+/// A process that runs several tests of a suite.
+struct Part<'a> {
+    /// Group of the tests.
+    group: String,
+    path: String,
+    /// Runs the tests whose names start with one of the words, if the suite supports this, or all
+    /// tests.
+    run: Box<dyn Fn(&[&str]) -> Result<Vec<Test>, Failure> + 'a>,
 }
 
-/// Runs the rdma-core tests using a process for each module, so that a crash only affects a single
+/// Returns a process for each module of the rdma-core tests, so that a crash only affects a single
 /// module.
-fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
-    if !options.has_pyverbs() {
-        return Vec::new();
-    }
-    let skip = |why| {
-        vec![Row::run(PYVERBS, Kind::SuiteTest, |_| {
-            Verdict::Skipped(why)
-        })]
-    };
+fn pyverbs_parts<'a>(rig: &'a Rig, scratch: &'a sh::Scratch) -> Result<Vec<Part<'a>>, String> {
     if let Some(need) = missing(needs(pyverbs::NEED)).first() {
-        return skip(format!("{} is missing", need.package));
+        return Err(format!("{} is missing", need.package));
     }
-    let modules = match pyverbs::unpack(scratch) {
-        Ok(modules) => modules,
-        Err(why) => return skip(shorten(&why.to_string())),
+    let modules = pyverbs::unpack(scratch).map_err(|why| shorten(&why.to_string()))?;
+    let part = |module: String| Part {
+        group: PYVERBS.to_owned(),
+        path: format!("{PYVERBS}/{module}"),
+        run: Box::new(move |tests| pyverbs::run(rig, scratch, &module, tests)),
+    };
+    Ok(modules.into_iter().map(part).collect())
+}
+
+/// Returns a process for each provider. The script of libfabric runs all tests of a provider.
+fn fabtests_parts<'a>(rig: &'a Rig, scratch: &sh::Scratch) -> Result<Vec<Part<'a>>, String> {
+    rig.network()?;
+    let folder = fabtests::unpack(scratch).map_err(|why| shorten(&why.to_string()))?;
+    let part = |(number, path): (usize, String)| {
+        let folder = folder.clone();
+        Part {
+            group: path.clone(),
+            path,
+            run: Box::new(move |_| fabtests::run(rig, &folder, number)),
+        }
+    };
+    Ok(fabtests::paths().into_iter().enumerate().map(part).collect())
+}
+
+/// Runs the selected tests of a suite.
+fn of_suite(options: &Options, suite: &str, parts: Result<Vec<Part<'_>>, String>) -> Vec<Row> {
+    let parts = match parts {
+        Ok(parts) => parts,
+        Err(why) => return vec![Row::run(suite, Kind::SuiteTest, |_| Verdict::Skipped(why))],
     };
     let mut rows = Vec::new();
-    for module in modules {
-        let path = format!("{PYVERBS}/{module}");
-        let mut tests = options.within(&path);
-        if options.is_chosen(&path) {
-            tests.clear();
-        } else if tests.is_empty() {
+    for Part { group, path, run } in parts {
+        if !options.is_any_chosen(&path) {
             continue;
         }
         if let Some(why) = options.not_yet(&path) {
@@ -380,42 +402,17 @@ fn of_pyverbs(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
             rows.push(Row::run(&path, Kind::SuiteTest, |_| verdict));
             continue;
         }
-        let began = Instant::now();
-        let ran = pyverbs::run(rig, scratch, &module, &tests);
-        rows.extend(process_rows(options, PYVERBS, &path, ran, began.elapsed()));
-    }
-    rows
-}
-
-/// Runs the libfabric tests using the script, which runs all tests of a provider.
-fn of_fabtests(options: &Options, rig: &Rig, scratch: &sh::Scratch) -> Vec<Row> {
-    let mut rows = Vec::new();
-    let mut folder = None;
-    for (number, (provider, _)) in fabtests::PROVIDERS.iter().enumerate() {
-        let path = format!("{FABTESTS}/{provider}");
-        let within = options.within(&path);
-        let is_whole = options.is_chosen(&path);
-        if !is_whole && within.is_empty() {
-            continue;
-        }
-        let began = Instant::now();
-        let unpack = || fabtests::unpack(scratch).map_err(|why| shorten(&why.to_string()));
-        let there = rig.network().map(drop);
-        let folder = match there.and_then(|()| folder.get_or_insert_with(unpack).clone()) {
-            Ok(folder) => folder,
-            Err(why) => {
-                rows.push(Row::run(&path, Kind::SuiteTest, |_| Verdict::Skipped(why)));
-                continue;
-            }
+        let words = match options.is_chosen(&path) {
+            true => Vec::new(),
+            false => options.within(&path),
         };
-        // The script doesn't support running a single test.
-        let is_chosen = |test: &Test| {
-            let name = format!("{path}/{}", test.name);
-            is_whole || within.iter().any(|word| name.contains(word))
+        let is_wanted = |test: &Test| {
+            let name = format!("{group}/{}", test.name);
+            words.is_empty() || words.iter().any(|word| name.contains(word))
         };
-        let ran = fabtests::run(rig, &folder, number);
-        let ran = ran.map(|all| all.into_iter().filter(is_chosen).collect());
-        rows.extend(process_rows(options, &path, &path, ran, began.elapsed()));
+        let began = Instant::now();
+        let ran = run(&words).map(|tests| tests.into_iter().filter(is_wanted).collect());
+        rows.extend(process_rows(options, &group, &path, ran, began.elapsed()));
     }
     rows
 }
@@ -450,7 +447,7 @@ fn process_rows(
     println!(
         "{path:<58} {:>6.1} s  {}",
         took.as_secs_f64(),
-        summary(&rows)
+        summary(rows.iter().map(|row| &row.verdict))
     );
     for row in &rows {
         if let Verdict::Failed(why) = &row.verdict {

@@ -7,7 +7,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use walkdir::WalkDir;
 
@@ -28,7 +28,7 @@ pub(crate) struct Options {
 /// Faults of the lossy link, as a percentage of packets in both directions.
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
-/// Runs the demo and prints the results as a table.
+/// Runs the demo and prints each step.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let missing = ensure(needs("demo"));
     if let Some(n) = missing.first() {
@@ -46,9 +46,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     )?;
     demo.write_over_lossy_link()?;
     demo.bench(options.bench_seconds)?;
-    demo.stop("stop riserd")?;
-    demo.print();
-    Ok(())
+    demo.stop()
 }
 
 struct Demo {
@@ -57,7 +55,6 @@ struct Demo {
     daemon: Option<Daemon>,
     /// Size of the tree, in MB.
     megabytes: u64,
-    rows: Vec<(String, Duration, String)>,
 }
 
 impl Demo {
@@ -74,21 +71,19 @@ impl Demo {
             programs,
             daemon: None,
             megabytes: bytes / 1_000_000,
-            rows: Vec::new(),
         })
     }
 
-    /// Runs and prints a step, then records the time and the message returned by it.
-    fn step(
+    /// Runs a step, and prints its name, the message returned by it and its time.
+    fn step<S: AsRef<str>>(
         &mut self,
         name: &str,
-        work: impl FnOnce(&Self) -> Result<String, Failure>,
+        work: impl FnOnce(&mut Self) -> Result<S, Failure>,
     ) -> Result<(), Failure> {
         let started = Instant::now();
         let said = work(self).map_err(|e| format!("{name}: {e}"))?;
-        let took = started.elapsed();
-        println!("  {name}: {said} ({:.1} s)", took.as_secs_f64());
-        self.rows.push((name.to_owned(), took, said));
+        let seconds = started.elapsed().as_secs_f64();
+        println!("{seconds:>6.1} s  {name}: {}", said.as_ref());
         Ok(())
     }
 
@@ -100,34 +95,26 @@ impl Demo {
     }
 
     fn serve(&mut self, name: &str) -> Result<(), Failure> {
-        let started = Instant::now();
-        let daemon = Daemon::start(
-            &self.programs.join("riserd"),
-            &self.scratch.join("riserd.yaml"),
-            &self.scratch.join("riserd.log"),
-        )?;
-        println!("{name}: PID of riserd is {}", daemon.pid());
-        self.rows
-            .push((name.to_owned(), started.elapsed(), "ready".to_owned()));
-        self.daemon = Some(daemon);
-        Ok(())
+        self.step(name, |d| {
+            let [program, config, log] = [
+                d.programs.join("riserd"),
+                d.scratch.join("riserd.yaml"),
+                d.scratch.join("riserd.log"),
+            ];
+            let daemon = d.daemon.insert(Daemon::start(&program, &config, &log)?);
+            Ok(format!("ready, PID {}", daemon.pid()))
+        })
     }
 
-    fn stop(&mut self, name: &str) -> Result<(), Failure> {
-        let started = Instant::now();
-        if let Some(daemon) = self.daemon.take() {
-            daemon.stop()?;
-        }
-        self.rows.push((
-            name.to_owned(),
-            started.elapsed(),
-            "exited on SIGTERM".to_owned(),
-        ));
-        Ok(())
+    fn stop(&mut self) -> Result<(), Failure> {
+        self.step("stop riserd", |d| {
+            d.daemon.take().map_or(Ok(()), Daemon::stop)?;
+            Ok("exited on SIGTERM")
+        })
     }
 
     fn restart(&mut self) -> Result<(), Failure> {
-        self.stop("stop riserd")?;
+        self.stop()?;
         self.serve("start riserd again")
     }
 
@@ -146,12 +133,10 @@ impl Demo {
                 mkfs.arg("-d").arg(d.scratch.join("tree"));
             }
             sh::output(mkfs.arg(&lun))?;
-            let made = if sh::is_root() {
-                "made"
-            } else {
-                "created, with the tree"
-            };
-            Ok(made.to_owned())
+            Ok(match sh::is_root() {
+                true => "created",
+                false => "created, with the tree",
+            })
         })?;
         self.detach("detach")?;
         if !sh::is_root() {
@@ -168,15 +153,7 @@ impl Demo {
     fn second_attach(&mut self, prefix: &str, inject: &[&str]) -> Result<(), Failure> {
         self.attach(&format!("{prefix}attach again"), inject)?;
         self.step(&format!("{prefix}e2fsck -fn"), |d| {
-            let text = sh::output(sh::cmd("e2fsck", ["-fn"]).arg(d.lun_file()?))?;
-            Ok(text
-                .lines()
-                .last()
-                .unwrap_or("clean")
-                .rsplit(": ")
-                .next()
-                .unwrap_or("clean")
-                .to_owned())
+            d.check_file_system()
         })?;
         self.detach(&format!("{prefix}detach"))?;
         if !sh::is_root() {
@@ -210,10 +187,14 @@ impl Demo {
         self.detach("unmount and detach")?;
         self.attach("attach", &[])?;
         self.step("e2fsck -fn", |d| {
-            sh::output(sh::cmd("e2fsck", ["-fn"]).arg(d.lun_file()?))?;
-            Ok("clean".to_owned())
+            d.check_file_system()
         })?;
         self.detach("detach")
+    }
+
+    fn check_file_system(&self) -> Result<&'static str, Failure> {
+        sh::output(sh::cmd("e2fsck", ["-fn"]).arg(self.lun_file()?))?;
+        Ok("clean")
     }
 
     /// Copies the tree to a directory of the mounted file system.
@@ -246,7 +227,7 @@ impl Demo {
 
     fn detach(&mut self, name: &str) -> Result<(), Failure> {
         self.step(name, |d| {
-            d.riser(&["detach", &d.mnt()]).map(|_| "gone".to_owned())
+            d.riser(&["detach", &d.mnt()]).map(|_| "gone")
         })
     }
 
@@ -255,7 +236,7 @@ impl Demo {
             let mnt = d.mnt();
             let mut args = vec!["mount", URL, &mnt, "--addr", "127.0.0.2"];
             args.extend(inject);
-            d.riser(&args).map(|_| "mounted".to_owned())
+            d.riser(&args).map(|_| "mounted")
         })
     }
 
@@ -276,19 +257,6 @@ impl Demo {
             let json = d.riser(&words.collect::<Vec<_>>())?;
             crate::bench::summary(&json)
         })
-    }
-
-    fn print(&self) {
-        let width = self
-            .rows
-            .iter()
-            .map(|(name, _, _)| name.chars().count())
-            .max()
-            .unwrap_or(0);
-        println!("\n{:<width$}  {:>8}  result", "step", "seconds");
-        for (name, took, said) in &self.rows {
-            println!("{name:<width$}  {:>8.2}  {said}", took.as_secs_f64());
-        }
     }
 }
 

@@ -125,7 +125,7 @@ pub(crate) fn wait_for_exit(
 
 /// Removes directories of killed runs: their names start with this prefix, followed by the ID of a
 /// process that no longer exists.
-pub(crate) fn remove_abandoned(parent: &Path, beginning: &str) {
+fn remove_abandoned(parent: &Path, beginning: &str) {
     let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
         let name = entry.file_name();
@@ -192,10 +192,23 @@ pub(crate) struct Scratch(PathBuf);
 impl Scratch {
     /// Creates the directory; its name contains our process ID.
     pub(crate) fn new(name: &str) -> Result<Self, Failure> {
-        let parent = std::env::temp_dir();
-        remove_abandoned(&parent, &format!("riser-{name}-"));
+        Self::below(&std::env::temp_dir(), name)
+    }
+
+    /// Creates the directory in memory if possible.
+    pub(crate) fn in_memory(name: &str) -> Result<Self, Failure> {
+        let shm = Path::new("/dev/shm");
+        match shm.is_dir() {
+            true => Self::below(shm, name),
+            false => Self::new(name),
+        }
+    }
+
+    /// Creates the directory in another directory.
+    pub(crate) fn below(parent: &Path, name: &str) -> Result<Self, Failure> {
+        remove_abandoned(parent, &format!("riser-{name}-"));
         let path = parent.join(format!("riser-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path)?;
+        std::fs::create_dir_all(&path).map_err(|e| format!("{}: {e}", path.display()))?;
         Ok(Self(path))
     }
 

@@ -1,6 +1,5 @@
 //! Runs each system with the same file.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -33,8 +32,9 @@ pub(super) struct Setup {
     pub(super) programs: Option<PathBuf>,
 }
 
-/// Files and programs used for a run. The files are removed on drop.
+/// Files and programs used for a run.
 pub(super) struct Rig {
+    _scratch: sh::Scratch,
     pub(super) place: Place,
     pub(super) image: PathBuf,
     pub(super) seconds: u32,
@@ -69,14 +69,14 @@ impl Rig {
                 daemon::build_dist()?
             }
         };
-        // Remove the files of interrupted runs, because each uses one GiB, usually of memory.
-        sh::remove_abandoned(&setup.folder, "riser-bench-");
-        let name = format!("riser-bench-{}", std::process::id());
-        let scratch = setup.folder.join(name);
-        fs::create_dir_all(&scratch).map_err(|e| format!("{}: {e}", scratch.display()))?;
+        let scratch = sh::Scratch::below(&setup.folder, "bench")?;
         let rig = Self {
             image: scratch.join("disk.img"),
-            place: Place { scratch, programs },
+            place: Place {
+                scratch: scratch.path().to_owned(),
+                programs,
+            },
+            _scratch: scratch,
             seconds: setup.seconds,
             size_mib: setup.size_mb,
             is_built: setup.programs.is_none(),
@@ -165,12 +165,6 @@ impl Rig {
             fill(image, self.size_mib / MAX_UNITS as u64)?;
         }
         Ok(images)
-    }
-}
-
-impl Drop for Rig {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.place.scratch);
     }
 }
 

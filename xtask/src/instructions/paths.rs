@@ -44,6 +44,9 @@ const IQN: &str = "iqn.2026-01.com.example:instructions";
 const BLOCK: u64 = 4096;
 const DISK: u64 = 64 << 20;
 
+/// Name of callgrind's dumps, which have a number as a suffix.
+const DUMP: &str = "callgrind.out";
+
 /// Number of operations in the shorter run. For each difference, the longer run adds the same
 /// number again.
 const FEW: u64 = 256;
@@ -100,7 +103,7 @@ pub(super) struct Rig {
     programs: PathBuf,
     // The daemon must be dropped before its files are removed.
     daemon: Daemon,
-    folder: Folder,
+    folder: sh::Scratch,
     dumps: u32,
 }
 
@@ -110,13 +113,13 @@ impl Rig {
     pub(super) fn start() -> Result<Self, Failure> {
         println!("building riserd and riser");
         let programs = daemon::build()?;
-        let folder = Folder::new()?;
-        fs::write(folder.0.join("disk"), vec![0x5a; DISK as usize])?;
-        let config = folder.0.join("riserd.yaml");
-        fs::write(&config, configuration(&folder.0))?;
+        let folder = sh::Scratch::in_memory("instructions")?;
+        fs::write(folder.join("disk"), vec![0x5a; DISK as usize])?;
+        let config = folder.join("riserd.yaml");
+        fs::write(&config, configuration(folder.path()))?;
         let mut callgrind = sh::cmd("valgrind", ["--tool=callgrind", "--fair-sched=yes"]);
-        callgrind.arg(format!("--callgrind-out-file={}", folder.dump().display()));
-        let (program, log) = (programs.join("riserd"), folder.0.join("log"));
+        callgrind.arg(format!("--callgrind-out-file={}", folder.join(DUMP).display()));
+        let (program, log) = (programs.join("riserd"), folder.join("log"));
         let pulse = Pulse::start()?;
         let daemon = Daemon::start_behind(callgrind, &program, &config, &log)?;
         drop(pulse);
@@ -167,8 +170,8 @@ impl Rig {
         ] {
             command.args([option, &value]);
         }
-        command.env("XDG_RUNTIME_DIR", &self.folder.0);
-        command.env("RISER_STATE_DIR", self.folder.0.join("riser"));
+        command.env("XDG_RUNTIME_DIR", self.folder.path());
+        command.env("RISER_STATE_DIR", self.folder.join("riser"));
         command
     }
 
@@ -181,7 +184,7 @@ impl Rig {
             return Err(format!("callgrind_control -d {pid}: {}", said.trim_end()).into());
         }
         self.dumps += 1;
-        let mut file = self.folder.dump().into_os_string();
+        let mut file = self.folder.join(DUMP).into_os_string();
         file.push(format!(".{}", self.dumps));
         let bytes = fs::read(&file).map_err(|e| format!("{}: {e}", file.display()))?;
         fs::remove_file(&file)?;
@@ -218,34 +221,6 @@ impl Pulse {
 impl Drop for Pulse {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
-    }
-}
-
-/// Directory for files used in a run. This is in memory if possible.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Result<Self, Failure> {
-        let shm = PathBuf::from("/dev/shm");
-        let parent = if shm.is_dir() {
-            shm
-        } else {
-            std::env::temp_dir()
-        };
-        sh::remove_abandoned(&parent, "riser-instructions-");
-        let folder = parent.join(format!("riser-instructions-{}", std::process::id()));
-        fs::create_dir_all(&folder)?;
-        Ok(Self(folder))
-    }
-
-    fn dump(&self) -> PathBuf {
-        self.0.join("callgrind.out")
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 

@@ -1,15 +1,14 @@
 //! `cargo xtask package`: builds the Debian package and tests it in a Debian system.
 //!
-//! The package is built twice, using a later version for the second build. Both are copied to a new
-//! Debian root, where systemd runs as init in a container with its own network. There,
-//! `tests/package/install.sh` will install, use, upgrade, remove and purge them.
+//! The package is built twice, using a later version for the second build. `tests/package/run.sh`
+//! creates a Debian root, where `tests/package/install.sh` will install, use, upgrade, remove and
+//! purge them.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::path::PathBuf;
 
 use crate::daemon::DIST;
-use crate::packages::{codename, ensure, have_program, needs};
+use crate::packages::{ensure, have_program, needs};
 use crate::sh::{self, cmd};
 use crate::{Failure, daemon, root};
 
@@ -18,11 +17,6 @@ const DOCUMENTING: [&str; 3] = ["riserd", "riser", "riserd-configfs"];
 
 /// Programs that can generate only manual pages.
 const SERVICES: [&str; 2] = ["riser-sa", "riser-iwpmd"];
-
-/// Debian packages required by ours, so that it can be installed without network access. Also
-/// includes the programs that we run with our libraries, and ibacm, which is replaced by riser-sa.
-const INCLUDE: &str =
-    "--include=systemd,systemd-sysv,dbus,fuse3,procps,ibverbs-utils,perftest,ibacm";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -62,7 +56,8 @@ pub(crate) fn build_and_install(profile: &str) -> Result<(), Failure> {
     // We use the same programs with a later version number, because this should test the upgrade
     // and not another program.
     let later = package(profile, &format!("{version}+later"))?;
-    test(&folder(), &deb, &later)
+    let mut test = cmd("bash", [root().join("tests/package/run.sh")]);
+    sh::run(test.args([folder(), deb, later]))
 }
 
 /// Directory for packages and the Debian root.
@@ -135,120 +130,4 @@ fn package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
     command.args(["--profile", profile, "--deb-version", version, "--output"]);
     sh::run(command.arg(&deb))?;
     Ok(deb)
-}
-
-/// Runs the installation test in a new root; see the script.
-fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
-    // We keep the bare root because it takes a long time to create. Every test uses a new copy of
-    // it.
-    let (tar, list) = (out.join("debian.tar"), out.join("debian.packages"));
-    if !tar.is_file() || fs::read_to_string(&list).ok().as_deref() != Some(INCLUDE) {
-        println!("making a Debian root");
-        debian(&tar)?;
-        fs::write(&list, INCLUDE)?;
-    }
-    let dir = out.join("root");
-    let _ = fs::remove_dir_all(&dir);
-    fs::create_dir_all(dir.join("test"))?;
-    sh::run(cmd("tar", ["-xpf"]).arg(&tar).arg("-C").arg(&dir))?;
-    fs::copy(deb, dir.join("test/old.deb"))?;
-    fs::copy(later, dir.join("test/new.deb"))?;
-    fs::copy(
-        root().join("tests/package/install.sh"),
-        dir.join("test/install.sh"),
-    )?;
-    // When the script is done, the container's init exits with the same status.
-    let unit = dir.join("etc/systemd/system/test.service");
-    fs::write(
-        unit,
-        "[Unit]\nAfter=multi-user.target\nSuccessAction=exit\nFailureAction=exit\n\
-         [Service]\nType=oneshot\nExecStart=/bin/bash /test/install.sh\n\
-         StandardOutput=file:/test/log\nStandardError=file:/test/log\n",
-    )?;
-    let wants = dir.join("etc/systemd/system/multi-user.target.wants");
-    fs::create_dir_all(&wants)?;
-    std::os::unix::fs::symlink(
-        "/etc/systemd/system/test.service",
-        wants.join("test.service"),
-    )?;
-    let mut container = cmd(
-        "systemd-nspawn",
-        [
-            "--quiet",
-            "--boot",
-            "--register=no",
-            "--keep-unit",
-            "--private-network",
-            "--bind=/dev/fuse",
-            "--directory",
-        ],
-    );
-    let status = container
-        .arg(&dir)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status()?;
-    let log = fs::read_to_string(dir.join("test/log")).unwrap_or_default();
-    println!("{log}");
-    // Check the last line in addition to the status, because the container may exit with success
-    // before the script has started.
-    if status.success() && log.ends_with("--- passed\n") {
-        let _ = fs::remove_dir_all(&dir);
-        Ok(())
-    } else {
-        Err(format!("the installation test failed with {status}").into())
-    }
-}
-
-/// Creates a Debian root for the same release and from the same archive as used by this machine.
-fn debian(tar: &Path) -> Result<(), Failure> {
-    // Use a temporary name until the root is complete, so that we never use the result of an
-    // interrupted run.
-    let half = tar.with_extension("half");
-    let mut command = cmd(
-        "mmdebstrap",
-        ["--quiet", "--variant=minbase", "--format=tar", INCLUDE],
-    );
-    // Only pass the options required to reach the archive, but no options that need programs
-    // missing from the root.
-    for option in acquire_options()? {
-        command.arg(format!("--aptopt={option}"));
-    }
-    command.arg(codename()?).arg(&half).args(sources()?);
-    sh::run(&mut command)?;
-    Ok(fs::rename(half, tar)?)
-}
-
-fn acquire_options() -> Result<Vec<String>, Failure> {
-    let dump = sh::output(&mut cmd("apt-config", ["dump"]))?;
-    let wanted = [
-        "Acquire::Check-",
-        "Acquire::http::Proxy",
-        "Acquire::https::Proxy",
-    ];
-    let is_wanted = |line: &&str| wanted.iter().any(|w| line.starts_with(w));
-    Ok(dump.lines().filter(is_wanted).map(str::to_owned).collect())
-}
-
-/// Returns the apt source files of this machine.
-fn sources() -> Result<Vec<PathBuf>, Failure> {
-    let mut sources = Vec::new();
-    let single = PathBuf::from("/etc/apt/sources.list");
-    if fs::metadata(&single).is_ok_and(|m| m.len() > 0) {
-        sources.push(single);
-    }
-    if let Ok(entries) = fs::read_dir("/etc/apt/sources.list.d") {
-        for entry in entries {
-            let path = entry?.path();
-            if path
-                .extension()
-                .is_some_and(|e| e == "list" || e == "sources")
-            {
-                sources.push(path);
-            }
-        }
-    }
-    sources.sort();
-    Ok(sources)
 }

@@ -135,7 +135,7 @@ pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(sh::output(command.envs(env.iter().copied())))
 }
 
-fn testing(args: &[&str]) -> Command {
+pub(crate) fn testing(args: &[&str]) -> Command {
     let mut command = sh::cargo(["test", "--no-fail-fast"]);
     command.args(args).env(skip::LOG, skip_log());
     command

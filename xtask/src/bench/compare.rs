@@ -15,12 +15,11 @@ pub(super) struct Selection {
     pub(super) workloads: Vec<&'static Workload>,
 }
 
-/// Measures all rounds. After each round, the current results are passed to `keep`.
+/// Measures all rounds.
 pub(super) fn measure(
     rig: &Rig,
     selection: &Selection,
     rounds: usize,
-    keep: impl Fn(&Comparison) -> Result<(), Failure>,
 ) -> Result<Comparison, Failure> {
     let mut systems = selection.systems.clone();
     let mut skipped = Vec::new();
@@ -61,7 +60,6 @@ pub(super) fn measure(
                 comparison.samples.push(sample);
             }
         }
-        keep(&comparison)?;
     }
     Ok(comparison)
 }

@@ -11,8 +11,8 @@
 //! - [`results`]: the results file, including the [`machine`]; [`render`] and [`pictures`] create
 //!   documents from it.
 //!
-//! If the user selects a subset or disables the check, this is a draft run: results and documents
-//! are then written to `.build/bench` instead of `docs`.
+//! If the user selects a subset or disables the check, this is a trial: the document is then printed
+//! instead of written to `docs`.
 
 mod clients;
 mod cliffs;
@@ -49,10 +49,10 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 5, value_parser = rounds)]
     rounds: usize,
     /// Run only systems and workloads, or curves, whose name contains WORD; may be repeated. The
-    /// results are a draft.
+    /// results are only printed.
     #[arg(long, value_name = "WORD")]
     only: Vec<String>,
-    /// Do not compare with targets. The results are a draft and are written to .build/bench.
+    /// Do not compare with targets. The results are only printed.
     #[arg(long)]
     no_judge: bool,
     /// Measure curves by depth, sessions, units, block size, loss and load instead of the tables;
@@ -74,7 +74,7 @@ fn rounds(text: &str) -> Result<usize, String> {
 }
 
 impl Options {
-    fn is_try_out(&self) -> bool {
+    fn is_trial(&self) -> bool {
         self.no_judge || !self.only.is_empty()
     }
 }
@@ -103,29 +103,18 @@ fn results_path() -> PathBuf {
         .join("results.json")
 }
 
-/// Directory for files from a draft run or a run that is still in progress.
-fn draft() -> PathBuf {
-    root().join(".build/bench")
-}
-
-fn save_draft(results: &Results) -> Result<(), Failure> {
-    results.save(&draft().join(render::FOLDER).join("results.json"))
-}
-
 /// Writes the documents in the repository.
 fn publish(results: &Results) -> Result<(), Failure> {
     render::write(results, &root().join("docs"))?;
     render::write_readme(results, &root().join("README.md"))
 }
 
-/// Saves the new results to the repository or, for a draft, to a separate directory.
+/// Saves the new results to the repository or, for a trial, prints them.
 fn finish(options: &Options, put: impl FnOnce(&mut Results)) -> Result<(), Failure> {
-    if options.is_try_out() {
+    if options.is_trial() {
         let mut results = Results::default();
         put(&mut results);
-        save_draft(&results)?;
-        render::write(&results, &draft())?;
-        println!("a try-out: {}/performance.md", draft().display());
+        println!("\n{}", render::document(&results));
         return Ok(());
     }
     let mut results = Results::load(&results_path())?;
@@ -149,15 +138,7 @@ fn compare(options: &Options) -> Result<(), Failure> {
     check_rounds(options)?;
     let selection = select::of(&options.only)?;
     let rig = Rig::prepare(&options.setup, &selection.systems)?;
-    // Save the results after every round, because this run takes a long time and may be
-    // interrupted.
-    let keep = |comparison: &Comparison| {
-        save_draft(&Results {
-            comparison: Some(comparison.clone()),
-            scaling: None,
-        })
-    };
-    let comparison = compare::measure(&rig, &selection, options.rounds, keep)?;
+    let comparison = compare::measure(&rig, &selection, options.rounds)?;
     drop(rig);
     let judged = check_targets(&comparison);
     println!("\n{}", render::targets(&judged));
@@ -209,13 +190,7 @@ fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec
 fn scale(options: &Options) -> Result<(), Failure> {
     check_rounds(options)?;
     let rig = Rig::prepare(&options.setup, &scaling::all_systems())?;
-    let keep = |scaling: &results::Scaling| {
-        save_draft(&Results {
-            comparison: None,
-            scaling: Some(scaling.clone()),
-        })
-    };
-    let scaling = scaling::measure(&rig, &options.only, options.rounds, keep)?;
+    let scaling = scaling::measure(&rig, &options.only, options.rounds)?;
     drop(rig);
     let steps = cliffs::steps(&scaling);
     let broken = steps.iter().filter(|step| step.is_cliff());

@@ -50,13 +50,11 @@ pub(super) fn all_systems() -> Vec<&'static System> {
     SYSTEMS.iter().filter(is_wanted).collect()
 }
 
-/// Measures all curves, or just the curves whose name contains one of the words. The current
-/// results are passed to `keep` after each curve.
+/// Measures all curves, or just the curves whose name contains one of the words.
 pub(super) fn measure(
     rig: &Rig,
     words: &[String],
     rounds: usize,
-    keep: impl Fn(&Scaling) -> Result<(), Failure>,
 ) -> Result<Scaling, Failure> {
     let curves = select(CURVES.iter(), words, "curve", |curve, word| {
         curve.id.contains(word)
@@ -68,7 +66,6 @@ pub(super) fn measure(
     for round in 1..=rounds {
         for curve in &curves {
             scaling.points.extend(points(rig, curve, round)?);
-            keep(&scaling)?;
         }
         println!("round {round} of {rounds} is done");
     }

@@ -7,8 +7,10 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::LazyLock;
 use std::time::Instant;
 
+use regex::Regex;
 use riser_testkit::programs::ARE_BUILT;
 use serde_json::Value;
 
@@ -57,6 +59,12 @@ pub(crate) const SIMULATOR: [&str; 8] = [
     "--test", "control", "--test", "failures", "--test", "seeds", "--test", "troubles",
 ];
 
+/// First and last line of a harness.
+static LINES: LazyLock<Regex> = LazyLock::new(|| {
+    let lines = r"(?m)^running \d+ tests?$|^test result: \w+\. (?<passed>\d+) passed; (?<failed>\d+) failed";
+    Regex::new(lines).expect("a valid expression")
+});
+
 /// Test results of one or more harnesses.
 #[derive(Default)]
 pub(crate) struct Results {
@@ -78,14 +86,16 @@ impl Results {
         // The output may contain several harnesses, as with `cargo test`, so we check that every
         // harness we saw start has also printed a result.
         let (mut begun, mut ended) = (0, 0);
-        for line in text.lines() {
-            begun += usize::from(is_beginning(line));
-            let Some(line) = line.strip_prefix("test result: ") else {
-                continue;
-            };
-            ended += 1;
-            counts.passed += number_before(line, " passed");
-            counts.failed += number_before(line, " failed");
+        for found in LINES.captures_iter(&text) {
+            let number = |name| found.name(name).and_then(|n| n.as_str().parse::<u64>().ok());
+            match (number("passed"), number("failed")) {
+                (Some(passed), Some(failed)) => {
+                    ended += 1;
+                    counts.passed += passed;
+                    counts.failed += failed;
+                }
+                _ => begun += 1,
+            }
         }
         // Always show measured values, because the output of a successful test is not printed.
         let figures = text.lines().filter_map(|l| Some(&l[l.find("figure: ")?..]));
@@ -331,21 +341,6 @@ fn failed_functions(text: &str) -> BTreeSet<String> {
     failed
 }
 
-/// Checks for the first line of a harness.
-fn is_beginning(line: &str) -> bool {
-    let number = line.strip_prefix("running ").map(|rest| rest.split(' '));
-    let words = number.map(Iterator::collect::<Vec<_>>).unwrap_or_default();
-    matches!(words[..], [n, "test" | "tests"] if n.parse::<u32>().is_ok())
-}
-
-fn number_before(line: &str, word: &str) -> u64 {
-    line.split(word)
-        .next()
-        .and_then(|before| before.rsplit(|c: char| !c.is_ascii_digit()).next())
-        .and_then(|digits| digits.parse().ok())
-        .unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -353,9 +348,9 @@ mod tests {
 
     #[test]
     fn harness_lines_are_counted() {
-        let line = "ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
-        assert_eq!(number_before(line, " passed"), 12);
-        assert_eq!(number_before(line, " failed"), 3);
+        let line = "test result: ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
+        let counts = Results::of(Ok(line.to_owned())).counts;
+        assert_eq!((counts.passed, counts.failed), (12, 3));
     }
 
     #[test]

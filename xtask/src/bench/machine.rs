@@ -1,7 +1,7 @@
 //! Describes the machine used for measurements and checks if it's busy.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::results::Provenance;
@@ -97,29 +97,18 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 
 /// Returns the versions of all available programs.
 fn programs(ours: &Path) -> Vec<String> {
-    let riser = ours.join("riser");
-    let version = |program: &Path, option| {
-        let text = line(&mut sh::cmd(program, [option])).ok()?;
+    let version = |program: PathBuf| {
+        let text = line(&mut sh::cmd(&program, ["--version"])).ok()?;
         let name = program.file_name()?.to_string_lossy().into_owned();
         // Some programs don't print their name.
-        let is_named = text.to_lowercase().contains(&name);
-        Some(if is_named {
-            text
-        } else {
-            format!("{name} {text}")
+        Some(match text.to_lowercase().contains(&name) {
+            true => text,
+            false => format!("{name} {text}"),
         })
     };
-    let all = [
-        (riser.as_path(), "--version"),
-        (Path::new("fio"), "--version"),
-        (Path::new("nbdkit"), "--version"),
-        (Path::new("qemu-nbd"), "--version"),
-        (Path::new("/usr/sbin/tgtd"), "--version"),
-    ];
-    let versions = all.into_iter();
-    versions
-        .filter_map(|(program, option)| version(program, option))
-        .collect()
+    let others = ["fio", "nbdkit", "qemu-nbd", "/usr/sbin/tgtd"].map(PathBuf::from);
+    let all = [ours.join("riser")].into_iter().chain(others);
+    all.filter_map(version).collect()
 }
 
 fn line(command: &mut std::process::Command) -> Result<String, Failure> {
@@ -129,26 +118,18 @@ fn line(command: &mut std::process::Command) -> Result<String, Failure> {
 
 /// Returns the current idle time of all CPUs, in percent.
 fn idle_percent() -> Result<f64, Failure> {
-    let look = || -> Result<_, Failure> {
-        let text = fs::read_to_string("/proc/stat")?;
-        idle_of_all(&text).ok_or_else(|| "/proc/stat has no line for all processors".into())
-    };
-    let (idle_before, all_before) = look()?;
+    let look = || -> Result<_, Failure> { idle_of_all(&fs::read_to_string("/proc/uptime")?) };
+    let (all_before, idle_before) = look()?;
     std::thread::sleep(LOOK);
-    let (idle, all) = look()?;
-    let all = all.saturating_sub(all_before).max(1);
-    Ok(100.0 * idle.saturating_sub(idle_before) as f64 / all as f64)
+    let (all, idle) = look()?;
+    let cores = std::thread::available_parallelism()?.get() as f64;
+    Ok((100.0 * (idle - idle_before) / (all - all_before) / cores).clamp(0.0, 100.0))
 }
 
-/// Returns idle and total ticks from the `/proc/stat` line for all CPUs (proc(5)).
-fn idle_of_all(text: &str) -> Option<(u64, u64)> {
-    let line = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
-    let ticks: Option<Vec<u64>> = line.split_whitespace().map(|t| t.parse().ok()).collect();
-    let ticks = ticks?;
-    // The fields are user, nice, system, idle, iowait, irq, softirq and steal. Guest time is
-    // already included in user time.
-    let all = ticks.iter().take(8).sum();
-    Some((ticks.get(3)? + ticks.get(4)?, all))
+/// Parses `/proc/uptime`: the uptime, and the sum of the idle times of all CPUs (proc(5)).
+fn idle_of_all(text: &str) -> Result<(f64, f64), Failure> {
+    let (uptime, idle) = text.trim().split_once(' ').ok_or("invalid /proc/uptime")?;
+    Ok((uptime.parse()?, idle.parse()?))
 }
 
 #[cfg(test)]
@@ -156,10 +137,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_of_guests_are_not_counted_twice() {
-        let text = "cpu  10 1 5 70 4 3 2 5 9 9\ncpu0 1 1 1 1 1 1 1 1 1 1\n";
-        assert_eq!(idle_of_all(text), Some((74, 100)));
-        assert_eq!(idle_of_all("intr 5\n"), None);
+    fn idle_time_is_parsed() {
+        assert_eq!(idle_of_all("350735.47 234388.90\n").unwrap(), (350_735.47, 234_388.9));
+        assert!(idle_of_all("5\n").is_err());
+        assert!((0.0..=100.0).contains(&idle_percent().unwrap()));
     }
 
     #[test]

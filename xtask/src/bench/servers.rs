@@ -44,35 +44,35 @@ pub(super) enum Address {
 pub(super) struct Served {
     /// One disk per file.
     pub(super) disks: Vec<Address>,
-    // Programs are stopped in this order: an attached disk must be stopped before its target.
-    program: Option<Program>,
-    tgt: Option<Tgt>,
-    daemon: Option<Daemon>,
+    /// An attached disk is before its target, because it must be stopped first.
+    servers: Vec<Running>,
+}
+
+/// A server that is running.
+enum Running {
+    Program(Program),
+    Tgt(Tgt),
+    Daemon(Daemon),
 }
 
 impl Served {
-    fn at(disk: Address) -> Self {
-        Self {
-            disks: vec![disk],
-            program: None,
-            tgt: None,
-            daemon: None,
-        }
-    }
-
     /// Returns the process IDs of all servers.
     pub(super) fn processes(&self) -> Vec<u32> {
-        let program = self.program.as_ref().map(|program| program.process.pid());
-        let tgt = self.tgt.as_ref().map(Tgt::pid);
-        let daemon = self.daemon.as_ref().map(Daemon::pid);
-        program.into_iter().chain(tgt).chain(daemon).collect()
+        let pid = |server: &Running| match server {
+            Running::Program(program) => program.process.pid(),
+            Running::Tgt(tgt) => tgt.pid(),
+            Running::Daemon(daemon) => daemon.pid(),
+        };
+        self.servers.iter().map(pid).collect()
     }
 
     /// Stops the servers. Returns an error if our target doesn't exit with success.
-    pub(super) fn stop(mut self) -> Result<(), Failure> {
-        drop(self.program.take());
-        drop(self.tgt.take());
-        self.daemon.take().map_or(Ok(()), Daemon::stop)
+    pub(super) fn stop(self) -> Result<(), Failure> {
+        let mut servers = self.servers.into_iter();
+        servers.try_for_each(|server| match server {
+            Running::Daemon(daemon) => daemon.stop(),
+            _ => Ok(()),
+        })
     }
 }
 
@@ -82,10 +82,13 @@ impl Place {
     pub(super) fn serve(&self, server: Server, images: &[PathBuf]) -> Result<Served, Failure> {
         let image = images.first().ok_or("missing file to serve")?;
         match server {
-            Server::None => Ok(Served::at(Address::File {
-                path: image.clone(),
-                direct: false,
-            })),
+            Server::None => Ok(Served {
+                disks: vec![Address::File {
+                    path: image.clone(),
+                    direct: false,
+                }],
+                servers: Vec::new(),
+            }),
             Server::Nbdkit => self.nbd("nbdkit", |socket| {
                 let mut command = sh::cmd("nbdkit", ["-f", "-U"]);
                 command.arg(socket).arg("file").arg(image);
@@ -99,9 +102,10 @@ impl Place {
             }),
             Server::Tgt => {
                 let tgt = Tgt::start(image, IQN, &self.scratch.join("tgt.log"))?;
-                let mut served = Served::at(Address::Url(tgt.url().to_owned()));
-                served.tgt = Some(tgt);
-                Ok(served)
+                Ok(Served {
+                    disks: vec![Address::Url(tgt.url().to_owned())],
+                    servers: vec![Running::Tgt(tgt)],
+                })
             }
             Server::Riserd(protocol) => self.riserd("roce", protocol, images),
             Server::Sharing => self.riserd("shm", Protocol::Srp, images),
@@ -114,9 +118,10 @@ impl Place {
         let _ = fs::remove_file(&socket);
         let log = self.scratch.join(format!("{name}.log"));
         let program = Program::start(command(&socket), &log, &socket)?;
-        let mut served = Served::at(Address::Url(nbd_url("", &socket)));
-        served.program = Some(program);
-        Ok(served)
+        Ok(Served {
+            disks: vec![Address::Url(nbd_url("", &socket))],
+            servers: vec![Running::Program(program)],
+        })
     }
 
     fn riserd(
@@ -132,9 +137,7 @@ impl Place {
         let url = |lun| Address::Url(url(protocol, lun));
         Ok(Served {
             disks: (0..images.len()).map(url).collect(),
-            program: None,
-            tgt: None,
-            daemon: Some(daemon),
+            servers: vec![Running::Daemon(daemon)],
         })
     }
 
@@ -163,7 +166,7 @@ impl Place {
         };
         let mut program = Program::start(command, &self.scratch.join("attach.log"), &there)?;
         program.mount = (export == Export::Fuse).then_some(path);
-        served.program = Some(program);
+        served.servers.insert(0, Running::Program(program));
         served.disks = vec![disk];
         Ok(served)
     }

@@ -7,6 +7,7 @@ mod commands;
 mod examples;
 mod layout;
 mod links;
+mod names;
 mod reference;
 mod security;
 

@@ -28,7 +28,7 @@ pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, F
             let used = used(package, is_for_product);
             for (name, declared) in declared(&package.manifest, list) {
                 if !used.contains(&plain(name)) {
-                    unused.push(format!("dependency {}: {name}", package.name));
+                    unused.push(format!("unused dependency {}: {name}", package.name));
                 }
                 // A workspace dependency is unused if no package inherits it, even if the lists of
                 // all packages are correct.
@@ -45,7 +45,7 @@ pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, F
         .flat_map(|w| declared(w, "dependencies"))
     {
         if !inherited.contains(name) {
-            unused.push(format!("dependency of the workspace: {name}"));
+            unused.push(format!("unused dependency of the workspace: {name}"));
         }
     }
     Ok(unused)

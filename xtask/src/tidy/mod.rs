@@ -1,12 +1,9 @@
 //! `cargo xtask tidy`: checks for import cycles and words to avoid, and measures the source code.
 //!
-//! By default, this returns an error for anything new: an import cycle between sibling modules, a
-//! word from [`words`] in user-visible text, a reference in a document to a file or function that
-//! doesn't exist, a dependency that is not allowed by [`layers`], an invalid commit subject, or a
-//! type with too many [`methods`].
-//! Issues that existed before the check was added are listed in [`KNOWN`]. This list must only get
-//! shorter, so an entry that doesn't match any more is an error as well. If `--report` is set, we
-//! only measure and never return an error.
+//! By default, this returns an error for an import cycle between sibling modules, a word from
+//! [`words`] in user-visible text, a dependency that is not allowed by [`layers`], an invalid commit
+//! subject, a type with too many [`methods`], or comments that exceed a budget of [`english`]. If
+//! `--report` is set, we only measure and never return an error.
 
 mod dependencies;
 mod english;
@@ -16,14 +13,12 @@ mod lexical;
 mod measures;
 mod methods;
 mod modules;
-mod references;
 mod report;
 mod sources;
 mod subjects;
 mod visible;
 mod words;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -32,9 +27,6 @@ use measures::Measures;
 use report::Report;
 
 use crate::{Failure, root};
-
-/// List of known issues to be fixed, one per line.
-const KNOWN: &str = "xtask/tidy-known.txt";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -58,8 +50,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !options.report {
         check()?;
         println!(
-            "no new import circle, no word to replace, no dead reference, no dependency on a layer above, no invalid \
-             commit subject, methods of types and English within their budgets"
+            "no import circle, no word to replace, no dependency on a layer above, no invalid commit subject, methods of \
+             types and English within their budgets"
         );
         return Ok(());
     }
@@ -125,80 +117,43 @@ fn all_readable(packages: &[sources::Package]) -> Result<(), Failure> {
     Err(format!("cannot read:\n{}", unreadable.join("\n")).into())
 }
 
-/// Checks the source code. The error contains new issues, and known issues that no longer exist.
+/// Checks the source code.
+///
+/// # Errors
+/// A line for each issue.
 pub(crate) fn check() -> Result<(), Failure> {
     let packages = own_sources()?;
-    let mut found = Findings::default();
-    for circle in packages.iter().flat_map(modules::circles) {
-        // The key must not contain line numbers, so that a known issue still matches when other
-        // lines have changed.
-        let key = format!("circle {}", circle.name());
-        found
-            .entry(key)
-            .or_default()
-            .push(format!("circle {circle}"));
-    }
+    let circles = packages.iter().flat_map(modules::circles);
+    let mut wrong: Vec<_> = circles.map(|circle| format!("circle {circle}")).collect();
     for visible in visible::texts(&root(), &packages)? {
         let path = visible.path.display();
-        for word in words::find(&visible.text.text, visible.text.line) {
-            let key = format!("word {path}: {}", word.word);
-            let (line, instead, word) = (word.line, word.instead, word.word);
+        for words::Found {
+            line,
+            word,
+            instead,
+        } in words::find(&visible.text.text, visible.text.line)
+        {
             let about = format!("{path}:{line}: replace \"{word}\" with one of: {instead}");
-            found.entry(key).or_default().push(about);
+            wrong.push(about);
         }
     }
-    for (key, about) in references::dead(&root())? {
-        found.entry(key).or_default().push(about);
-    }
-    for crossing in layers::crossings(&packages) {
-        found
-            .entry(crossing.clone())
-            .or_default()
-            .push(format!("{crossing}: must not depend on it"));
-    }
-    // Only compare issues of these types; otherwise known issues of the other step would look as if
-    // they were fixed.
-    compare(&["circle", "reference", "word", "layer"], &found)?;
-    subjects::check()?;
-    methods::check(&packages)?;
-    english::check(&packages)
+    wrong.extend(layers::crossings(&packages));
+    wrong.extend(subjects::invalid_subjects());
+    wrong.extend(methods::over_budget(&packages)?);
+    wrong.extend(english::over_budget(&packages)?);
+    none_wrong(&wrong)
 }
 
 /// Returns an error if there are unused dependencies.
 pub(crate) fn check_dependencies() -> Result<(), Failure> {
-    let unused = dependencies::unused(&root(), &own_sources()?)?;
-    let unused = unused.into_iter().map(|line| {
-        let about = format!("unused {line}");
-        (line, vec![about])
-    });
-    compare(&["dependency"], &unused.collect())
+    none_wrong(&dependencies::unused(&root(), &own_sources()?)?)
 }
 
-/// Compares the issues of these types with the known issues and returns an error if they are
-/// different.
-fn compare(kinds: &[&str], found: &Findings) -> Result<(), Failure> {
-    let known = fs::read_to_string(root().join(KNOWN))?;
-    let is_meant = |line: &&str| kinds.iter().any(|kind| line.starts_with(kind));
-    let wrong = new_findings(found, known.lines().filter(is_meant));
-    if wrong.is_empty() {
-        return Ok(());
+fn none_wrong(wrong: &[String]) -> Result<(), Failure> {
+    match wrong.len() {
+        0 => Ok(()),
+        number => Err(format!("{}\n{number} to fix", wrong.join("\n")).into()),
     }
-    Err(format!("{}\n{} to fix", wrong.join("\n"), wrong.len()).into())
-}
-
-/// Messages for each issue. The key is the same as in the list of known issues.
-type Findings = BTreeMap<String, Vec<String>>;
-
-/// Returns messages for issues that are not known, then for known issues that were not found.
-fn new_findings<'a>(found: &Findings, known: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let known: BTreeSet<_> = known.collect();
-    let new = found
-        .iter()
-        .filter(|(key, _)| !known.contains(key.as_str()));
-    let new = new.flat_map(|(_, abouts)| abouts.clone());
-    let gone = known.iter().filter(|line| !found.contains_key(**line));
-    let gone = gone.map(|line| format!("{KNOWN}: remove \"{line}\", which is fixed"));
-    new.chain(gone).collect()
 }
 
 #[cfg(test)]
@@ -211,24 +166,5 @@ mod tests {
         of("fn f() {}").unwrap();
         let why = of("fn f() {").unwrap_err().to_string();
         assert!(why.starts_with("cannot read:\nlib.rs: "), "{why}");
-    }
-
-    #[test]
-    fn new_and_fixed_issues_fail() {
-        let found = Findings::from([
-            ("circle a: b c".to_owned(), vec!["a circle".to_owned()]),
-            (
-                "word d: e".to_owned(),
-                vec!["d:1".to_owned(), "d:2".to_owned()],
-            ),
-        ]);
-        let check = |known: &str| new_findings(&found, known.lines());
-        let known = "circle a: b c\nword d: e\n";
-        assert!(check(known).is_empty());
-        assert_eq!(check("word d: e\n"), ["a circle"]);
-        assert_eq!(check("circle a: b c\n"), ["d:1", "d:2"]);
-        let repaired = check(&format!("{known}word f: g\n"));
-        assert_eq!(repaired.len(), 1);
-        assert!(repaired[0].contains("word f: g"));
     }
 }

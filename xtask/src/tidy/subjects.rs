@@ -1,6 +1,6 @@
 //! Checks the subjects of new commits: `component: imperative summary`, at most 72 characters.
 
-use crate::{Failure, root, sh};
+use crate::{root, sh};
 
 /// Commits before this time are not checked.
 const SINCE: &str = "2026-11-29T16:00:00Z";
@@ -13,20 +13,14 @@ const FORMS: &[&str] = &[
     "added", "adds", "adding", "fixed", "fixes", "fixing", "removed", "removes",
 ];
 
-/// Checks commits in the history of this checkout. If git cannot read it, as with the sources in an
-/// archive, there are no commits to check.
-pub(super) fn check() -> Result<(), Failure> {
+/// Returns a message for each invalid commit in the history of this checkout. If git cannot read it,
+/// as with the sources in an archive, there are no commits to check.
+pub(super) fn invalid_subjects() -> Vec<String> {
     let since = format!("--since-as-filter={SINCE}");
     let args = ["log", "--no-merges", &since, "--format=%h %s"];
     let log = sh::output(sh::cmd("git", args).current_dir(root()));
-    let Ok(log) = log.inspect_err(|error| eprintln!("skipping commit subjects: {error}")) else {
-        return Ok(());
-    };
-    let invalid: Vec<_> = log.lines().filter_map(invalid).collect();
-    if invalid.is_empty() {
-        return Ok(());
-    }
-    Err(invalid.join("\n").into())
+    let log = log.inspect_err(|error| eprintln!("skipping commit subjects: {error}"));
+    log.unwrap_or_default().lines().filter_map(invalid).collect()
 }
 
 /// Returns a message if the subject of a commit is invalid. The line contains its hash and subject.

@@ -7,37 +7,21 @@
 use std::fs;
 use std::path::Path;
 
-use super::sources;
-use crate::Failure;
+use riser_docs::{documents, root};
 
-/// Documents to check in addition to the book. We don't check the changelog because it may contain
-/// names that have been removed.
-const DOCUMENTS: &[&str] = &[
-    "README.md",
-    "ARCHITECTURE.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    "docs/verbs.md",
-];
+use crate::all_right;
 
-/// Finds names of files and functions that don't exist. Returns the key for the list of known
-/// issues and a message.
-pub(super) fn dead(root: &Path) -> Result<Vec<(String, String)>, Failure> {
-    let mut dead = Vec::new();
-    for path in sources::paths(root)? {
-        let is_page = path.starts_with("docs/src") && path.extension().is_some_and(|e| e == "md");
-        if !is_page && !DOCUMENTS.iter().any(|name| path == Path::new(name)) {
-            continue;
-        }
-        let text = fs::read_to_string(root.join(&path))?;
-        for (number, name) in dead_in(root, &text) {
-            let path = path.display();
-            let key = format!("reference {path}: {name}");
-            let about = format!("{path}:{number}: `{name}` does not exist");
-            dead.push((key, about));
+#[test]
+fn files_and_functions_exist() {
+    let mut wrong = Vec::new();
+    // The changelog may contain names that have been removed.
+    let pages = documents().into_iter();
+    for page in pages.filter(|page| !page.path.ends_with("CHANGELOG.md")) {
+        for (line, name) in dead_in(&root(), page.text()) {
+            wrong.push(format!("{}: `{name}` does not exist", page.place(line)));
         }
     }
-    Ok(dead)
+    all_right(&wrong);
 }
 
 /// Returns the invalid names in a document, including line numbers.
@@ -88,22 +72,17 @@ fn is_path(root: &Path, span: &str) -> bool {
     is_folder && span.chars().all(is_plain)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::sh::Scratch;
-
-    #[test]
-    fn dead_references_are_found() {
-        let root = Scratch::new("tidy-references").unwrap();
-        let folder = root.path().join("a/src");
-        fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("b.rs"), "fn run(x: u8) {}\nfn of<T>() {}\n").unwrap();
-        let text = "`a/src/b.rs`: `run()`, `B::of()`, `c()`\n`a/src/c.rs` and `a/*.rs`\n\
-                    `text/plain`, `lost()`, `/a/src/c.rs`\n```\n`a/src/d.rs`\n```\n`a/src` `a/t`\n";
-        let expected = [(1, "c()"), (2, "a/src/c.rs"), (7, "a/t")];
-        let found = dead_in(root.path(), text);
-        let found: Vec<_> = found.iter().map(|(n, name)| (*n, name.as_str())).collect();
-        assert_eq!(found, expected);
-    }
+#[test]
+fn missing_names_are_found() {
+    let root = std::env::temp_dir().join(format!("riser-names-{}", std::process::id()));
+    let folder = root.join("a/src");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("b.rs"), "fn run(x: u8) {}\nfn of<T>() {}\n").unwrap();
+    let text = "`a/src/b.rs`: `run()`, `B::of()`, `c()`\n`a/src/c.rs` and `a/*.rs`\n\
+                `text/plain`, `lost()`, `/a/src/c.rs`\n```\n`a/src/d.rs`\n```\n`a/src` `a/t`\n";
+    let expected = [(1, "c()"), (2, "a/src/c.rs"), (7, "a/t")];
+    let found = dead_in(&root, text);
+    let found: Vec<_> = found.iter().map(|(n, name)| (*n, name.as_str())).collect();
+    assert_eq!(found, expected);
+    fs::remove_dir_all(&root).unwrap();
 }

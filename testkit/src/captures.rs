@@ -23,7 +23,6 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-
 /// Maximum number of invalid packets to show.
 const SHOWN: usize = 10;
 
@@ -302,11 +301,18 @@ impl Reader {
         if bytes.is_empty() {
             return Ok(());
         }
-        let name = format!("riser-capture-{}-{:p}", std::process::id(), &raw const bytes);
+        let name = format!(
+            "riser-capture-{}-{:p}",
+            std::process::id(),
+            &raw const bytes
+        );
         let whole = std::env::temp_dir().join(name);
         fs::write(&whole, filled(&bytes))?;
         let mut command = Command::new("tshark");
-        command.args(["-n", "-r"]).arg(&whole).args(["-T", "fields"]);
+        command
+            .args(["-n", "-r"])
+            .arg(&whole)
+            .args(["-T", "fields"]);
         for field in FIELDS {
             command.args(["-e", field]);
         }
@@ -608,7 +614,12 @@ mod tests {
 
     /// Reads a file of the end-to-end tests.
     fn data(name: &str) -> Vec<u8> {
-        fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data").join(name)).unwrap()
+        fs::read(
+            Path::new(env!("CARGO_MANIFEST_DIR"))
+                .join("../tests/data")
+                .join(name),
+        )
+        .unwrap()
     }
 
     /// Truncates all packets in a capture to the given size.

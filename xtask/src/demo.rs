@@ -143,18 +143,14 @@ impl Demo {
             return Ok(());
         }
         self.mount("mount it", &[])?;
-        self.step("copy a tree into it", |d| {
-            d.copy_tree("tree")
-        })?;
+        self.step("copy a tree into it", |d| d.copy_tree("tree"))?;
         self.detach("unmount and detach")
     }
 
     /// Attaches the LUN again, then checks the file system and compares all files.
     fn second_attach(&mut self, prefix: &str, inject: &[&str]) -> Result<(), Failure> {
         self.attach(&format!("{prefix}attach again"), inject)?;
-        self.step(&format!("{prefix}e2fsck -fn"), |d| {
-            d.check_file_system()
-        })?;
+        self.step(&format!("{prefix}e2fsck -fn"), |d| d.check_file_system())?;
         self.detach(&format!("{prefix}detach"))?;
         if !sh::is_root() {
             return Ok(());
@@ -181,14 +177,10 @@ impl Demo {
         self.detach(&format!("{prefix}unmount and detach"))?;
         self.restart()?;
         self.mount("mount", &[])?;
-        self.step("compare the second copy", |d| {
-            d.compare_tree("again")
-        })?;
+        self.step("compare the second copy", |d| d.compare_tree("again"))?;
         self.detach("unmount and detach")?;
         self.attach("attach", &[])?;
-        self.step("e2fsck -fn", |d| {
-            d.check_file_system()
-        })?;
+        self.step("e2fsck -fn", |d| d.check_file_system())?;
         self.detach("detach")
     }
 
@@ -226,9 +218,7 @@ impl Demo {
     }
 
     fn detach(&mut self, name: &str) -> Result<(), Failure> {
-        self.step(name, |d| {
-            d.riser(&["detach", &d.mnt()]).map(|_| "gone")
-        })
+        self.step(name, |d| d.riser(&["detach", &d.mnt()]).map(|_| "gone"))
     }
 
     fn mount(&mut self, name: &str, inject: &[&str]) -> Result<(), Failure> {

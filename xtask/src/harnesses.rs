@@ -87,7 +87,11 @@ impl Results {
         // harness we saw start has also printed a result.
         let (mut begun, mut ended) = (0, 0);
         for found in LINES.captures_iter(&text) {
-            let number = |name| found.name(name).and_then(|n| n.as_str().parse::<u64>().ok());
+            let number = |name| {
+                found
+                    .name(name)
+                    .and_then(|n| n.as_str().parse::<u64>().ok())
+            };
             match (number("passed"), number("failed")) {
                 (Some(passed), Some(failed)) => {
                     ended += 1;

@@ -75,6 +75,21 @@ pub(crate) struct Counts {
     pub(crate) failed: u64,
 }
 
+impl Counts {
+    fn describe(self, skipped: u64) -> String {
+        let Self {
+            passed,
+            second,
+            failed,
+        } = self;
+        let second = match second {
+            0 => String::new(),
+            n => format!(" ({n} at the second attempt)"),
+        };
+        format!("{passed} passed{second}, {failed} failed, {skipped} skipped")
+    }
+}
+
 impl AddAssign for Counts {
     fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
@@ -143,10 +158,6 @@ impl Tally {
             .len() as u64
     }
 
-    fn skipped_in_all(&self) -> u64 {
-        Kind::ALL.into_iter().map(|kind| self.skipped(kind)).sum()
-    }
-
     pub(crate) fn merge(&mut self, other: Self) {
         for (own, other) in self.counts.iter_mut().zip(other.counts) {
             *own += other;
@@ -172,23 +183,17 @@ impl Tally {
     }
 
     pub(crate) fn in_a_row(&self) -> String {
-        let kinds = Kind::ALL.into_iter().filter_map(|kind| {
-            let Counts {
-                passed,
-                second,
-                failed,
-            } = self.counts(kind);
-            let second = match second {
-                0 => String::new(),
-                n => format!(" ({n} at the second attempt)"),
-            };
-            let skipped = self.skipped(kind);
-            (passed + failed + skipped > 0).then(|| {
-                let title = kind.title();
-                format!("{title}: {passed} passed{second}, {failed} failed, {skipped} skipped")
-            })
-        });
-        kinds.collect::<Vec<_>>().join("; ")
+        self.lines().join("; ")
+    }
+
+    /// Returns a line for each kind with any tests.
+    fn lines(&self) -> Vec<String> {
+        let line = |kind: Kind| {
+            let (counts, skipped) = (self.counts(kind), self.skipped(kind));
+            let is_any = counts.passed + counts.failed + skipped > 0;
+            is_any.then(|| format!("{}: {}", kind.title(), counts.describe(skipped)))
+        };
+        Kind::ALL.into_iter().filter_map(line).collect()
     }
 
     /// Returns one line per reason, with the tests that were skipped.
@@ -249,35 +254,12 @@ impl From<Result<Self, Failure>> for Outcome {
     }
 }
 
-/// Formats one row per kind and a line with the total.
+/// Formats a line for each kind and a line with the total.
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{:<16}{:>8}{:>18}{:>8}{:>9}",
-            "", "passed", "at 2nd attempt", "failed", "skipped"
-        )?;
-        for kind in Kind::ALL {
-            let c = self.counts(kind);
-            writeln!(
-                f,
-                "{:<16}{:>8}{:>18}{:>8}{:>9}",
-                kind.title(),
-                c.passed,
-                c.second,
-                c.failed,
-                self.skipped(kind)
-            )?;
-        }
-        let total = self.total();
-        write!(
-            f,
-            "\n{} passed, of these {} at the second attempt, {} failed, {} skipped",
-            total.passed,
-            total.second,
-            total.failed,
-            self.skipped_in_all()
-        )
+        let skipped = Kind::ALL.into_iter().map(|kind| self.skipped(kind)).sum();
+        let total = self.total().describe(skipped);
+        write!(f, "{}\n\nin total: {total}", self.lines().join("\n"))
     }
 }
 
@@ -345,7 +327,7 @@ mod tests {
         let more = vec![skip(Kind::Check, "deny", "no network")];
         tally.take_skips(more, &BTreeSet::new());
         assert_eq!(tally.counts(Kind::Function).passed, 8);
-        assert_eq!(tally.skipped_in_all(), 3);
+        assert!(tally.to_string().ends_with(" 3 skipped"), "{tally}");
         assert_eq!(
             tally.reasons(),
             [
@@ -369,10 +351,11 @@ mod tests {
         tally.merge(Tally::of(Kind::Case, cases));
         let text = tally.to_string();
         assert!(
-            text.ends_with("\n18 passed, of these 2 at the second attempt, 2 failed, 0 skipped"),
+            text.ends_with("\nin total: 18 passed (2 at the second attempt), 2 failed, 0 skipped"),
             "{text}"
         );
-        assert!(text.contains("interop cases          7                 2       1        0"));
+        let cases = "interop cases: 7 passed (2 at the second attempt), 1 failed, 0 skipped";
+        assert!(text.contains(cases), "{text}");
     }
 
     #[test]

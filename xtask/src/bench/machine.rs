@@ -138,7 +138,10 @@ mod tests {
 
     #[test]
     fn idle_time_is_parsed() {
-        assert_eq!(idle_of_all("350735.47 234388.90\n").unwrap(), (350_735.47, 234_388.9));
+        assert_eq!(
+            idle_of_all("350735.47 234388.90\n").unwrap(),
+            (350_735.47, 234_388.9)
+        );
         assert!(idle_of_all("5\n").is_err());
         assert!((0.0..=100.0).contains(&idle_percent().unwrap()));
     }

@@ -277,7 +277,11 @@ pub(super) mod tests {
             ("srp", "nope"),
             ("srp", workloads::READ_1),
         ];
-        let points = [("nope", "srp", 4.0), ("depth", "srp", 3.0), ("depth", "tgt", 4.0)];
+        let points = [
+            ("nope", "srp", 4.0),
+            ("depth", "srp", 3.0),
+            ("depth", "tgt", 4.0),
+        ];
         let point = |(curve, system, x): (&str, &str, f64)| Point {
             curve: curve.into(),
             system: system.into(),

@@ -51,11 +51,7 @@ pub(super) fn all_systems() -> Vec<&'static System> {
 }
 
 /// Measures all curves, or just the curves whose name contains one of the words.
-pub(super) fn measure(
-    rig: &Rig,
-    words: &[String],
-    rounds: usize,
-) -> Result<Scaling, Failure> {
+pub(super) fn measure(rig: &Rig, words: &[String], rounds: usize) -> Result<Scaling, Failure> {
     let curves = select(CURVES.iter(), words, "curve", |curve, word| {
         curve.id.contains(word)
     })?;

@@ -172,7 +172,11 @@ impl Place {
     }
 
     /// Attaches a disk `count` times and leaves it idle. Each attachment uses a separate process.
-    pub(super) fn idle_sessions(&self, disk: &Address, count: usize) -> Result<Vec<Program>, Failure> {
+    pub(super) fn idle_sessions(
+        &self,
+        disk: &Address,
+        count: usize,
+    ) -> Result<Vec<Program>, Failure> {
         let Address::Url(url) = disk else {
             return Err(format!("{disk:?} has no sessions").into());
         };
@@ -188,7 +192,11 @@ impl Place {
             command.arg(&socket);
             command.env("XDG_RUNTIME_DIR", &folder);
             command.env("RISER_STATE_DIR", folder.join("riser"));
-            sessions.push(Program::start(command, &folder.join("attach.log"), &socket)?);
+            sessions.push(Program::start(
+                command,
+                &folder.join("attach.log"),
+                &socket,
+            )?);
         }
         Ok(sessions)
     }

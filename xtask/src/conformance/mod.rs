@@ -100,10 +100,21 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         true => None,
         false => over_tgt(options, &scratch),
     };
-    let runs = [("riserd", Some(&ours)), ("over iSER", iser.as_ref()), ("tgt", theirs.as_ref())];
+    let runs = [
+        ("riserd", Some(&ours)),
+        ("over iSER", iser.as_ref()),
+        ("tgt", theirs.as_ref()),
+    ];
     println!();
-    for (name, run) in runs.into_iter().filter_map(|(name, run)| Some((name, run?))) {
-        let end = if run.is_complete { "" } else { "; the client did not finish" };
+    for (name, run) in runs
+        .into_iter()
+        .filter_map(|(name, run)| Some((name, run?)))
+    {
+        let end = if run.is_complete {
+            ""
+        } else {
+            "; the client did not finish"
+        };
         let verdicts = run.tests.iter().map(|test| &test.verdict);
         println!("{name}: {}{end}", summary(verdicts));
     }

@@ -118,7 +118,10 @@ impl Rig {
         let config = folder.join("riserd.yaml");
         fs::write(&config, configuration(folder.path()))?;
         let mut callgrind = sh::cmd("valgrind", ["--tool=callgrind", "--fair-sched=yes"]);
-        callgrind.arg(format!("--callgrind-out-file={}", folder.join(DUMP).display()));
+        callgrind.arg(format!(
+            "--callgrind-out-file={}",
+            folder.join(DUMP).display()
+        ));
         let (program, log) = (programs.join("riserd"), folder.join("log"));
         let pulse = Pulse::start()?;
         let daemon = Daemon::start_behind(callgrind, &program, &config, &log)?;

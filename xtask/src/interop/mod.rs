@@ -174,7 +174,10 @@ pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
         rows.extend(rig.run(&guests, jobs));
     }
     println!("\n{}\n", table(&rows));
-    let (summary, seconds) = (summary(rows.iter().map(|row| &row.verdict)), started.elapsed().as_secs_f64());
+    let (summary, seconds) = (
+        summary(rows.iter().map(|row| &row.verdict)),
+        started.elapsed().as_secs_f64(),
+    );
     let logs = options.logs.display();
     println!("{summary} in {seconds:.0} s with {jobs} guest(s) at once; logs in {logs}");
     Ok(count(&rows))

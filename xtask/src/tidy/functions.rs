@@ -104,10 +104,7 @@ mod tests {
         let source = "/// A doc.\n#[inline]\npub fn f(a: u8,\n    b: u8) {\n}\n\
                       impl T<u8> {\n    const fn g(&self) { fn h() {} }\n}\ntrait U { fn i(); fn j() {} }\n";
         let found = functions(&syn::parse_file(source).unwrap());
-        let shown: Vec<_> = found
-            .iter()
-            .map(|f| (&*f.name, f.lines.clone()))
-            .collect();
+        let shown: Vec<_> = found.iter().map(|f| (&*f.name, f.lines.clone())).collect();
         assert_eq!(
             shown,
             [

@@ -35,7 +35,9 @@ fn compare(methods: &BTreeMap<String, usize>, budgets: &BTreeMap<String, usize>)
     for (name, count) in methods {
         let most = budgets.get(name).copied().unwrap_or(LIMIT);
         if *count > most {
-            wrong.push(format!("{name}: {count} methods exceed {most}: split the type"));
+            wrong.push(format!(
+                "{name}: {count} methods exceed {most}: split the type"
+            ));
         }
     }
     for (name, most) in budgets {
@@ -60,8 +62,14 @@ mod tests {
         assert_eq!(compare(&of(LIMIT + 1), &none).len(), 1);
         assert!(compare(&of(90), &of(90)).is_empty());
         assert_eq!(compare(&of(91), &of(90)).len(), 1);
-        assert_eq!(compare(&of(89), &of(90)), ["xtask/methods.txt: lower a/b C to 89"]);
-        assert_eq!(compare(&of(LIMIT), &of(90)), ["xtask/methods.txt: remove a/b C"]);
+        assert_eq!(
+            compare(&of(89), &of(90)),
+            ["xtask/methods.txt: lower a/b C to 89"]
+        );
+        assert_eq!(
+            compare(&of(LIMIT), &of(90)),
+            ["xtask/methods.txt: remove a/b C"]
+        );
         assert_eq!(compare(&none, &of(90)), ["xtask/methods.txt: remove a/b C"]);
     }
 }

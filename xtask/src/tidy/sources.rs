@@ -187,7 +187,9 @@ impl Package {
 /// has one.
 fn module(path: &Path, files: &[PathBuf]) -> Option<Module> {
     let root_in = |folder: &Path| {
-        let mut roots = ["lib.rs", "main.rs"].map(|name| folder.join(name)).into_iter();
+        let mut roots = ["lib.rs", "main.rs"]
+            .map(|name| folder.join(name))
+            .into_iter();
         roots.find(|root| files.contains(root))
     };
     let is_root = path.ends_with("main.rs") || path.parent()?.ends_with("src/bin");
@@ -404,10 +406,7 @@ pub(crate) mod tests {
             "tidy-sources",
             &[
                 ("Cargo.toml", manifest),
-                (
-                    "src/lib.rs",
-                    "mod one;\n#[cfg(test)]\nmod checks;\n",
-                ),
+                ("src/lib.rs", "mod one;\n#[cfg(test)]\nmod checks;\n"),
                 (
                     "src/one/mod.rs",
                     "mod inner;\nmod inline { mod deep; }\n#[cfg(test)]\nmod more;\n",

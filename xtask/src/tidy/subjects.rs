@@ -20,7 +20,10 @@ pub(super) fn invalid_subjects() -> Vec<String> {
     let args = ["log", "--no-merges", &since, "--format=%h %s"];
     let log = sh::output(sh::cmd("git", args).current_dir(root()));
     let log = log.inspect_err(|error| eprintln!("skipping commit subjects: {error}"));
-    log.unwrap_or_default().lines().filter_map(invalid).collect()
+    log.unwrap_or_default()
+        .lines()
+        .filter_map(invalid)
+        .collect()
 }
 
 /// Returns a message if the subject of a commit is invalid. The line contains its hash and subject.

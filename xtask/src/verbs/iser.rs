@@ -356,10 +356,14 @@ fn riserd_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let words = [&["env", "LIBISCSI_DEBUG=2"], &words[..]].concat();
     let client = stage.rig.command(CLIENT, &[], &words);
     let mut client = stage.start(client, "qemu-io")?;
-    client.wait_until(PATIENCE, |client| client.output().contains("wrote 65536/65536"))?;
+    client.wait_until(PATIENCE, |client| {
+        client.output().contains("wrote 65536/65536")
+    })?;
     drop(daemon);
     let (daemon, url) = stage.riserd()?;
-    client.wait_until(PATIENCE, |client| client.output().contains("reconnect initiated"))?;
+    client.wait_until(PATIENCE, |client| {
+        client.output().contains("reconnect initiated")
+    })?;
     drop(client);
     stage.libiscsi(&url)?;
     daemon.stop()

@@ -106,7 +106,9 @@ impl Options {
 
     /// Returns true if any libfabric tests are selected.
     fn has_fabtests(&self) -> bool {
-        fabtests::paths().iter().any(|path| self.is_any_chosen(path))
+        fabtests::paths()
+            .iter()
+            .any(|path| self.is_any_chosen(path))
     }
 
     /// Returns the words that select tests in a process, because they continue after the end of its
@@ -176,7 +178,11 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         return Err(format!("unknown case: no path contains {word}").into());
     }
     print_skips(&rows);
-    println!("\n{}; logs in {}", summary(rows.iter().map(|row| &row.verdict)), options.logs.display());
+    println!(
+        "\n{}; logs in {}",
+        summary(rows.iter().map(|row| &row.verdict)),
+        options.logs.display()
+    );
     Ok(count(&rows))
 }
 
@@ -383,7 +389,11 @@ fn fabtests_parts<'a>(rig: &'a Rig, scratch: &sh::Scratch) -> Result<Vec<Part<'a
             run: Box::new(move |_| fabtests::run(rig, &folder, number)),
         }
     };
-    Ok(fabtests::paths().into_iter().enumerate().map(part).collect())
+    Ok(fabtests::paths()
+        .into_iter()
+        .enumerate()
+        .map(part)
+        .collect())
 }
 
 /// Runs the selected tests of a suite.

@@ -160,7 +160,10 @@ test: started test_odp.OdpTest.test_last: \n";
         let expected = [
             ("test_pd.PDTest.test_alloc_pd", Verdict::Passed),
             ("test_device.DMTest.test_dm", skipped),
-            ("test_odp.OdpTest.test_odp", failed("Failed to register. Errno: 95")),
+            (
+                "test_odp.OdpTest.test_odp",
+                failed("Failed to register. Errno: 95"),
+            ),
             ("test_x.XTest.setUpClass", failed("KeyError: 'a'")),
             ("test_odp.OdpTest.test_last", Verdict::unfinished()),
         ];

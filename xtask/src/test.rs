@@ -45,46 +45,6 @@ impl Options {
     }
 }
 
-/// A test to run again with a larger size.
-struct Long {
-    test: &'static str,
-    /// Variable that sets the size, and the value to use.
-    size: (&'static str, &'static str),
-    /// Arguments passed to the harness.
-    args: &'static [&'static str],
-}
-
-const MILLION: Long = Long {
-    test: "rc_sim",
-    size: ("RISER_SIM_MESSAGES", "1000000"),
-    args: &[],
-};
-
-const CYCLES: Long = Long {
-    test: "scale",
-    size: ("RISER_CONNECT_CYCLES", "10000"),
-    // This test measures state that is shared by the whole process.
-    args: &["--test-threads=1", "--nocapture"],
-};
-
-const SOAK: Long = Long {
-    test: "soak",
-    size: ("RISER_SOAK_CONNECTS", "20000"),
-    args: &["--nocapture"],
-};
-
-const CHANGES: Long = Long {
-    test: "changes_during_io",
-    size: ("RISER_CHANGES", "1000"),
-    args: &["--nocapture"],
-};
-
-const SEQUENCES: Long = Long {
-    test: "sequences",
-    size: ("RISER_SEQUENCES", "500"),
-    args: &["--test-threads=1"],
-};
-
 const fn full(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
     step(name, run).suite(Suite::Full)
 }
@@ -107,15 +67,27 @@ const STEPS: &[Step] = &[
         // With this number of runs, it only takes seconds.
         interleavings::run(&parse_options(&["--runs=500"])).into()
     }),
-    full("simulation of a million messages", |_| again(&MILLION)),
+    full("simulation of a million messages", |_| {
+        again("rc_sim", ("RISER_SIM_MESSAGES", "1000000"), &[])
+    }),
     full("tests of the simulator", |_| {
         functions(run_release(&SIMULATOR, &[]))
     }),
     full("a thousand seeds of the simulator", |_| {
         sim::thousand().into()
     }),
-    full("sessions and connection cycles", |_| again(&CYCLES)),
-    full("configuration changes during I/O", |_| again(&CHANGES)),
+    full("sessions and connection cycles", |_| {
+        // This test measures state that is shared by the whole process.
+        let args = ["--test-threads=1", "--nocapture"];
+        again("scale", ("RISER_CONNECT_CYCLES", "10000"), &args)
+    }),
+    full("configuration changes during I/O", |_| {
+        again(
+            "changes_during_io",
+            ("RISER_CHANGES", "1000"),
+            &["--nocapture"],
+        )
+    }),
     // These functions are ignored in `tests`, so we need to count them here.
     full("a hostile host on the network", |_| {
         let args = "--workspace --test adversary -- --ignored --nocapture";
@@ -148,8 +120,16 @@ const STEPS: &[Step] = &[
     extra("package", |_| package_step())
         .requiring("package")
         .requiring_crate(package::SUBCOMMAND),
-    extra("sessions that come and go", |_| again(&SOAK)),
-    extra("sequences of RDMA calls", |_| again(&SEQUENCES)),
+    extra("sessions that come and go", |_| {
+        again("soak", ("RISER_SOAK_CONNECTS", "20000"), &["--nocapture"])
+    }),
+    extra("sequences of RDMA calls", |_| {
+        again(
+            "sequences",
+            ("RISER_SEQUENCES", "500"),
+            &["--test-threads=1"],
+        )
+    }),
     extra("container", |_| container::build_and_try().into()),
     extra("instructions of counting", |_| {
         instructions::counting().into()
@@ -179,11 +159,10 @@ fn functions(results: Results) -> Outcome {
     Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Runs test functions again with a larger size. All functions are counted as a single check, which
-/// is skipped if any function is skipped.
-fn again(long: &Long) -> Outcome {
-    let args = [&["--test", long.test, "--"], long.args].concat();
-    let run = run_release(&args, &[long.size]);
+/// Runs the functions of a test again with a larger size, which is set by a variable. All functions
+/// are counted as a single check, which is skipped if any function is skipped.
+fn again(test: &str, size: (&str, &str), args: &[&str]) -> Outcome {
+    let run = run_release(&[&["--test", test, "--"], args].concat(), &[size]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
         (None, None) if run.counts.passed == 0 => Outcome::failed("no function ran"),

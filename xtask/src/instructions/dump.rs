@@ -5,41 +5,13 @@
 //! was inlined. Library code is counted for the function it was inlined to.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::LazyLock;
 
-/// Name suffixes of the functions that a worker calls in every round of its loop, even if nothing
-/// was received. The number of rounds depends on the time until the next message is received and
-/// not on the code. So we count these functions separately, including library functions called by
-/// them or inlined to them. Because this also includes rounds with work, we use a larger limit when
-/// we compare the cost per round.
-const POLLING: &[&str] = &[
-    "worker::Worker::run",
-    "worker::Worker::step",
-    "Worker>::park",
-    "Worker>::poll_devices",
-    "Provider>::progress",
-    "Provider>::deadline",
-    "driver::Driver::receive",
-    "Nic>::handle_timeouts",
-    "Verbs>::poll_cq_event",
-    "Verbs>::poll_async_event",
-    "RdmaCm>::poll_cm_event",
-    "Device>::poll_forwarded",
-    "Device::is_gone",
-    "Devices::deadline",
-    "Devices::look_for",
-    "Devices::arm_watches",
-    "Portals::listen_again",
-    "Sockets>::accept",
-    "Outbox::retry",
-    "Audit::poll",
-    "Audit::deadline",
-    "Ring::reap",
-    "Ring::park",
-    "MailReceiver<T>::poll_message",
-    "Channel<T>::try_recv",
-    "Driver::poll_deadline",
-    "Spinner::plan",
-];
+/// Name suffixes of the functions that a worker calls in every round of its loop.
+static POLLING: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    let lines = include_str!("../../cases/polling.txt").lines();
+    lines.filter(|line| !line.starts_with('#')).collect()
+});
 
 /// Function that runs a single worker round.
 const ROUND: &str = "riser_target::worker::Worker::step";

@@ -2,47 +2,22 @@
 
 use std::collections::BTreeMap;
 
+use serde::Deserialize;
+
 use super::dependencies::declared;
 use super::sources::Package;
+use crate::cases;
 
-/// Packages, and the dependencies that are not allowed. To edit a configuration or to query a
-/// daemon, a package should not need any daemon code. Exports and benchmarks only know block
-/// devices, and the initiator library doesn't know its users.
-const FORBIDDEN: [(&str, &[&str]); 10] = [
-    ("riser-config", DAEMON),
-    ("riser-admin-api", DAEMON),
-    ("riser-configfs-emu", DAEMON),
-    ("riser-bench", SCSI),
-    ("riser-disks", SCSI),
-    ("riser-exports", SCSI),
-    ("riser-initiator", PROGRAM),
-    ("riser-target", &["riser-initiator"]),
-    ("riser-scsi", &["riser-transport"]),
-    ("riser-transport", &["riser-scsi"]),
-];
+/// Packages, and the dependencies that are not allowed.
+#[derive(Deserialize)]
+struct Layer {
+    packages: Vec<String>,
+    forbidden: Vec<String>,
+}
 
-/// Daemon code: the target, devices, rings and servers.
-const DAEMON: &[&str] = &[
-    "riser-target",
-    "riser-transport",
-    "riser-reactor",
-    "riser-memory",
-    "axum",
-    "io-uring",
-    "prometheus",
-];
-
-/// Code for logical units and their protocols.
-const SCSI: &[&str] = &["riser-scsi", "riser-initiator", "riser-target"];
-
-/// Code of the program `riser`, and of the target.
-const PROGRAM: &[&str] = &[
-    "riser-target",
-    "riser-bench",
-    "riser-disks",
-    "riser-exports",
-    "clap",
-];
+fn layers() -> Vec<Layer> {
+    cases::read(include_str!("../../cases/layers.toml"))
+}
 
 /// Returns all dependencies that are not allowed, along with their path.
 pub(crate) fn crossings(packages: &[Package]) -> Vec<String> {
@@ -54,9 +29,15 @@ pub(crate) fn crossings(packages: &[Package]) -> Vec<String> {
             known.insert(name, needs.into_iter().map(|(name, _)| name).collect());
         }
     }
-    let mut crossings = Vec::new();
-    for (package, forbidden) in FORBIDDEN {
-        follow(&known, vec![package], forbidden, &mut crossings);
+    let (layers, mut crossings) = (layers(), Vec::new());
+    for Layer {
+        packages,
+        forbidden,
+    } in &layers
+    {
+        for package in packages {
+            follow(&known, vec![package], forbidden, &mut crossings);
+        }
     }
     crossings
 }
@@ -65,7 +46,7 @@ pub(crate) fn crossings(packages: &[Package]) -> Vec<String> {
 fn follow<'a>(
     known: &BTreeMap<&'a str, Vec<&'a str>>,
     way: Vec<&'a str>,
-    forbidden: &[&str],
+    forbidden: &[String],
     crossings: &mut Vec<String>,
 ) {
     let needs = way.last().and_then(|last| known.get(last));
@@ -74,7 +55,7 @@ fn follow<'a>(
         way.push(need);
         // Don't continue from here: we only need the shortest path, because this is the dependency
         // that should be removed.
-        if forbidden.contains(need) {
+        if forbidden.iter().any(|name| name == need) {
             crossings.push(format!("layer {}", way.join(" → ")));
         } else {
             follow(known, way, forbidden, crossings);
@@ -92,7 +73,7 @@ mod tests {
     fn forbidden_dependency_path_is_reported() {
         let known = BTreeMap::from([("a", vec!["serde", "b"]), ("b", vec!["riser-target"])]);
         let mut found = Vec::new();
-        follow(&known, vec!["a"], DAEMON, &mut found);
+        follow(&known, vec!["a"], &layers()[0].forbidden, &mut found);
         assert_eq!(found, ["layer a → b → riser-target"]);
     }
 
@@ -105,7 +86,7 @@ mod tests {
                 table.and_then(toml::Value::as_str) == Some(name)
             })
         };
-        for (package, _) in FORBIDDEN {
+        for package in layers().iter().flat_map(|layer| &layer.packages) {
             assert!(known(package), "{package}");
         }
         assert_eq!(crossings(&packages), Vec::<String>::new());

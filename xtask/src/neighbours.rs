@@ -199,6 +199,7 @@ fn start_noisy(
     let mut command = bench(programs, &url, 32, options.seconds + MARGIN);
     command.arg("--warm-up=0s");
     let since = Instant::now();
+    let command = sh::ending_with_us(command, "KILL");
     let process = Process::start(command, &scratch.join("noisy.log"))?;
     // Wait for full load. We don't depend on this timing: if the load starts late, the results will
     // only be better, and `check_noisy` verifies the work that was completed.

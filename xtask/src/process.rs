@@ -41,7 +41,7 @@ impl Process {
 
     /// Same, but keeps the output of an earlier process.
     pub(crate) fn start_again(mut command: Command, log: &Path) -> Result<Self, Failure> {
-        let name = command.get_program().display().to_string();
+        let name = name_of(&command);
         let out = File::options().create(true).append(true).open(log)?;
         command
             .stdin(Stdio::null())
@@ -145,6 +145,15 @@ impl Drop for Process {
     }
 }
 
+/// Returns the name of the program, which may be behind wrappers such as `setpriv`.
+fn name_of(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let words: Vec<_> = words.collect();
+    let behind = words.iter().rposition(|word| *word == "--");
+    let name = behind.and_then(|at| words.get(at + 1)).unwrap_or(&words[0]);
+    name.display().to_string()
+}
+
 /// Waits until a child process exits, without reaping it.
 pub(crate) fn wait_for_zombie(pid: u32) -> Result<(), Failure> {
     let pid = Pid::from_raw(pid.cast_signed()).ok_or("a process ID is out of range")?;
@@ -180,6 +189,13 @@ fn ticks(line: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn name_is_behind_wrappers() {
+        let riserd = sh::cmd("riserd", ["run"]);
+        assert_eq!(name_of(&riserd), "riserd");
+        assert_eq!(name_of(&sh::ending_with_us(riserd, "TERM")), "riserd");
+    }
 
     #[test]
     fn process_is_awaited_and_stopped() {

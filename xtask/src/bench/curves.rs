@@ -68,6 +68,11 @@ pub(super) struct Curve {
     #[serde(deserialize_with = "text")]
     pub(super) id: Text,
     pub(super) vary: Vary,
+    /// Name of the vertical axis.
+    #[serde(deserialize_with = "text")]
+    pub(super) measure: Text,
+    /// Unit used in the table, and the number of axis units it contains.
+    pub(super) unit: (String, f64),
     #[serde(deserialize_with = "text")]
     pub(super) title: Text,
     #[serde(deserialize_with = "text")]
@@ -92,26 +97,6 @@ pub(super) const DEPTH_OF_BLOCKS: u32 = 8;
 pub(super) static CURVES: LazyLock<Vec<Curve>> = LazyLock::new(|| tables::read("curves"));
 
 impl Curve {
-    /// Name of the vertical axis.
-    pub(super) fn measure(&self) -> &'static str {
-        match self.vary {
-            Vary::BlockSize => "bytes per second",
-            Vary::Share => "99.9th percentile / median",
-            Vary::IdleSessions => "ns of processor time per second",
-            Vary::Depth | Vary::Sessions | Vary::Units | Vary::Loss => "IOPS",
-        }
-    }
-
-    /// Returns the unit used in the table, and the number of axis units it contains.
-    pub(super) fn unit(&self) -> (&'static str, f64) {
-        match self.vary {
-            Vary::BlockSize => ("MB/s", 1e6),
-            Vary::Share => ("99.9th percentile / median", 1.0),
-            Vary::IdleSessions => ("µs of processor time per second", 1e3),
-            Vary::Depth | Vary::Sessions | Vary::Units | Vary::Loss => ("thousands of IOPS", 1e3),
-        }
-    }
-
     /// Formats a point on the horizontal axis.
     pub(super) fn label(&self, x: f64) -> String {
         let bytes = x as u64;

@@ -77,7 +77,7 @@ fn draw_lines(
         .configure_mesh()
         .x_labels(curve.xs.len())
         .x_desc(curve.axis)
-        .y_desc(curve.measure())
+        .y_desc(curve.measure)
         .x_label_formatter(&|at| curve.xs.get(*at).map_or(String::new(), |x| curve.label(*x)))
         .y_label_formatter(&|y| short(*y))
         .max_light_lines(1)

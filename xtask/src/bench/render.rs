@@ -276,7 +276,7 @@ fn curves(scaling: &Scaling) -> String {
 /// Renders the medians and ranges of a curve. Uses a row for each point, because there are more
 /// points than systems.
 fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
-    let (unit, scale) = curve.unit();
+    let (unit, scale) = &curve.unit;
     let systems = || curve.systems.iter();
     let names = systems().map(|id| label(id)).collect::<Vec<_>>();
     let line = " --- |".repeat(names.len());

@@ -55,8 +55,8 @@ impl Rig {
     /// Installs the packages required by these systems, builds our programs and fills the file.
     pub(super) fn prepare(setup: &Setup, systems: &[&System]) -> Result<Self, Failure> {
         let wants = |program: &str| {
-            let mut programs = systems.iter().flat_map(|system| system.programs());
-            program == "fio" || programs.any(|wanted| wanted == program)
+            let mut programs = systems.iter().flat_map(|system| &system.programs);
+            program == "fio" || programs.any(|wanted| *wanted == program)
         };
         let needs = needs("bench").filter(|need| wants(&need.program));
         if ensure(needs).iter().any(|need| need.program == "fio") {
@@ -87,7 +87,7 @@ impl Rig {
 
     /// Returns the reason why a system can't be measured here.
     pub(super) fn lacks(&self, system: &System) -> Option<String> {
-        let mut programs = system.programs();
+        let mut programs = system.programs.iter();
         if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
             return Some(format!("{program} is missing"));
         }

@@ -79,7 +79,7 @@ fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure>
         let y = figure(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
         // Round to significant digits to keep the results file small.
         let y = (y * 100.0).round() / 100.0;
-        println!("round {round}: {at}: {y} ({})", curve.measure());
+        println!("round {round}: {at}: {y} ({})", curve.measure);
         points.push(Point {
             curve: curve.id.to_owned(),
             system: system.id.to_owned(),

@@ -312,9 +312,9 @@ mod tests {
     fn failed_server_start_shows_output() {
         let scratch = sh::Scratch::new("servers-test").unwrap();
         let command = sh::cmd("sh", ["-c", "echo no such plugin; exit 4"]);
-        let program = Program::start(command, &scratch.join("log")).unwrap();
-        let error = program.once_there(&scratch.join("socket")).err().unwrap();
-        let error = error.to_string();
+        let socket = scratch.join("socket");
+        let error = Program::start(command, &scratch.join("log"), &socket);
+        let error = error.err().unwrap().to_string();
         assert!(
             error.contains("no such plugin") && error.contains('4'),
             "{error}"

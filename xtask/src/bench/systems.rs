@@ -4,7 +4,7 @@ use std::sync::LazyLock;
 
 use serde::Deserialize;
 
-use super::tables::{self, Text, text};
+use super::tables::{self, Text, text, texts};
 use super::workloads::Load;
 
 pub(super) const NBDKIT: &str = "nbdkit";
@@ -81,28 +81,12 @@ pub(super) struct System {
     pub(super) name: Text,
     pub(super) server: Server,
     pub(super) client: Client,
+    /// Programs required from Debian packages.
+    #[serde(deserialize_with = "texts")]
+    pub(super) programs: Vec<Text>,
 }
 
 impl System {
-    /// Returns the programs required from Debian packages.
-    pub(super) fn programs(&self) -> impl Iterator<Item = &'static str> {
-        let server: &[_] = match self.server {
-            Server::None | Server::Riserd(_) | Server::Sharing | Server::Attached(Export::Nbd) => {
-                &[]
-            }
-            Server::Nbdkit => &["nbdkit"],
-            Server::QemuNbd => &["qemu-nbd"],
-            Server::Tgt => &["tgtd", "tgtadm"],
-            Server::Attached(Export::Fuse) => &["fusermount3"],
-        };
-        let client: &[_] = match self.client {
-            Client::Fio | Client::Nbd => &["fio"],
-            Client::IscsiPerf => &["iscsi-perf"],
-            Client::Riser | Client::Sharing | Client::Wire => &[],
-        };
-        server.iter().chain(client).copied()
-    }
-
     /// Returns true if the client supports this load.
     pub(super) fn runs(&self, load: &Load) -> bool {
         match self.client {
@@ -129,7 +113,7 @@ mod tests {
 
     #[test]
     fn programs_include_both_sides() {
-        let programs = |id| named(id).unwrap().programs().collect::<Vec<_>>();
+        let programs = |id| named(id).unwrap().programs.clone();
         assert_eq!(programs(TGT), ["tgtd", "tgtadm", "iscsi-perf"]);
         assert_eq!(programs(ATTACH_FUSE), ["fusermount3", "fio"]);
         assert_eq!(programs(SRP), [""; 0]);

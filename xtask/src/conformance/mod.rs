@@ -288,6 +288,7 @@ fn run_suite(
     println!("{CLIENT} -t {tests} against {name}");
     // Use two paths to the same LUN.
     let command = sh::cmd(CLIENT, ["--dataloss", "-t", tests, url, url]);
+    let command = sh::ending_with_us(command, "KILL");
     let mut process = Process::start(command, &scratch.join(&format!("{name}.out")))?;
     let (started, patience) = (Instant::now(), Duration::from_secs(60 * options.minutes));
     let Ended { status, said } = process.finish(started + patience);

@@ -95,6 +95,7 @@ pub(super) fn explore(
     let transitions = work.join(TRANSITIONS);
     let _ = fs::remove_file(&transitions);
     command.env("RISER_TRANSITIONS", &transitions);
+    let command = sh::ending_with_us(command, "KILL");
     let mut process = Process::start(command, &log)?;
     wait_for_zombie(process.pid())?;
     let cpu = cpu_time(process.pid())?;

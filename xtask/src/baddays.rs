@@ -7,7 +7,6 @@ use crate::harnesses::testing;
 use crate::tally::noted;
 use crate::{Failure, sh};
 
-/// Runs all cases sequentially, and lists the parts that were skipped.
 pub(crate) fn run() -> Result<(), Failure> {
     let args = "-p riser-tests --test baddays -- --test-threads=1";
     let args: Vec<_> = args.split(' ').collect();

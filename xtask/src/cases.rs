@@ -19,8 +19,8 @@ struct Table {
     case: Vec<toml::Table>,
 }
 
-/// Reads the cases of a table in `xtask/cases`, in order. If a case has `rows`, it stands for a case
-/// per row: `{0}`, `{1}` and so on are replaced by the strings of the row.
+/// Reads the cases of a table in `xtask/cases`, in order. If a case has `rows`, it stands for a
+/// case per row: `{0}`, `{1}` and so on are replaced by the strings of the row.
 ///
 /// # Panics
 /// The table is part of this program, so it must be valid.
@@ -161,7 +161,7 @@ impl Row {
         }
     }
 
-    /// Runs a case and prints its result. The case may add measured values.
+    /// Executes a case and prints its result. The case may add measured values.
     pub(crate) fn run(
         path: &str,
         kind: Kind,
@@ -178,14 +178,12 @@ impl Row {
         row
     }
 
-    /// Runs a check, which returns a description of its result.
     pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<String, Failure>) -> Self {
         Self::run(name, Kind::Check, |figures| {
             work().map(|said| figures.push(said)).into()
         })
     }
 
-    /// Formats the result as a single line, followed by the measured values.
     pub(crate) fn line(&self) -> String {
         let said = match &self.verdict {
             Verdict::Passed => "ok".to_owned(),
@@ -203,7 +201,7 @@ impl Row {
     }
 }
 
-/// Runs a case, and again if it fails and may have a second attempt.
+/// Executes a case, and again if it fails and may have a second attempt.
 pub(crate) fn attempt(may_repeat: bool, mut run: impl FnMut() -> Result<(), Failure>) -> Verdict {
     match run() {
         Err(first) if may_repeat => match run() {
@@ -217,7 +215,6 @@ pub(crate) fn attempt(may_repeat: bool, mut run: impl FnMut() -> Result<(), Fail
     }
 }
 
-/// Returns the first and the last line of a failure, for use in a table.
 pub(crate) fn shorten(why: &str) -> String {
     let mut lines = why.lines().map(str::trim).filter(|line| !line.is_empty());
     let first = lines.next().unwrap_or_default();
@@ -247,7 +244,6 @@ pub(crate) fn count(rows: &[Row]) -> Outcome {
     Outcome::Ran(tally, (!failures.is_empty()).then(|| failures.join("\n")))
 }
 
-/// Formats the number of cases for each result.
 pub(crate) fn summary<'a>(verdicts: impl Iterator<Item = &'a Verdict> + Clone) -> String {
     let count = |is: fn(&Verdict) -> bool| verdicts.clone().filter(|verdict| is(verdict)).count();
     let again = match count(|v| matches!(v, Verdict::PassedAgain(_))) {

@@ -13,8 +13,8 @@ const ENGINES: [&str; 2] = ["podman", "docker"];
 /// Image name.
 const IMAGE: &str = "riser-xtask";
 
-/// Commands to run in the image. They check that the programs start, read the default configuration
-/// and find the libraries to be used by other programs.
+/// Commands to execute in the image. They check that the programs start, read the default
+/// configuration and find the libraries to be used by other programs.
 const TRIED: [&[&str]; 7] = [
     &["riserd", "--version"],
     &["riser", "--version"],
@@ -78,7 +78,7 @@ fn engine() -> Option<&'static str> {
     let found = || ENGINES.into_iter().find(works);
     found().or_else(|| {
         if ensure(needs("container")).is_empty() {
-            // Required to run a container, but only recommended by the package.
+            // Required to execute a container, but only recommended by the package.
             let more = ["crun", "netavark", "aardvark-dns"];
             install(&more.map(|package| (package, "running a container".to_owned())));
         }
@@ -86,7 +86,6 @@ fn engine() -> Option<&'static str> {
     })
 }
 
-/// Returns the base images used by a Containerfile.
 fn bases(text: &str) -> Vec<String> {
     let from = text.lines().filter_map(|line| line.strip_prefix("FROM "));
     let name = |rest: &str| {

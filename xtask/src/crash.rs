@@ -38,7 +38,6 @@ const DISKS: u64 = 3;
 const IMAGES: u64 = 10;
 const WHOLE: u64 = 2;
 
-/// Runs the tests sequentially, so that every test can use the whole machine.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(needs("crash"));
     let numbers = [

@@ -38,17 +38,14 @@ const PACKAGES: [&str; 5] = [
     "riser-fabric",
 ];
 
-/// Builds the programs and libraries for testing and returns the output directory.
 pub(crate) fn build() -> Result<PathBuf, Failure> {
     build_in(RELEASE)
 }
 
-/// Builds the programs and libraries as shipped, for use in benchmarks.
 pub(crate) fn build_dist() -> Result<PathBuf, Failure> {
     build_in(DIST)
 }
 
-/// Builds the programs and libraries with the given Cargo profile.
 pub(crate) fn build_in(profile: &str) -> Result<PathBuf, Failure> {
     sh::run(&mut building(profile))?;
     let folder = if profile == "dev" { "debug" } else { profile };
@@ -76,7 +73,6 @@ impl Daemon {
         Self::spawn(serving(program, config), log)
     }
 
-    /// Same as `start`, but uses a wrapper such as valgrind.
     pub(crate) fn start_behind(
         tool: Command,
         program: &Path,

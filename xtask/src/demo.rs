@@ -28,7 +28,6 @@ pub(crate) struct Options {
 /// Faults of the lossy link, as a percentage of packets in both directions.
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
-/// Runs the demo and prints each step.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let missing = ensure(needs("demo"));
     if let Some(n) = missing.first() {
@@ -58,7 +57,6 @@ struct Demo {
 }
 
 impl Demo {
-    /// Builds the programs, collects the files to copy and writes the configuration.
     fn prepare(options: &Options) -> Result<Self, Failure> {
         println!("building riserd and riser");
         let programs = daemon::build()?;
@@ -74,7 +72,6 @@ impl Demo {
         })
     }
 
-    /// Runs a step, and prints its name, the message returned by it and its time.
     fn step<S: AsRef<str>>(
         &mut self,
         name: &str,
@@ -189,7 +186,6 @@ impl Demo {
         Ok("clean")
     }
 
-    /// Copies the tree to a directory of the mounted file system.
     fn copy_tree(&self, name: &str) -> Result<String, Failure> {
         let mnt = self.scratch.join("mnt");
         let mut copy = sh::cmd("cp", ["-a"]);

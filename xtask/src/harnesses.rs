@@ -28,8 +28,8 @@ const ISOLATED: [&str; 5] = [
     "ip link set lo up && exec \"$0\" \"$@\"",
 ];
 
-/// Returns the default number of harnesses to run in parallel. In a container, root may not be able
-/// to create network namespaces.
+/// Returns the default number of harnesses to execute in parallel. In a container, root may not be
+/// able to create network namespaces.
 pub(crate) fn default_lanes() -> u8 {
     let [program, args @ ..] = ISOLATED;
     let is_able = sh::is_root()
@@ -76,7 +76,6 @@ pub(crate) struct Results {
 }
 
 impl Results {
-    /// Parses the output of one or more harnesses.
     fn of(output: Result<String, Failure>) -> Self {
         let (text, ok) = match output {
             Ok(text) => (text, true),
@@ -119,7 +118,6 @@ impl Results {
         }
     }
 
-    /// Formats the counts and the names of failed functions.
     fn show(&self) -> String {
         let Counts { passed, failed, .. } = self.counts;
         let mut text = format!("{passed} passed, {failed} failed");
@@ -143,7 +141,6 @@ impl Results {
     }
 }
 
-/// Runs `cargo test` with the given arguments.
 pub(crate) fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Results {
     let mut command = testing(args);
     Results::of(sh::output(command.envs(env.iter().copied())))
@@ -165,14 +162,13 @@ pub(crate) fn release_test(args: &[&str]) -> Result<Command, Failure> {
     Ok(command)
 }
 
-/// Runs tests with the `release` profile and returns their results.
 pub(crate) fn run_release(args: &[&str], env: &[(&str, &str)]) -> Results {
     let command = release_test(args);
     Results::of(command.and_then(|mut command| sh::output(command.envs(env.iter().copied()))))
 }
 
-/// Runs tests and prints their output. Returns the number of test functions that passed, because
-/// Cargo reports success even if no name matches.
+/// Executes tests and prints their output. Returns the number of test functions that passed,
+/// because Cargo reports success even if no name matches.
 pub(crate) fn run_counted(command: &mut Command) -> Result<u64, Failure> {
     let text = sh::output(command)?;
     print!("{text}");
@@ -183,7 +179,7 @@ pub(crate) fn run_counted(command: &mut Command) -> Result<u64, Failure> {
     }
 }
 
-/// Runs a test with the `release` profile, using the given variables to increase its size. The
+/// Executes a test with the `release` profile, using the given variables to increase its size. The
 /// test functions run sequentially, so that each can use the whole machine.
 pub(crate) fn run_long(
     test: &str,
@@ -206,8 +202,8 @@ pub(crate) fn run_long(
     run_whole(&mut command)
 }
 
-/// Runs a test and returns an error if any of its parts were skipped. The test harness would report
-/// this as success.
+/// Executes a test and returns an error if any of its parts were skipped. The test harness would
+/// report this as success.
 pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
     // Discard skips that were left by an earlier process with the same ID.
     let _ = noted();
@@ -230,8 +226,8 @@ pub(crate) fn building_release(args: &[&str]) -> Command {
     sh::cargo(["test", "--quiet", "--no-run"].iter().chain(args))
 }
 
-/// Runs all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes` in
-/// parallel, and then the documentation tests.
+/// Executes all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes`
+/// in parallel, and then the documentation tests.
 pub(crate) fn run_all(lanes: usize) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
@@ -296,14 +292,14 @@ impl Harness {
         })
     }
 
-    /// Returns true if this harness should run with the `release` profile ([`SIMULATOR`]).
+    /// Returns whether this harness should run with the `release` profile ([`SIMULATOR`]).
     fn is_of_simulator(&self) -> bool {
         let is_its = self.is_integration && self.folder.ends_with("tests/sim");
         is_its && SIMULATOR.contains(&self.name())
     }
 
-    /// Runs the harness the same way as Cargo: in the package directory, which is also set in the
-    /// environment. The harness uses the programs that were built with it.
+    /// Executes the harness the same way as Cargo: in the package directory, which is also set in
+    /// the environment. The harness uses the programs that were built with it.
     fn run(&self, is_isolated: bool) -> Results {
         let mut command = if is_isolated {
             let [program, args @ ..] = ISOLATED;
@@ -330,7 +326,6 @@ fn built() -> Result<Vec<Harness>, Failure> {
     Ok(messages.iter().filter_map(Harness::of).collect())
 }
 
-/// Collects the function names that the harnesses print after `failures:`.
 fn failed_functions(text: &str) -> BTreeSet<String> {
     let mut failed = BTreeSet::new();
     let mut in_list = false;

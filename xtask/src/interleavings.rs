@@ -17,7 +17,6 @@ pub(crate) struct Options {
     name: String,
 }
 
-/// Runs all interleaving tests, which are found by their common name.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let args = "test --lib --features riser-sync/shuttle -p riser-reactor -p riser-scsi -p riser-target --";
     let mut command = sh::cargo(args.split(' '));

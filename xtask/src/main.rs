@@ -121,7 +121,6 @@ enum Command {
 /// Error returned by our commands, as text for the user.
 type Failure = Box<dyn std::error::Error>;
 
-/// Parses options of a command that is run by another command.
 fn parse_options<T: clap::Args>(args: &[&str]) -> T {
     let command = T::augment_args(clap::Command::new("xtask").no_binary_name(true));
     let matches = command.get_matches_from(args);

@@ -52,7 +52,6 @@ struct Figure {
     p99: f64,
 }
 
-/// Runs the measurements and prints a table for use in a document.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
@@ -143,7 +142,6 @@ fn configuration(limits: &str, scratch: &Path) -> String {
     )
 }
 
-/// Returns a `riser bench` command with JSON output.
 fn bench(programs: &Path, url: &str, depth: u32, seconds: u32) -> Command {
     let mut command = sh::cmd(programs.join("riser"), ["-o", "json", "bench", url]);
     command.args(["--depth", &depth.to_string()]);
@@ -189,7 +187,6 @@ struct Done {
     seconds: f64,
 }
 
-/// Starts the noisy initiator.
 fn start_noisy(
     options: &Options,
     programs: &Path,

@@ -59,7 +59,6 @@ fn missing<'a>(installed: Option<&str>, wanted: &[&'a str]) -> Vec<&'a str> {
     wanted.iter().copied().filter(|name| !has(name)).collect()
 }
 
-/// Returns a Cargo command that uses this toolchain.
 pub(crate) fn cargo<'a>(args: impl IntoIterator<Item = &'a str>) -> Command {
     let toolchain = toolchain();
     let mut command = sh::cmd("rustup", ["run", &toolchain, "cargo"]);
@@ -71,7 +70,6 @@ pub(crate) fn cargo<'a>(args: impl IntoIterator<Item = &'a str>) -> Command {
     command
 }
 
-/// Returns the host platform as a Rust target triple.
 pub(crate) fn host() -> Result<String, Failure> {
     let toolchain = toolchain();
     sh::host(&mut sh::cmd("rustup", ["run", &toolchain, "rustc", "-vV"]))

@@ -87,7 +87,6 @@ pub(crate) fn ensure(needs: impl IntoIterator<Item = &'static Need>) -> Vec<&'st
     lacking
 }
 
-/// Returns the needs that are currently missing.
 pub(crate) fn missing(needs: impl IntoIterator<Item = &'static Need>) -> Vec<&'static Need> {
     let is_missing = |need: &&Need| sh::which(&need.program).is_none();
     needs.into_iter().filter(is_missing).collect()
@@ -133,7 +132,6 @@ pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
     sh::output(sh::cmd("dpkg", ["-x"]).arg(find()?).arg(into)).map(drop)
 }
 
-/// Finds the archive of a package that was downloaded to this directory.
 pub(crate) fn find_archive(folder: &Path, package: &str) -> Result<PathBuf, Failure> {
     let is_it = |path: &PathBuf| {
         let file = path.file_name().unwrap_or_default().to_string_lossy();
@@ -144,7 +142,6 @@ pub(crate) fn find_archive(folder: &Path, package: &str) -> Result<PathBuf, Fail
     archive.ok_or_else(|| format!("apt did not download the package {package}").into())
 }
 
-/// Returns the name of this machine's Debian release.
 pub(crate) fn codename() -> Result<String, Failure> {
     let release = fs::read_to_string("/etc/os-release")?;
     let name = release

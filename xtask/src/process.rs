@@ -33,7 +33,6 @@ pub(crate) struct Ended {
 }
 
 impl Process {
-    /// Starts a command and writes its output to a file.
     pub(crate) fn start(command: Command, log: &Path) -> Result<Self, Failure> {
         let _ = fs::remove_file(log);
         Self::start_again(command, log)
@@ -57,7 +56,6 @@ impl Process {
         self.child.id()
     }
 
-    /// Returns the output up to now.
     pub(crate) fn output(&self) -> String {
         let said = fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&said).into_owned()
@@ -105,7 +103,7 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
-    /// Returns true if the process has exited.
+    /// Returns whether the process has exited.
     pub(crate) fn has_ended(&mut self) -> Result<bool, Failure> {
         Ok(self.child.try_wait()?.is_some())
     }
@@ -145,7 +143,6 @@ impl Drop for Process {
     }
 }
 
-/// Returns the name of the program, which may be behind wrappers such as `setpriv`.
 fn name_of(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     let words: Vec<_> = words.collect();

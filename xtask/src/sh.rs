@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::Failure;
 
-/// Runs a program until it exits and returns its standard output. On failure, the error contains
-/// its standard error.
+/// Executes a program until it exits and returns its standard output. On failure, the error
+/// contains its standard error.
 pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     let shown = command_line(command);
     let out = command
@@ -30,7 +30,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     .into())
 }
 
-/// Runs a program until it exits, using our standard output and error.
+/// Executes a program until it exits, using our standard output and error.
 pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
     let shown = command_line(command);
     let status = command
@@ -53,7 +53,6 @@ pub(crate) fn cmd<S: AsRef<OsStr>>(
     c
 }
 
-/// Returns a command for the Cargo that started us.
 pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
     let mut c = cmd(
         std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()),
@@ -75,7 +74,6 @@ pub(crate) fn installed(program: &str) -> Command {
     c
 }
 
-/// Returns the same command with a wrapper such as `nice`.
 pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
     program.arg(command.get_program()).args(command.get_args());
     // `Command` has no support for adding a wrapper, so we create a new one based on the values it
@@ -92,7 +90,8 @@ pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
 /// Returns the same command, but the process will receive a signal if the thread that started it
 /// exits. This ensures that no daemon is left behind if we are killed.
 pub(crate) fn ending_with_us(command: Command, signal: &str) -> Command {
-    // util-linux supports this as an option, so we don't have to run code between fork and exec.
+    // util-linux supports this as an option, so we don't have to execute code between fork and
+    // exec.
     match which("setpriv") {
         Some(setpriv) => behind(cmd(setpriv, ["--pdeathsig", signal, "--"]), &command),
         None => command,
@@ -137,7 +136,6 @@ fn remove_abandoned(parent: &Path, beginning: &str) {
     }
 }
 
-/// Returns the host platform in the output of `rustc -vV`.
 pub(crate) fn host(rustc: &mut Command) -> Result<String, Failure> {
     let text = output(rustc)?;
     let host = text.lines().find_map(|line| line.strip_prefix("host: "));
@@ -152,7 +150,6 @@ pub(crate) fn messages(output: &str) -> Vec<serde_json::Value> {
         .collect()
 }
 
-/// Parses the JSON document in an output, which may have warnings before and after it.
 pub(crate) fn json(output: &str) -> Result<serde_json::Value, Failure> {
     let start = output.find('{').ok_or("missing JSON in the output")?;
     let mut documents = serde_json::Deserializer::from_str(&output[start..]).into_iter();
@@ -170,7 +167,6 @@ pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     program.ok_or_else(|| format!("cargo reports no program {name}").into())
 }
 
-/// Returns the path of a program, based on `PATH` and the system directories.
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     // For a regular user, `PATH` may not include the system directories, but these programs still
@@ -181,7 +177,7 @@ pub(crate) fn which(program: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// Returns true if we run as root.
+/// Returns whether we run as root.
 pub(crate) fn is_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0)
 }
@@ -204,7 +200,6 @@ impl Scratch {
         }
     }
 
-    /// Creates the directory in another directory.
     pub(crate) fn below(parent: &Path, name: &str) -> Result<Self, Failure> {
         remove_abandoned(parent, &format!("riser-{name}-"));
         let path = parent.join(format!("riser-{name}-{}", std::process::id()));

@@ -23,12 +23,11 @@ pub(crate) enum Suite {
 }
 
 impl Suite {
-    /// Returns true if a run of this suite includes the steps of `other`.
+    /// Returns whether a run of this suite includes the steps of `other`.
     fn includes(self, other: Self) -> bool {
         self == Self::All || self == other
     }
 
-    /// Returns the option that selects this suite.
     fn option(self) -> &'static str {
         match self {
             Self::Everyday => "",
@@ -54,11 +53,10 @@ pub(crate) struct Step {
 /// Options of the current run, passed to every step.
 pub(crate) struct Run {
     pub(crate) suite: Suite,
-    /// Number of test harnesses to run in parallel.
+    /// Number of test harnesses to execute in parallel.
     pub(crate) lanes: usize,
 }
 
-/// Creates an everyday step.
 pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
     Step {
         name,
@@ -82,12 +80,10 @@ impl Step {
         Self { needs, ..self }
     }
 
-    /// Sets the programs that must be available to run this step.
     pub(crate) const fn requiring(self, required: &'static str) -> Self {
         Self { required, ..self }
     }
 
-    /// Sets the crate program that must be available to run this step.
     pub(crate) const fn requiring_crate(self, program: &'static str) -> Self {
         Self {
             of_crate: Some(program),
@@ -146,7 +142,7 @@ pub(crate) struct Selection {
     list: bool,
 }
 
-/// Runs the steps and returns an error if any step failed.
+/// Executes the steps and returns an error if any step failed.
 pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<(), Failure> {
     if selection.list {
         for step in steps {
@@ -211,7 +207,7 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     }
 }
 
-/// Returns the steps to run. A step selected by name always runs.
+/// Returns the steps to execute. A step selected by name always runs.
 fn chosen<'a>(
     steps: &'a [Step],
     selection: &Selection,
@@ -242,14 +238,12 @@ fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
     format!("{how:<8} {name:<36} {:>7.1} s  {more}", took.as_secs_f64())
 }
 
-/// Formats the failure of a step using the last lines of its output.
 fn failure(name: &str, why: &str) -> String {
     const LINES: usize = 10;
     let last = sh::last_lines(why, LINES);
     format!("FAILED   {name}: {}", last.join("\n         "))
 }
 
-/// Runs a program as a single check.
 pub(crate) fn check(mut command: Command) -> Outcome {
     sh::output(&mut command).map(drop).into()
 }

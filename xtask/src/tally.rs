@@ -113,7 +113,6 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// Creates a tally with counts of a single kind.
     pub(crate) fn of(kind: Kind, counts: Counts) -> Self {
         let mut tally = Self::default();
         tally.add(kind, counts);
@@ -124,7 +123,6 @@ impl Tally {
         self.counts[kind as usize] += counts;
     }
 
-    /// Creates a tally for a single check.
     pub(crate) fn check(passed: bool) -> Self {
         let (passed, failed) = (u64::from(passed), u64::from(!passed));
         let counts = Counts {
@@ -139,7 +137,6 @@ impl Tally {
         self.counts[kind as usize]
     }
 
-    /// Returns the total count of all kinds.
     pub(crate) fn total(&self) -> Counts {
         let mut total = Counts::default();
         for counts in self.counts {
@@ -186,7 +183,6 @@ impl Tally {
         self.lines().join("; ")
     }
 
-    /// Returns a line for each kind with any tests.
     fn lines(&self) -> Vec<String> {
         let line = |kind: Kind| {
             let (counts, skipped) = (self.counts(kind), self.skipped(kind));
@@ -196,7 +192,6 @@ impl Tally {
         Kind::ALL.into_iter().filter_map(line).collect()
     }
 
-    /// Returns one line per reason, with the tests that were skipped.
     pub(crate) fn reasons(&self) -> Vec<String> {
         let mut reasons = BTreeMap::<_, BTreeSet<_>>::new();
         for skip in &self.skips {
@@ -221,12 +216,10 @@ pub(crate) enum Outcome {
 }
 
 impl Outcome {
-    /// Creates the outcome of a single check that failed.
     pub(crate) fn failed(why: impl Into<Failure>) -> Self {
         Err::<(), _>(why.into()).into()
     }
 
-    /// Creates the outcome of a check that can't run here.
     pub(crate) fn skipped(why: impl Into<String>) -> Self {
         Self::Skipped(Vec::new(), why.into())
     }
@@ -274,7 +267,6 @@ pub(crate) fn note(kind: Kind, name: &str, why: &str) {
     }
 }
 
-/// Returns the skips recorded since the last call.
 pub(crate) fn noted() -> Vec<Skip> {
     let text = fs::read_to_string(skip_log()).unwrap_or_default();
     let _ = fs::remove_file(skip_log());

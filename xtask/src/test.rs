@@ -29,7 +29,7 @@ pub(crate) struct Options {
     /// Run all suites, and also all interop cases, the package, the soak test and the container.
     #[arg(long, conflicts_with = "full")]
     all: bool,
-    /// Number of test harnesses to run in parallel. More than one requires the right to create
+    /// Number of test harnesses to execute in parallel. More than one requires the right to create
     /// network namespaces, as root usually has [default: 3 with this right, 1 otherwise].
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..))]
     lanes: Option<u8>,
@@ -137,7 +137,7 @@ const STEPS: &[Step] = &[
     .requiring("instructions"),
 ];
 
-/// Runs the steps and returns an error if any step failed.
+/// Executes the steps and returns an error if any step failed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let run = Run {
         suite: options.suite(),
@@ -159,8 +159,8 @@ fn functions(results: Results) -> Outcome {
     Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Runs the functions of a test again with a larger size, which is set by a variable. All functions
-/// are counted as a single check, which is skipped if any function is skipped.
+/// Executes the functions of a test again with a larger size, which is set by a variable. All
+/// functions are counted as a single check, which is skipped if any function is skipped.
 fn again(test: &str, size: (&str, &str), args: &[&str]) -> Outcome {
     let run = run_release(&[&["--test", test, "--"], args].concat(), &[size]);
     match (run.failure, noted().first()) {
@@ -170,8 +170,8 @@ fn again(test: &str, size: (&str, &str), args: &[&str]) -> Outcome {
     }
 }
 
-/// Runs all benchmarks once, without measuring. They use the test profile, so we only need to build
-/// the benchmarks.
+/// Executes all benchmarks once, without measuring. They use the test profile, so we only need to
+/// build the benchmarks.
 fn benchmarks() -> Outcome {
     let names = BENCHMARKS.iter().flat_map(|name| ["--bench", name]);
     let args = ["test", "-q", "--workspace"].into_iter().chain(names);

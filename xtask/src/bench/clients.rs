@@ -11,7 +11,7 @@ use crate::{Failure, sh};
 /// Block size of the SCSI units in bytes, used as a unit by `iscsi-perf`.
 const BLOCK: u32 = 512;
 
-/// Parameters for a single run of a client.
+/// Parameters for a single measurement with a client.
 pub(super) struct Run<'a> {
     pub(super) place: &'a Place,
     pub(super) load: Load,
@@ -30,7 +30,6 @@ pub(super) struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Creates the client's command line for a disk.
     pub(super) fn command(&self, client: Client, disk: &Address) -> Result<Command, Failure> {
         match (client, disk) {
             (Client::Fio, Address::File { path, direct }) => Ok(self.fio(&[
@@ -57,7 +56,6 @@ impl Run<'_> {
         }
     }
 
-    /// Parses the output of this command.
     pub(super) fn reading(&self, client: Client, output: &str) -> Result<Reading, Failure> {
         match client {
             Client::IscsiPerf => reading::iscsi_perf(output, &self.load, f64::from(self.seconds)),

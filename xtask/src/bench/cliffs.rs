@@ -21,7 +21,7 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// Returns true if the cost of this step exceeds the limit by more than noise.
+    /// Returns whether the cost of this step exceeds the limit by more than noise.
     pub(super) fn is_cliff(&self) -> bool {
         self.curve.rule.is_broken(self.interval)
     }
@@ -30,7 +30,6 @@ impl Step {
         self.curve.id == curve.id
     }
 
-    /// Formats the name of this step, its values and the limit.
     pub(super) fn describe(&self) -> String {
         let label = named(self.system).map_or(self.system, |system| system.label);
         let (from, to) = (self.curve.label(self.from), self.curve.label(self.to));
@@ -46,7 +45,6 @@ impl Step {
     }
 }
 
-/// Returns all measured steps, in the same order as the curves.
 pub(super) fn steps(scaling: &Scaling) -> Vec<Step> {
     let curves = CURVES.iter().flat_map(|curve| {
         let systems = curve.systems.iter().filter(|id| OURS.contains(id));
@@ -86,7 +84,6 @@ mod tests {
     use super::super::systems::NBDKIT;
     use super::*;
 
-    /// Creates the results of a curve using the values of every round for each point.
     fn scaling(curve: &str, system: &str, places: &[(f64, &[f64])]) -> Scaling {
         let points = places.iter().flat_map(|(x, rounds)| {
             rounds.iter().enumerate().map(|(round, y)| Point {

@@ -87,7 +87,6 @@ fn rounded(figure: f64) -> f64 {
     figure.round()
 }
 
-/// Formats a sample as a single line.
 fn format_sample(sample: &Sample) -> String {
     let p50 = sample
         .p50_ns

@@ -1,4 +1,4 @@
-//! Measures the CPU time used by a client and its servers during a run.
+//! Measures the CPU time used by a client and its servers during a measurement.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -19,7 +19,7 @@ pub(super) struct Ran {
     pub(super) server: Duration,
 }
 
-/// Runs a client until it exits. Its standard error is written to the `log` file.
+/// Executes a client until it exits. Its standard error is written to the `log` file.
 pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<Ran, Failure> {
     let name = client.get_program().to_string_lossy().into_owned();
     let failed = |e: &dyn std::fmt::Display| format!("{name}: {e}");
@@ -56,9 +56,9 @@ fn sum(processes: &[u32]) -> Result<Duration, Failure> {
     processes.iter().map(|pid| cpu_time(*pid)).sum()
 }
 
-/// Returns the total CPU time of all threads in these processes, in nanoseconds. Unlike [`cpu_time`],
-/// whose tick size is too large for idle processes, this doesn't include threads that have already
-/// exited.
+/// Returns the total CPU time of all threads in these processes, in nanoseconds. Unlike
+/// [`cpu_time`], whose tick size is too large for idle processes, this doesn't include threads that
+/// have already exited.
 pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
     let mut sum = 0;
     for pid in processes {
@@ -76,7 +76,6 @@ pub(super) fn on_processor(processes: &[u32]) -> Result<u64, Failure> {
     Ok(sum)
 }
 
-/// Parses the first number in a `schedstat` line: time on a CPU, in nanoseconds.
 fn run_time(line: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }

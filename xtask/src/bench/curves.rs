@@ -38,7 +38,7 @@ pub(super) enum Rule {
 }
 
 impl Rule {
-    /// Returns true if the whole interval violates the rule, so that this can't be noise.
+    /// Returns whether the whole interval violates the rule, so that this can't be noise.
     pub(super) fn is_broken(self, ratio: Interval) -> bool {
         match self {
             Self::Keeps(share) => ratio.high < share,
@@ -46,7 +46,6 @@ impl Rule {
         }
     }
 
-    /// Returns a sentence for use in documents.
     pub(super) fn about(self) -> String {
         match self {
             Self::Keeps(share) => {
@@ -97,7 +96,6 @@ pub(super) const DEPTH_OF_BLOCKS: u32 = 8;
 pub(super) static CURVES: LazyLock<Vec<Curve>> = LazyLock::new(|| tables::read("curves"));
 
 impl Curve {
-    /// Formats a point on the horizontal axis.
     pub(super) fn label(&self, x: f64) -> String {
         let bytes = x as u64;
         match self.vary {

@@ -8,10 +8,10 @@ use super::results::Provenance;
 use super::rig::Rig;
 use crate::{Failure, root, sh};
 
-/// Maximum CPU usage by other processes during a run, in percent.
+/// Maximum CPU usage by other processes during a measurement, in percent.
 const BUSY: f64 = 5.0;
 
-/// Time to sample CPU usage before a run.
+/// Time to sample CPU usage before a measurement.
 const LOOK: Duration = Duration::from_secs(2);
 
 /// Describes the machine, the programs and the current run. Prints a warning if other processes are
@@ -82,12 +82,11 @@ fn machine() -> Result<String, Failure> {
     ))
 }
 
-/// Returns true if the CPU reports a hypervisor.
+/// Returns whether the CPU reports a hypervisor.
 fn is_virtual(cpus: &str) -> bool {
     field(cpus, "flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"))
 }
 
-/// Returns the first value with this name in lines such as `name : value`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (found, value) = line.split_once(':')?;
@@ -95,7 +94,6 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     })
 }
 
-/// Returns the versions of all available programs.
 fn programs(ours: &Path) -> Vec<String> {
     let version = |program: PathBuf| {
         let text = line(&mut sh::cmd(&program, ["--version"])).ok()?;
@@ -116,7 +114,6 @@ fn line(command: &mut std::process::Command) -> Result<String, Failure> {
     Ok(text.lines().next().unwrap_or_default().trim().to_owned())
 }
 
-/// Returns the current idle time of all CPUs, in percent.
 fn idle_percent() -> Result<f64, Failure> {
     let look = || -> Result<_, Failure> { idle_of_all(&fs::read_to_string("/proc/uptime")?) };
     let (all_before, idle_before) = look()?;

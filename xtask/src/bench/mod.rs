@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: benchmarks our target and its competitors using the same file, in a single
 //! run.
 //!
-//! - [`workloads`], [`systems`]: table columns and rows; [`select`] is used to run a subset of
+//! - [`workloads`], [`systems`]: table columns and rows; [`select`] is used to execute a subset of
 //!   these.
 //! - [`rig`]: contains the file and runs a single measurement with a server ([`servers`]) and a
 //!   client ([`clients`]), then parses the output ([`reading`]) and the CPU time of both ([`cpu`]).
@@ -11,8 +11,8 @@
 //! - [`results`]: the results file, including the [`machine`]; [`render`] and [`pictures`] create
 //!   documents from it.
 //!
-//! If the user selects a subset or disables the check, this is a trial: the document is then printed
-//! instead of written to `docs`.
+//! If the user selects a subset or disables the check, this is a trial: the document is then
+//! printed instead of written to `docs`.
 
 mod clients;
 mod cliffs;
@@ -45,7 +45,7 @@ use crate::{Failure, root};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Number of rounds to run every workload on every system; the median is used.
+    /// Number of rounds to execute every workload on every system; the median is used.
     #[arg(long, default_value_t = 5, value_parser = rounds)]
     rounds: usize,
     /// Run only systems and workloads, or curves, whose name contains WORD; may be repeated. The
@@ -79,7 +79,7 @@ impl Options {
     }
 }
 
-/// Runs the measurements or renders documents. Returns an error if a target was missed.
+/// Executes the measurements or renders documents. Returns an error if a target was missed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.render {
         let results = Results::load(&results_path())?;
@@ -103,7 +103,6 @@ fn results_path() -> PathBuf {
         .join("results.json")
 }
 
-/// Writes the documents in the repository.
 fn publish(results: &Results) -> Result<(), Failure> {
     render::write(results, &root().join("docs"))?;
     render::write_readme(results, &root().join("README.md"))

@@ -105,7 +105,6 @@ fn draw_lines(
     Ok(())
 }
 
-/// Formats a number with a suffix for thousands.
 fn short(number: f64) -> String {
     let (scale, suffix) = match number {
         n if n >= 1e9 => (1e9, "G"),

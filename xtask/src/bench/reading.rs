@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::workloads::Load;
 use crate::{Failure, sh};
 
-/// Results of a single run, as reported by the client.
+/// Results of a single measurement, as reported by the client.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Reading {
     pub(super) operations: f64,
@@ -42,7 +42,6 @@ const TAILS: [&str; 2] = [
     "/clat_ns/percentile/99.900000",
 ];
 
-/// Parses JSON output of fio or `riser bench`, which may have warnings before the JSON.
 pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
     let document = sh::json(text)?;
     let job = document.pointer("/jobs/0").unwrap_or(&document);
@@ -52,7 +51,6 @@ pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
     direction(&job[if load.is_write() { "write" } else { "read" }])
 }
 
-/// Parses the results for either reads or writes.
 fn direction(figures: &Value) -> Result<Reading, Failure> {
     let number = |name: &str| {
         let number = figures[name].as_f64();
@@ -100,7 +98,6 @@ pub(super) fn wire(text: &str, load: &Load) -> Result<Reading, Failure> {
     })
 }
 
-/// Parses the last average printed by `iscsi-perf`, which updates its output line every second.
 pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Reading, Failure> {
     let (_, average) = text
         .rsplit_once("iops average ")
@@ -120,7 +117,6 @@ pub(super) fn iscsi_perf(text: &str, load: &Load, seconds: f64) -> Result<Readin
     })
 }
 
-/// Formats a `riser bench` result as a single line.
 pub(crate) fn summary(text: &str) -> Result<String, Failure> {
     let load = Load {
         rw: "randread",

@@ -53,7 +53,6 @@ curve allows, by more than noise as above. Other servers are not checked.
 and the requirements for reaching missed targets.
 ";
 
-/// Writes the document and its charts to a directory.
 pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
     let beside = folder.join(FOLDER);
     fs::create_dir_all(&beside)?;
@@ -97,7 +96,6 @@ fn inserted(text: &str, part: &str) -> Result<String, String> {
     Ok(format!("{head}{begin}\n\n{}\n\n{end}{tail}", part.trim()))
 }
 
-/// Renders the whole document.
 pub(super) fn document(results: &Results) -> String {
     let mut out = String::from(
         "# Performance\n\n<!-- Written by `cargo xtask bench` from performance/results.json; \
@@ -123,7 +121,6 @@ pub(super) fn document(results: &Results) -> String {
     out
 }
 
-/// Renders the table of targets.
 pub(super) fn targets(judged: &[Judged]) -> String {
     let mut out = String::from(
         "## Targets\n\n| | compared with | ratio | 95 % | required | aim | |\n| --- | --- | --- | --- | --- | --- | --- |\n",
@@ -160,7 +157,6 @@ pub(super) fn targets(judged: &[Judged]) -> String {
     out
 }
 
-/// Formats the system, workload and measure of a target.
 pub(super) fn subject(judged: &Judged) -> String {
     let target = &judged.target;
     let workload = workloads::named(target.workload).map_or(target.workload, |w| w.name);
@@ -168,7 +164,6 @@ pub(super) fn subject(judged: &Judged) -> String {
     format!("{system}: {workload}: {measure}")
 }
 
-/// Formats the median and range of the ratios.
 pub(super) fn ratio(judged: &Judged) -> String {
     let Summary { median, min, max } = judged.ratio;
     format!("{median:.2} ({min:.2} to {max:.2})")
@@ -178,7 +173,6 @@ fn label(id: &str) -> &str {
     named(id).map_or(id, |system| system.label)
 }
 
-/// Renders the tables of throughput, latency and CPU time.
 fn figures(comparison: &Comparison) -> String {
     let mut out = String::new();
     let throughput = |workload: &Workload, sample: &Sample| {
@@ -215,7 +209,6 @@ fn figures(comparison: &Comparison) -> String {
     out
 }
 
-/// Renders a row for each measured system and a column for each workload.
 fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<f64>) -> String {
     let mut out = String::new();
     for system in SYSTEMS.iter() {
@@ -238,7 +231,6 @@ fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<
     out
 }
 
-/// Formats the median and range using only significant digits.
 fn format_summary(summary: &Summary) -> String {
     let digits = match summary.median {
         m if m >= 100.0 => 0,
@@ -300,7 +292,6 @@ fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
     out
 }
 
-/// Renders a paragraph that describes a run.
 fn measured(run: &Provenance) -> String {
     format!(
         "{} rounds of {} s each by `{}`, on {}, at commit {}, on a {}, {:.0} % idle before; the file of \

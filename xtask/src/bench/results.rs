@@ -11,7 +11,7 @@ use super::curves::CURVES;
 use super::{systems, workloads};
 use crate::Failure;
 
-/// Latest results. Each part is from a separate run.
+/// Latest results. Each part is from a separate measurement.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Results {
@@ -29,7 +29,7 @@ pub(super) struct Provenance {
     pub(super) commit: String,
     /// CPU, number of cores, memory and kernel version.
     pub(super) machine: String,
-    /// CPU idle time before this run, in percent.
+    /// CPU idle time before this measurement, in percent.
     pub(super) idle_percent: f64,
     /// Programs and their versions.
     pub(super) programs: Vec<String>,
@@ -101,19 +101,18 @@ impl Results {
         }
         let text = fs::read_to_string(path).map_err(|e| failed(&e))?;
         let mut results: Self = serde_json::from_str(&text).map_err(|e| failed(&e))?;
-        for part in &mut results.comparison {
+        if let Some(part) = &mut results.comparison {
             part.samples.retain(|sample| {
                 let system = systems::named(&sample.system);
                 system.is_some() && workloads::named(&sample.workload).is_some()
             });
         }
-        for part in &mut results.scaling {
+        if let Some(part) = &mut results.scaling {
             part.points.retain(Point::is_on_curve);
         }
         Ok(results)
     }
 
-    /// Writes the file using one line per measurement.
     pub(super) fn save(&self, path: &Path) -> Result<(), Failure> {
         let mut text = String::new();
         write_lines(&serde_json::to_value(self)?, 0, &mut text);
@@ -136,7 +135,6 @@ impl Point {
 }
 
 impl Comparison {
-    /// Returns the value of every round for a system and workload.
     pub(super) fn figures(
         &self,
         system: &str,
@@ -152,7 +150,6 @@ impl Comparison {
 }
 
 impl Scaling {
-    /// Returns the value of every round for a point of a curve.
     pub(super) fn figures(&self, curve: &str, system: &str, x: f64) -> Vec<(usize, f64)> {
         let is_here =
             |point: &&Point| point.curve == curve && point.system == system && point.x == x;
@@ -216,7 +213,6 @@ pub(super) mod tests {
         }
     }
 
-    /// Creates a sample with all values based on the number of operations per second.
     pub(in crate::bench) fn sample(
         round: usize,
         (system, workload): (&str, &str),

@@ -85,7 +85,6 @@ impl Rig {
         Ok(rig)
     }
 
-    /// Returns the reason why a system can't be measured here.
     pub(super) fn lacks(&self, system: &System) -> Option<String> {
         let mut programs = system.programs.iter();
         if let Some(program) = programs.find(|program| sh::which(program).is_none()) {
@@ -124,7 +123,6 @@ impl Rig {
         self.measure_run(system, &self.run(load))
     }
 
-    /// Same as `measure`, but for any run.
     pub(super) fn measure_run(&self, system: &System, run: &Run<'_>) -> Result<Measured, Failure> {
         let served = self.served(system)?;
         let mut command = run.command(system.client, &served.disks[0])?;
@@ -138,13 +136,11 @@ impl Rig {
         })
     }
 
-    /// Starts a server for the file.
     pub(super) fn served(&self, system: &System) -> Result<Served, Failure> {
         let images = std::slice::from_ref(&self.image);
         self.place.serve(system.server, images)
     }
 
-    /// Creates a run with a single job.
     pub(super) fn run(&self, load: &Load) -> Run<'_> {
         Run {
             place: &self.place,

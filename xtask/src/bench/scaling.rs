@@ -40,7 +40,6 @@ const TRIES: usize = 3;
 /// Number of standard deviations by which the number of random arrivals may be below its mean.
 const DEVIATIONS: f64 = 3.0;
 
-/// Returns the systems used by any curve.
 pub(super) fn all_systems() -> Vec<&'static System> {
     let is_wanted = |system: &&System| {
         CURVES
@@ -280,7 +279,6 @@ mod tests {
         }
     }
 
-    /// Creates a closed loop that runs for a second.
     fn closed(place: &Place) -> Run<'_> {
         Run {
             place,

@@ -56,7 +56,6 @@ enum Running {
 }
 
 impl Served {
-    /// Returns the process IDs of all servers.
     pub(super) fn processes(&self) -> Vec<u32> {
         let pid = |server: &Running| match server {
             Running::Program(program) => program.process.pid(),
@@ -201,7 +200,6 @@ impl Place {
         Ok(sessions)
     }
 
-    /// Returns a `riser` command that keeps its files in the scratch directory.
     pub(super) fn riser<'a>(&self, args: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = sh::cmd(self.programs.join("riser"), args);
         command.env("XDG_RUNTIME_DIR", &self.scratch);

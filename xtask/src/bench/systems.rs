@@ -87,7 +87,7 @@ pub(super) struct System {
 }
 
 impl System {
-    /// Returns true if the client supports this load.
+    /// Returns whether the client supports this load.
     pub(super) fn runs(&self, load: &Load) -> bool {
         match self.client {
             // This client only supports reads.
@@ -102,7 +102,6 @@ impl System {
 /// All systems, in the order of the tables.
 pub(super) static SYSTEMS: LazyLock<Vec<System>> = LazyLock::new(|| tables::read("systems"));
 
-/// Returns the system with the given ID.
 pub(super) fn named(id: &str) -> Option<&'static System> {
     SYSTEMS.iter().find(|system| system.id == id)
 }

@@ -16,12 +16,10 @@ pub(super) fn read<T: DeserializeOwned>(name: &str) -> Vec<T> {
     table.unwrap_or_else(|e| panic!("bench.toml: {name}: {e}"))
 }
 
-/// Reads a text.
 pub(super) fn text<'de, D: Deserializer<'de>>(from: D) -> Result<Text, D::Error> {
     Ok(String::deserialize(from)?.leak())
 }
 
-/// Reads several texts.
 pub(super) fn texts<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<Text>, D::Error> {
     let texts = Vec::<String>::deserialize(from)?;
     Ok(texts.into_iter().map(|text| &*text.leak()).collect())

@@ -19,12 +19,12 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Returns true if this load writes; loads never mix reads and writes.
+    /// Returns whether this load writes; loads never mix reads and writes.
     pub(super) fn is_write(&self) -> bool {
         self.rw.ends_with("write")
     }
 
-    /// Returns true if offsets are random.
+    /// Returns whether offsets are random.
     pub(super) fn is_random(&self) -> bool {
         self.rw.starts_with("rand")
     }
@@ -43,7 +43,7 @@ pub(super) struct Workload {
 }
 
 impl Workload {
-    /// Returns true if we should compare bytes per second instead of operations per second.
+    /// Returns whether we should compare bytes per second instead of operations per second.
     pub(super) fn is_sequential(&self) -> bool {
         !self.load.is_random()
     }
@@ -60,7 +60,6 @@ pub(super) const WRITE_SEQ: &str = "write-128k-8";
 /// All workloads, in the order of the tables.
 pub(super) static WORKLOADS: LazyLock<Vec<Workload>> = LazyLock::new(|| tables::read("workloads"));
 
-/// Returns the workload with the given ID.
 pub(super) fn named(id: &str) -> Option<&'static Workload> {
     WORKLOADS.iter().find(|workload| workload.id == id)
 }

@@ -39,7 +39,7 @@ const PRELOADED: &str = "tests/vm/libiscsi.c";
 /// Target address.
 const SERVER: &str = "127.0.18.1";
 
-/// Number of clients to run in parallel, each with a separate address. They spend most of their
+/// Number of clients to execute in parallel, each with a separate address. They spend most of their
 /// time waiting.
 const LANES: usize = 3;
 
@@ -73,7 +73,6 @@ enum How {
     Hung,
 }
 
-/// Runs all tests, or returns the reason why this is not possible.
 pub(super) fn run(
     options: &Options,
     programs: &std::path::Path,
@@ -151,8 +150,8 @@ struct Stage<'a> {
 }
 
 impl Stage<'_> {
-    /// Runs the tests in parallel. Start with the listed tests, because some of them have to wait
-    /// for a long time.
+    /// Executes the tests in parallel. Start with the listed tests, because some of them have to
+    /// wait for a long time.
     fn run_all(&self, names: &[String]) -> Result<Run, Failure> {
         let mut order: Vec<_> = names.iter().enumerate().collect();
         order.sort_by_key(|(_, name)| self.place(name).is_none());
@@ -175,7 +174,6 @@ impl Stage<'_> {
         Ok(run)
     }
 
-    /// Returns the index of a test in the list.
     fn place(&self, name: &str) -> Option<usize> {
         self.listed.iter().position(|listed| listed.name == name)
     }
@@ -267,7 +265,6 @@ fn outcome(ended: &Ended) -> Result<Verdict, How> {
     }
 }
 
-/// Parses the list, which has a line "HOW NAME WORDS …" for each test.
 fn parse(text: &str) -> Result<Vec<Listed>, Failure> {
     let lines = text.lines().map(str::trim);
     let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));

@@ -51,7 +51,6 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Returns the tests to run, in the client's format.
     fn tests(&self) -> &str {
         self.tests.as_deref().unwrap_or("ALL")
     }
@@ -74,7 +73,7 @@ const SIZE: u64 = 64 << 20;
 /// larger physical blocks and the other is read-only.
 const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not write-protected")];
 
-/// Runs all tests and returns an error if any failed on our target.
+/// Executes all tests and returns an error if any failed on our target.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let outcome = run_all(options)?;
     // Skips are printed, but we don't count them here.
@@ -82,7 +81,6 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     outcome.into_result()
 }
 
-/// Runs all tests and returns the result.
 pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
     if !ensure(needs("conformance")).is_empty() {
         return Ok(Outcome::Skipped(parts(), format!("{CLIENT} is missing")));
@@ -139,7 +137,7 @@ pub(crate) fn parts() -> Vec<(Kind, String)> {
     std::iter::once(suite).chain(checks).collect()
 }
 
-/// Runs the suite over iSER, if possible.
+/// Executes the suite over iSER, if possible.
 fn over_iser(
     options: &Options,
     programs: &Path,
@@ -157,7 +155,6 @@ fn over_iser(
         .ok())
 }
 
-/// Runs the checks that use QEMU as a client.
 fn qemu_checks(programs: &Path, scratch: &sh::Scratch) -> Vec<Row> {
     qemu::run(programs, scratch).unwrap_or_else(|why| {
         let skip = |name| Row::run(name, Kind::Check, |_| Verdict::Skipped(why.clone()));
@@ -165,8 +162,8 @@ fn qemu_checks(programs: &Path, scratch: &sh::Scratch) -> Vec<Row> {
     })
 }
 
-/// Runs the tools and the suite over TCP. Returns the results of the suite, and adds a row for each
-/// check and for each other problem.
+/// Executes the tools and the suite over TCP. Returns the results of the suite, and adds a row for
+/// each check and for each other problem.
 fn over_tcp(
     options: &Options,
     programs: &Path,
@@ -201,7 +198,7 @@ fn over_tcp(
         failures.push("the suite did not finish".to_owned());
     }
     // We only run tests that were skipped for this reason. If a test passed on the first LUN, there
-    // is no need to run it again.
+    // is no need to execute it again.
     for (lun, lacking) in OTHER_LUNS {
         let url = format!("{portal}/{IQN}/{lun}");
         for test in run.skipped_for(lacking) {
@@ -254,8 +251,8 @@ fn configuration(image: &Path, port: u16) -> String {
     )
 }
 
-/// Runs the suite on `tgt` for comparison, the other user-space iSCSI target included in Debian.
-/// Returns `None` if this is not possible.
+/// Executes the suite on `tgt` for comparison, the other user-space iSCSI target included in
+/// Debian. Returns `None` if this is not possible.
 fn over_tgt(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
     if !ensure(needs("conformance-tgt")).is_empty() {
         return None;
@@ -276,7 +273,7 @@ fn over_tgt(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
         .ok()
 }
 
-/// Runs the suite in a single process. Returns its output, and the error if it didn't exit
+/// Executes the suite in a single process. Returns its output, and the error if it didn't exit
 /// properly.
 fn run_suite(
     options: &Options,
@@ -347,7 +344,7 @@ fn checks() -> Vec<Check> {
 }
 
 impl Check {
-    /// Runs a program and returns the line of its output with the last text of `says`.
+    /// Executes a program and returns the line of its output with the last text of `says`.
     fn run(
         &self,
         program: &Path,

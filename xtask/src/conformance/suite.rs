@@ -30,7 +30,6 @@ pub(super) struct Run {
 const KEPT: usize = 4;
 
 impl Run {
-    /// Parses the program's output.
     pub(super) fn parse(text: &str) -> Self {
         let mut run = Self {
             tests: Vec::new(),
@@ -72,7 +71,6 @@ impl Run {
     }
 }
 
-/// Splits the text before each of these words.
 fn split_before<'a>(text: &'a str, words: &[&str]) -> Vec<&'a str> {
     let mut cuts: Vec<usize> = words
         .iter()

@@ -56,7 +56,6 @@ fn is_found(path: &Path) -> bool {
     name.is_some_and(|name| name.starts_with("found-"))
 }
 
-/// Returns the files in a directory, starting with the smallest file.
 fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     let mut files = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten() {
@@ -87,8 +86,8 @@ fn choose(seeds: &[Input], mut others: Vec<Input>) -> Vec<Input> {
     chosen
 }
 
-/// Runs every input once. libFuzzer writes the coverage to a file that contains the list of inputs.
-/// If an input fails, we start it again and it will continue with the next input.
+/// Executes every input once. libFuzzer writes the coverage to a file that contains the list of
+/// inputs. If an input fails, we start it again and it will continue with the next input.
 fn reached(program: &Path, target: &Target, files: Vec<PathBuf>) -> Result<Vec<Input>, Failure> {
     let work = work_dir(target);
     fs::create_dir_all(&work)?;

@@ -36,8 +36,8 @@ const ENGINE: &str = "--cfg fuzzing --cfg fuzzing_libfuzzer";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Time per target in minutes, which can be a fraction; one target is run on each core. If set
-    /// to 0, the targets are not run.
+    /// Time per target in minutes, which can be a fraction; one target is executed on each core. If
+    /// set to 0, the targets are not run.
     #[arg(long, default_value_t = 1.0)]
     minutes: f64,
     /// Update the inputs in the repository after the run: for each target, keep the few inputs with
@@ -51,7 +51,6 @@ pub(crate) struct Options {
     targets: Vec<String>,
 }
 
-/// Builds the required programs, runs the targets, and prints the results.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let is_named = |target: &&Target, name: &str| target.name == name;
     let targets = select(TARGETS.iter(), &options.targets, "target", is_named)?;
@@ -132,7 +131,6 @@ fn compiler(args: &BTreeSet<String>) -> Result<Command, Failure> {
     Ok(command)
 }
 
-/// Finds the program of a target in Cargo's messages.
 fn executable(messages: &[Value], target: &Target) -> Option<PathBuf> {
     let library = target.package.replace('-', "_");
     let name = match target.program.as_str() {
@@ -145,7 +143,6 @@ fn executable(messages: &[Value], target: &Target) -> Option<PathBuf> {
         .find_map(|message| message["executable"].as_str().map(PathBuf::from))
 }
 
-/// Runs every target in a separate process, using one process per core.
 fn explore<'a>(
     targets: &[&'static Target],
     time: Duration,

@@ -46,13 +46,12 @@ impl Figures {
     }
 }
 
-/// Returns the working directory of a target.
 pub(super) fn work_dir(target: &Target) -> PathBuf {
     root().join(".build/fuzz").join(&target.name)
 }
 
-/// Returns a command to run a target's test with libFuzzer arguments. bolero reads them from the
-/// environment and splits them at spaces.
+/// Returns a command to execute a target's test with libFuzzer arguments. bolero reads them from
+/// the environment and splits them at spaces.
 pub(super) fn command(program: &Path, target: &Target, args: &[String]) -> Command {
     let mut command = sh::cmd(program, ["--exact", "--nocapture", "--test-threads=1"]);
     command.arg(target.test());
@@ -68,7 +67,6 @@ pub(super) fn relative(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Runs a target for the given time.
 pub(super) fn explore(
     program: &Path,
     target: &'static Target,
@@ -91,7 +89,8 @@ pub(super) fn explore(
         "-reload=0".to_owned(),
     ];
     let mut command = command(program, target, &args);
-    // Remove the old list. All known inputs will be run again, so we don't lose any transitions.
+    // Remove the old list. All known inputs will be executed again, so we don't lose any
+    // transitions.
     let transitions = work.join(TRANSITIONS);
     let _ = fs::remove_file(&transitions);
     command.env("RISER_TRANSITIONS", &transitions);
@@ -122,7 +121,8 @@ pub(super) fn explore(
     })
 }
 
-/// If an input failed, this copies it to the directory that `cargo test` will use to run it again.
+/// If an input failed, this copies it to the directory that `cargo test` will use to execute it
+/// again.
 fn save_crash(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
     let written = text.rsplit_once("Test unit written to ");
     let Some(path) = written.and_then(|(_, rest)| rest.lines().next()) else {
@@ -136,7 +136,6 @@ fn save_crash(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
     Ok(Some(kept))
 }
 
-/// Returns the last number that follows this word.
 fn number_after(text: &str, word: &str) -> Option<u64> {
     let (_, rest) = text.rsplit_once(word)?;
     let digits: String = rest
@@ -147,7 +146,6 @@ fn number_after(text: &str, word: &str) -> Option<u64> {
     digits.parse().ok()
 }
 
-/// Parses the number of counters in `INFO: Loaded 1 modules   (123 inline 8-bit counters): …`.
 fn counters(text: &str) -> Option<u64> {
     let (before, _) = text.split_once(" inline 8-bit counters")?;
     before.rsplit_once('(')?.1.parse().ok()

@@ -30,12 +30,10 @@ impl Target {
         root().join(&self.folder).join("__fuzz__").join(&self.name)
     }
 
-    /// Returns the full name of the test in its program.
     pub(super) fn test(&self) -> String {
         format!("{}{}", self.modules, self.name)
     }
 
-    /// Returns the Cargo argument to select the program.
     pub(super) fn program_arg(&self) -> String {
         match self.program.as_str() {
             "lib" => "--lib".to_owned(),

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::dump::Dump;
 use crate::{Failure, root};
 
-/// Maximum increase in percent. If there was a larger difference between the accepted runs, we use
-/// this difference instead.
+/// Maximum increase in percent. If there was a larger difference between the accepted measurements,
+/// we use this difference instead.
 const LIMIT: f64 = 3.0;
 
 /// Minimum increase of a group, in percent of the whole path, to be treated as a failure. A small
@@ -33,7 +33,7 @@ const NAMED: usize = 8;
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub(super) struct Cost {
     pub(super) total: f64,
-    /// Maximum difference between the runs on which this is based, in percent.
+    /// Maximum difference between the measurements on which this is based, in percent.
     pub(super) spread: f64,
     /// Instructions in functions that are called in every round of the worker loop. If this has
     /// increased, we compare the cost per round.
@@ -47,12 +47,12 @@ pub(super) struct Cost {
 }
 
 impl Cost {
-    /// Returns the run with the minimum total. For each group and function, we use the minimum of
-    /// all runs: on a busy machine, the cost of a run can increase in different places, but a code
-    /// change will increase the cost of all runs.
+    /// Returns the measurement with the minimum total. For each group and function, we use the
+    /// minimum of all measurements: on a busy machine, the cost of a measurement can increase in
+    /// different places, but a code change will increase the cost of all measurements.
     ///
     /// # Panics
-    /// Panics if there are no runs.
+    /// Panics if there are no measurements.
     pub(super) fn least(mut runs: Vec<Dump>) -> Self {
         runs.sort_by(|a, b| a.total().total_cmp(&b.total()));
         let run = &runs[0];
@@ -60,7 +60,8 @@ impl Cost {
         let floor = FLOOR / 100.0 * run.total();
         let worth = |costs: fn(&Dump) -> &BTreeMap<String, f64>| {
             let least = costs(run).keys().map(|name| {
-                // If a run doesn't contain this function, no instructions were counted for it.
+                // If a measurement doesn't contain this function, no instructions were counted for
+                // it.
                 let each = runs.iter().map(|run| costs(run).get(name).copied());
                 let each = each.map(Option::unwrap_or_default);
                 (name.clone(), tenths(each.fold(f64::INFINITY, f64::min)))
@@ -79,7 +80,6 @@ impl Cost {
         }
     }
 
-    /// Returns the number of polling instructions per round.
     fn round(&self) -> f64 {
         self.polling / self.rounds
     }
@@ -146,7 +146,6 @@ impl Accepted {
         Ok(())
     }
 
-    /// Returns a sentence for each version that is different from the current version.
     pub(super) fn other_versions(&self, here: &BTreeMap<String, String>) -> Vec<String> {
         let none = "none".to_owned();
         let of = |versions: &BTreeMap<String, String>, name| {
@@ -169,7 +168,7 @@ impl Accepted {
 /// groups, and the functions that have increased. Returns `None` if there is no increase.
 pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> {
     let mut grown = Vec::new();
-    // We must ignore differences that were also found between the accepted runs.
+    // We must ignore differences that were also found between the accepted measurements.
     let limit = LIMIT.max(before.spread);
     if has_grown(before.total, after.total, limit) {
         grown.push(line(path, Some(before.total), after.total));
@@ -198,12 +197,11 @@ pub(super) fn growth(path: &str, before: &Cost, after: &Cost) -> Option<String> 
     Some(grown.join("\n"))
 }
 
-/// Returns the maximum cost of an entry that is not in the file.
 fn floor(before: &Cost) -> f64 {
     FLOOR / 100.0 * before.total
 }
 
-/// Returns true if the increase exceeds the limit in percent. NaN is treated as an increase.
+/// Returns whether the increase exceeds the limit in percent. NaN is treated as an increase.
 fn has_grown(before: f64, after: f64, limit: f64) -> bool {
     let is_within = after <= before * (1.0 + limit / 100.0);
     !is_within
@@ -398,7 +396,7 @@ mod tests {
         let near = [9900.0, 9950.0, 10_050.0, 10_170.0];
         assert!(growth("p", &least(near, 1.0), &least(near, 1.04)).is_some());
         assert_eq!(growth("p", &least(near, 1.0), &least(near, 1.02)), None);
-        // The limit can't be smaller than the difference between these runs.
+        // The limit can't be smaller than the difference between these measurements.
         let far = [9700.0, 9950.0, 10_100.0, 10_185.0];
         assert_eq!(growth("p", &least(far, 1.0), &least(far, 1.04)), None);
         assert!(growth("p", &least(far, 1.0), &least(far, 1.06)).is_some());

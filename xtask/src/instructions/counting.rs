@@ -1,12 +1,12 @@
 //! Measures how many instructions are added to a read by counting the command.
 //!
-//! The read uses an in-memory wire, so that every run does the same work.
+//! The read uses an in-memory wire, so that every measurement does the same work.
 
 use std::path::Path;
 
 use crate::{Failure, sh};
 
-/// Benchmark to run, function to measure, and the two command counts to compare.
+/// Benchmark to execute, function to measure, and the two command counts to compare.
 const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
 const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
 
@@ -44,14 +44,14 @@ fn each(
     program: &Path,
     (subject, function, [few, many]): (&str, &str, [u64; 2]),
 ) -> Result<f64, Failure> {
-    // We use the difference between two runs because startup, login and initialization have the
-    // same cost in both.
+    // We use the difference between two measurements because startup, login and initialization have
+    // the same cost in both.
     let few_cost = collected(program, subject, function, few)?;
     let many_cost = collected(program, subject, function, many)?;
     let cost = many_cost.checked_sub(few_cost);
     let cost = cost.ok_or("more commands cost less")?;
-    // If the pattern doesn't match any function, the cost is zero in both runs. This would look
-    // like a valid result.
+    // If the pattern doesn't match any function, the cost is zero in both measurements. This would
+    // look like a valid result.
     if few_cost == 0 {
         return Err(format!("{function} is not in {}", program.display()).into());
     }

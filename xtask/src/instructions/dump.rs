@@ -53,12 +53,12 @@ impl Dump {
         self.groups.values().sum()
     }
 
-    /// Returns the cost per operation, based on the difference to a shorter run. This removes the
-    /// cost of login, logout and initialization.
+    /// Returns the cost per operation, based on the difference to a shorter measurement. This
+    /// removes the cost of login, logout and initialization.
     pub(super) fn difference(&self, shorter: &Self, operations: u64) -> Self {
         let each = |more: f64, less: f64| (more - less) / operations as f64;
         let all = |more: &BTreeMap<String, f64>, less: &BTreeMap<String, f64>| {
-            // If a function is only used for login, both runs have the same cost.
+            // If a function is only used for login, both measurements have the same cost.
             let cost = |(name, cost): (&String, &f64)| {
                 let cost = each(*cost, less.get(name).copied().unwrap_or(0.0));
                 (name.clone(), cost)
@@ -181,7 +181,6 @@ impl Reader {
         Some(())
     }
 
-    /// Returns the group of the current line.
     fn group(&self) -> String {
         let ours = ours(&self.root, &self.line_file).or_else(|| ours(&self.root, &self.file));
         ours.unwrap_or_else(|| library(&self.file))
@@ -234,7 +233,6 @@ impl Reader {
     }
 }
 
-/// Splits a line at the first `=` or `:` and also returns this separator.
 fn split_key(line: &str) -> Option<(&str, char, &str)> {
     let at = line.find(['=', ':'])?;
     let (key, rest) = line.split_at(at);
@@ -255,7 +253,6 @@ fn named(names: &mut HashMap<u32, String>, value: &str) -> Option<String> {
     }
 }
 
-/// Removes the suffix that callgrind adds to recursive calls.
 fn without_recursion(name: &str) -> &str {
     match name.rsplit_once('\'') {
         Some((name, depth)) if depth.parse::<u32>().is_ok() => name,
@@ -276,7 +273,6 @@ fn ours(root: &str, file: &str) -> Option<String> {
     Some(format!("{of_crate}/{}", first.trim_end_matches(".rs")))
 }
 
-/// Returns the library of a file that doesn't belong to us.
 fn library(file: &str) -> String {
     // The standard library uses the paths of its build machine, or, if the component `rust-src` is
     // installed, the paths of its sources.

@@ -1,8 +1,8 @@
 //! `cargo xtask instructions`: measures the number of instructions used by the target for 4 KiB
 //! reads and writes.
 //!
-//! - [`paths`]: runs each protocol with depth 1 and 32. `riserd` is run with callgrind, and `riser`
-//!   connects to it using real sockets.
+//! - [`paths`]: runs each protocol with depth 1 and 32. `riserd` is executed with callgrind, and
+//!   `riser` connects to it using real sockets.
 //! - [`dump`]: parses the callgrind output.
 //! - [`accepted`]: compares the counts with the accepted counts in `xtask/instructions.json`, both
 //!   for the work and for the polling done per round.
@@ -26,8 +26,8 @@ use crate::packages::{ensure, needs};
 use crate::tally::Outcome;
 use crate::{Failure, sh};
 
-/// Number of runs for each path, which must be odd. The same number of runs is added if the cost
-/// has increased.
+/// Number of measurements for each path, which must be odd. The same number of runs is added if the
+/// cost has increased.
 const RUNS: usize = 3;
 const MORE_RUNS: usize = 4;
 
@@ -158,7 +158,6 @@ fn show(name: &str, cost: &Cost, before: Option<&Cost>) {
     println!("    {}", groups.join(", "));
 }
 
-/// Returns the versions that can change the counts, in addition to the code.
 fn versions() -> Result<BTreeMap<String, String>, Failure> {
     let of = |program: &str, argument: &str| -> Result<String, Failure> {
         let said = sh::output(&mut sh::cmd(program, [argument]))?;

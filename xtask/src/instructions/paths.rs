@@ -10,18 +10,19 @@
 //!   client is always waiting for the worker, and the number of messages that are handled together
 //!   depends only on the order of the worker's own work.
 //! - Rounds without any messages are counted separately, based on function names ([`super::dump`]).
-//! - The number of operations is fixed, all runs use the same seed for offsets, and we subtract a
-//!   shorter run, so that the cost doesn't include login and logout.
+//! - The number of operations is fixed, all measurements use the same seed for offsets, and we
+//!   subtract a shorter measurement, so that the cost doesn't include login and logout.
 //! - The first run is used to warm up lists and caches, and is not counted.
-//! - We use the minimum of several runs. If it has increased, we add more runs before we decide.
+//! - We use the minimum of several measurements. If it has increased, we add more measurements
+//!   before we decide.
 //!
 //! This still leaves the number of messages that are handled in the same round. With depth 32, the
 //! cost per round (without polling) is 10 % of the cost of a command (`Worker::drain_dirty`, packet
 //! trains, work request chains). If a round has 20 % more or fewer commands, the cost of the path
 //! will change by 2 %. We print this as the spread, which is the difference between the maximum and
-//! the minimum of all runs. The accepted counts also include the spread of their runs, so that
-//! we know how repeatable each path is. The spread should be well below the limit; otherwise we
-//! can't compare anything.
+//! the minimum of all measurements. The accepted counts also include the spread of their
+//! measurements, so that we know how repeatable each path is. The spread should be well below the
+//! limit; otherwise we can't compare anything.
 
 use std::fmt;
 use std::fs;
@@ -47,8 +48,8 @@ const DISK: u64 = 64 << 20;
 /// Name of callgrind's dumps, which have a number as a suffix.
 const DUMP: &str = "callgrind.out";
 
-/// Number of operations in the shorter run. For each difference, the longer run adds the same
-/// number again.
+/// Number of operations in the shorter measurement. For each difference, the longer measurement
+/// adds the same number again.
 const FEW: u64 = 256;
 const MORE: u64 = 2048;
 
@@ -60,7 +61,6 @@ pub(super) struct Path4k {
     depth: u32,
 }
 
-/// Returns all paths that we measure.
 pub(super) fn all() -> impl Iterator<Item = Path4k> {
     let protocols = ["srp", "iser", "iscsi"].into_iter();
     protocols.flat_map(|protocol| {
@@ -82,7 +82,7 @@ impl fmt::Display for Path4k {
 }
 
 impl Path4k {
-    /// Returns true if the name contains all of these words.
+    /// Returns whether the name contains all of these words.
     pub(super) fn is_named(&self, words: &[String]) -> bool {
         let name = self.to_string();
         words
@@ -98,7 +98,7 @@ impl Path4k {
     }
 }
 
-/// A `riserd` with a single worker that is run with callgrind. It exports an in-memory file.
+/// A `riserd` with a single worker that is executed with callgrind. It exports an in-memory file.
 pub(super) struct Rig {
     programs: PathBuf,
     // The daemon must be dropped before its files are removed.
@@ -134,7 +134,7 @@ impl Rig {
         })
     }
 
-    /// Returns the cost per operation for this path, using the given number of runs.
+    /// Returns the cost per operation for this path, using the given number of measurements.
     pub(super) fn measure(&mut self, path: Path4k, runs: usize) -> Result<Vec<Dump>, Failure> {
         self.run(path, FEW)?;
         let few = self.run(path, FEW)?;
@@ -240,7 +240,6 @@ fn configuration(folder: &Path) -> String {
     )
 }
 
-/// Parses the number of operations from the JSON output of `riser bench`.
 fn operations_of(output: &str, direction: &str) -> Result<u64, Failure> {
     let done = sh::json(output)?["jobs"][0][direction]["total_ios"].as_u64();
     done.ok_or_else(|| "missing number of operations in riser's result".into())

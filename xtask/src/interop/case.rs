@@ -23,14 +23,14 @@ pub(crate) struct Case {
     pub(crate) short: bool,
     /// Set if this case measures performance, so that no other guest should run at the same time.
     pub(crate) alone: bool,
-    /// Set if this case is run on this machine instead of in a guest.
+    /// Set if this case is executed on this machine instead of in a guest.
     pub(crate) here: bool,
     /// Minimum number of packets in a capture. `None` if there is no capture or it can be empty.
     pub(crate) packets: Option<u64>,
-    /// Number of rounds to run within `limit`, if supported by this case.
+    /// Number of rounds to execute within `limit`, if supported by this case.
     pub(crate) rounds: Option<u32>,
-    /// Number of times to boot a guest with systemd. After each boot, the script is run once, and
-    /// `limit` is the maximum time for each run.
+    /// Number of times to boot a guest with systemd. After each boot, the script is executed once,
+    /// and `limit` is the maximum time for each run.
     pub(crate) boots: Option<u32>,
     pub(crate) text: String,
 }
@@ -39,7 +39,6 @@ pub(crate) struct Case {
 const PACKETS: u64 = 20;
 
 impl Case {
-    /// Parses the `#:` lines of a script.
     fn read(script: &Path) -> Result<Self, Failure> {
         let text = fs::read_to_string(script)?;
         let name = script.file_stem().unwrap_or_default().to_string_lossy();
@@ -85,7 +84,6 @@ impl Case {
         self
     }
 
-    /// Returns the expected captures based on the header and name.
     pub(crate) fn expected(&self) -> Expected {
         Expected {
             least: self.packets,

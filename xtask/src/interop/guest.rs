@@ -144,7 +144,6 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Returns the directory that is mounted as `/vm` in the guest.
     pub(crate) fn share(&self) -> &Path {
         &self.share
     }
@@ -158,7 +157,6 @@ impl Guest {
         }
     }
 
-    /// Runs a script and waits for its result.
     pub(crate) fn run(&mut self, script: &str, limit: Duration) -> Result<Ran, Failure> {
         let n = self.next;
         self.next += 1;

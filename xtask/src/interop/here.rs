@@ -20,8 +20,8 @@ use crate::{Failure, root, sh};
 /// Time to wait after SIGTERM before we kill a case.
 const MERCY: Duration = Duration::from_secs(5);
 
-/// Runs the cases sequentially, because they all use the same machine. If a case fails, we run it
-/// again.
+/// Executes the cases sequentially, because they all use the same machine. If a case fails, we run
+/// it again.
 pub(crate) fn run(cases: &[Case], programs: &Programs, logs: &Path) -> Vec<Row> {
     let run = |case: &Case| {
         let saved = logs.join(&case.group).join(&case.name);

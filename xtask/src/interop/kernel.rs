@@ -22,7 +22,6 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// Returns the directory with the kernel modules.
     pub(crate) fn modules(&self) -> PathBuf {
         self.root.join("lib/modules").join(&self.version)
     }

@@ -2,8 +2,8 @@
 //!
 //! A test case is a script in `tests/vm/cases`. Lines that start with `#:` are the header, which
 //! sets the group, the timeout, the minimum number of packets in captures, and if the case should
-//! be run with the short cases or must run alone. Because a boot can be used for all cases in a
-//! group, each case has to start with a clean state and restore it, using the functions in
+//! be executed with the short cases or must run alone. Because a boot can be used for all cases in
+//! a group, each case has to start with a clean state and restore it, using the functions in
 //! `tests/vm/lib.sh`. We keep the output and the daemon's log for each case. If there is a packet
 //! capture, we check it ([`riser_testkit::captures`]). Some cases don't need a guest ([`here`]). If
 //! `boots` is set, the case uses a guest with systemd that is shut down and booted several times
@@ -51,7 +51,7 @@ pub(crate) struct Options {
     /// Run only the short cases.
     #[arg(long)]
     short: bool,
-    /// Number of guests to run in parallel; by default one for every two cores, plus one.
+    /// Number of guests to execute in parallel; by default one for every two cores, plus one.
     #[arg(long)]
     jobs: Option<usize>,
     /// Number of rounds for cases that support it, such as the `crash` group.
@@ -85,12 +85,11 @@ fn available_memory() -> Option<u64> {
     Some(kib >> 10)
 }
 
-/// Runs the cases and prints the table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     run_cases(options)?.into_result()
 }
 
-/// Runs the cases. If the requirements are not available, they are skipped.
+/// Executes the cases. If the requirements are not available, they are skipped.
 pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
     let mut cases = case::load(&options.cases, options.short)?;
     if let Some(rounds) = options.rounds {

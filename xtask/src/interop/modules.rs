@@ -28,12 +28,11 @@ pub(crate) fn modules() -> Vec<Module> {
 }
 
 impl Module {
-    /// Returns true if this case needs the module.
+    /// Returns whether this case needs the module.
     pub(crate) fn is_for(&self, case: &Case) -> bool {
         case.text.contains(&self.word)
     }
 
-    /// Returns the source changes as text to be saved along with the module.
     fn stamp(&self) -> String {
         self.edits
             .iter()

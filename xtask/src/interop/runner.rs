@@ -44,8 +44,8 @@ pub(crate) struct Rig<'a> {
 }
 
 impl Rig<'_> {
-    /// Runs the cases using up to `jobs` guests in parallel. Returns the results in the same order
-    /// as the cases.
+    /// Executes the cases using up to `jobs` guests in parallel. Returns the results in the same
+    /// order as the cases.
     pub(crate) fn run(&self, cases: &[Case], jobs: usize) -> Vec<Row> {
         // Cases that measure performance must run when there is no other guest.
         let (alone, together): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|c| c.alone);
@@ -68,7 +68,7 @@ impl Rig<'_> {
         rows.into_iter().flatten().collect()
     }
 
-    /// Runs a case again. The logs of both attempts are kept.
+    /// Executes a case again. The logs of both attempts are kept.
     fn try_again(&self, case: &Case, first: &str) -> Row {
         let logs = self.logs.join(&case.group).join(&case.name);
         let kept = logs.with_extension("first");
@@ -86,7 +86,6 @@ impl Rig<'_> {
         second
     }
 
-    /// Starts guests until there are no more cases to run.
     fn serve<'a>(&self, number: usize, waiting: &Mutex<Vec<&'a Case>>) -> Vec<(&'a Case, Row)> {
         let folder = self.logs.join(format!("guest-{number}"));
         let mut slot: Option<Guest> = None;
@@ -218,7 +217,7 @@ pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failur
     Ok(figures.map(str::to_owned).collect())
 }
 
-/// Returns the next case to run, using the same group if possible.
+/// Returns the next case to execute, using the same group if possible.
 fn take_case<'a>(waiting: &mut Vec<&'a Case>, group: Option<&str>) -> Option<&'a Case> {
     let same = waiting
         .iter()

@@ -35,8 +35,8 @@ stop_serving() { :; }
 . "$RISER_ROOT/tests/vm/libiscsi.sh"
 "#;
 
-/// Runs `script` after [`RIG`], using a client with this table. Returns success and the output, or
-/// `None` if there is no compiler. `expected` replaces the list of the case, and `limit` is the
+/// Executes `script` after [`RIG`], using a client with this table. Returns success and the output,
+/// or `None` if there is no compiler. `expected` replaces the list of the case, and `limit` is the
 /// timeout per test in seconds.
 fn run_script(
     name: &str,
@@ -74,14 +74,12 @@ fn run_script(
     Some((out.status.success(), said))
 }
 
-/// Returns the last lines of the case itself, starting where it runs the suite.
 fn case() -> String {
     let text = fs::read_to_string(root().join("tests/vm/cases/iser-libiscsi.sh")).unwrap();
     let at = text.find("libiscsi_suite \"").expect("it runs the suite");
     text[at..].to_owned()
 }
 
-/// Returns the table for a client that has exactly the results expected by the case.
 fn as_listed() -> String {
     let text = fs::read_to_string(root().join("tests/vm/libiscsi-iser.txt")).unwrap();
     let mut table = String::new();

@@ -16,7 +16,7 @@ use crate::{Failure, root, sh};
 /// The function that checks if a change is enabled. This is added to a crate that is used by all
 /// other crates.
 const SWITCH: &str = r#"
-/// Returns true if the change with this name is enabled for this run.
+/// Returns whether the change with this name is enabled for this run.
 #[must_use]
 pub fn is_planted(name: &str) -> bool {
     static PLANTED: std::sync::LazyLock<Option<String>> =
@@ -92,12 +92,10 @@ impl Copy {
         Ok(())
     }
 
-    /// Returns the path of a source file.
     pub(super) fn path(&self, file: &str) -> PathBuf {
         self.tree.join(file)
     }
 
-    /// Returns a Cargo command to build the simulator.
     pub(super) fn building(&self) -> Command {
         let args = "build --quiet --package riser-sim --features coverage --profile";
         let mut command = self.cargo(&args.split(' ').collect::<Vec<_>>());
@@ -105,15 +103,14 @@ impl Copy {
         command
     }
 
-    /// Returns a simulator command that will run seeds until one fails.
     pub(super) fn simulator(&self, seeds: u64) -> Command {
         let mut simulator = Command::new(self.build.join(RELEASE).join("riser-sim"));
         simulator.args(["--first", "--seeds", &seeds.to_string()]);
         simulator
     }
 
-    /// Returns a Cargo command to run in the copy. We use a separate target directory, because with
-    /// a common directory both trees would have to build each other's crates again.
+    /// Returns a Cargo command to execute in the copy. We use a separate target directory, because
+    /// with a common directory both trees would have to build each other's crates again.
     pub(super) fn cargo(&self, args: &[&str]) -> Command {
         let mut command = sh::cargo(args);
         command.env("CARGO_TARGET_DIR", &self.build);
@@ -121,7 +118,7 @@ impl Copy {
         command
     }
 
-    /// Runs a program in the copy with a time limit, either with a change or without changes.
+    /// Executes a program in the copy with a time limit, either with a change or without changes.
     /// `failed` is used to find the failed seed and the reason in its output.
     pub(super) fn run(
         &self,
@@ -151,7 +148,6 @@ impl Copy {
     }
 }
 
-/// Returns a git command to run in a directory.
 fn git(folder: &Path) -> Command {
     let mut git = sh::cmd("git", ["-C"]);
     git.arg(folder);

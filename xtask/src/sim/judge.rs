@@ -37,7 +37,6 @@ pub(super) enum Judge<'a> {
 }
 
 impl<'a> Judge<'a> {
-    /// Parses a line `judge: WORDS`.
     pub(super) fn named(words: &'a str) -> Option<Self> {
         let words: Vec<_> = words.split_whitespace().collect();
         Some(match words[..] {
@@ -63,7 +62,6 @@ impl<'a> Judge<'a> {
         }
     }
 
-    /// Returns variables that set the number of seeds or interleavings.
     pub(super) fn sizes(self, count: u64) -> Vec<(&'static str, String)> {
         let sizes = match self {
             Self::Tests(..) | Self::Integration(..) => Vec::new(),
@@ -79,7 +77,6 @@ impl<'a> Judge<'a> {
         sizes.into_iter().map(text).collect()
     }
 
-    /// Returns a Cargo command for the tests in the copy.
     fn testing(self, copy: &Copy) -> Command {
         let (package, harness, _) = self.tests();
         let mut command = copy.cargo(&["test", "--quiet", "--package", package]);
@@ -91,7 +88,6 @@ impl<'a> Judge<'a> {
         command
     }
 
-    /// Builds the tests or the simulator in the copy.
     pub(super) fn build(self, copy: &Copy) -> Result<(), Failure> {
         let mut command = match self {
             Self::Simulator => copy.building(),
@@ -103,8 +99,8 @@ impl<'a> Judge<'a> {
         sh::output(&mut command).map(drop)
     }
 
-    /// Runs seeds or interleavings until one fails or the limit is reached, either with a change or
-    /// without changes.
+    /// Executes seeds or interleavings until one fails or the limit is reached, either with a
+    /// change or without changes.
     pub(super) fn run(
         self,
         copy: &Copy,

@@ -53,7 +53,6 @@ pub(crate) struct Options {
     coverage: bool,
 }
 
-/// Builds and runs the simulator.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if let Some(words) = &options.planted {
         return planted::run(words, options.seeds.unwrap_or(20_000));
@@ -80,7 +79,8 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     sh::run(&mut command)
 }
 
-/// Runs the simulator for `cargo xtask test`. On success, we only need the last line of its output.
+/// Executes the simulator for `cargo xtask test`. On success, we only need the last line of its
+/// output.
 pub(crate) fn thousand() -> Result<(), Failure> {
     sh::run(&mut building())?;
     // We need to check that all kinds of faults still occur, because the seeds would pass without
@@ -97,7 +97,6 @@ fn building() -> Command {
     building_release(&SIMULATOR)
 }
 
-/// Returns a command to run the simulator.
 pub(crate) fn program() -> Command {
     let folder = root().join(".build").join(RELEASE);
     let mut command = Command::new(folder.join("riser-sim"));

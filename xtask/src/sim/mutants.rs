@@ -1,5 +1,5 @@
-//! `cargo xtask sim --mutants`: changes the state machines using `cargo mutants`, and checks that the
-//! simulator detects a sample of these changes.
+//! `cargo xtask sim --mutants`: changes the state machines using `cargo mutants`, and checks that
+//! the simulator detects a sample of these changes.
 
 use std::fs;
 use std::sync::LazyLock;
@@ -39,7 +39,7 @@ static MACHINES: LazyLock<Vec<Machine>> =
     LazyLock::new(|| cases::read(include_str!("../../cases/machines.toml")));
 
 /// Number of mutants for each result.
-#[derive(Debug, Deserialize)]
+#[derive(Deserialize)]
 struct Outcomes {
     caught: u64,
     timeout: u64,
@@ -59,7 +59,6 @@ impl Machine {
         self.judge.as_deref().map_or(Judge::Simulator, named)
     }
 
-    /// Builds and tests each mutant of a sample, which is spread over all mutants.
     fn try_sample(&self, copy: &Copy, seeds: u64) -> Result<Outcomes, Failure> {
         let mutants = || {
             let mut command = copy.cargo(&["mutants", "--no-config"]);
@@ -106,7 +105,10 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
     let mut below = Vec::new();
     for machine in machines {
         let outcomes = machine.try_sample(&copy, seeds)?;
-        println!("{}: {outcomes:?}", machine.name);
+        println!(
+            "{}: {} caught, {} timed out, {} missed, {} unviable",
+            machine.name, outcomes.caught, outcomes.timeout, outcomes.missed, outcomes.unviable
+        );
         below.extend(machine.shortfall(&outcomes));
     }
     match below.is_empty() {

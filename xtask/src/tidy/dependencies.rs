@@ -19,7 +19,6 @@ const LISTS: [(&str, bool); 3] = [
     ("build-dependencies", true),
 ];
 
-/// Returns all unused dependencies and the package that declares them.
 pub(crate) fn unused(root: &Path, packages: &[Package]) -> Result<Vec<String>, Failure> {
     let mut unused = Vec::new();
     let mut inherited = BTreeSet::new();

@@ -90,7 +90,6 @@ impl English {
         }
     }
 
-    /// Adds the comments of another package.
     pub(crate) fn add(&mut self, other: Self) {
         self.words += other.words;
         self.phrases += other.phrases;
@@ -99,7 +98,6 @@ impl English {
         }
     }
 
-    /// Returns the number of unusual phrases per 1,000 words.
     pub(crate) fn rate(&self) -> f64 {
         1000.0 * self.phrases as f64 / self.words.max(1) as f64
     }
@@ -118,14 +116,12 @@ impl English {
     }
 }
 
-/// Returns the share of each count, with half a use added to avoid zeros.
 fn shares(counts: impl Iterator<Item = f64>) -> Vec<f64> {
     let counts: Vec<_> = counts.map(|count| count + 0.5).collect();
     let total: f64 = counts.iter().sum();
     counts.iter().map(|count| count / total).collect()
 }
 
-/// Returns all comments in a file with their line numbers.
 fn remarks(source: &Source) -> impl Iterator<Item = (usize, &str)> {
     let text = &source.text;
     let docs = text.docs.iter().chain(&text.inner_docs);
@@ -158,8 +154,8 @@ struct Budget {
     distance: Option<f64>,
 }
 
-/// Returns the packages that exceed their budgets, with phrases to replace, and budgets to be added,
-/// lowered or removed.
+/// Returns the packages that exceed their budgets, with phrases to replace, and budgets to be
+/// added, lowered or removed.
 pub(super) fn over_budget(packages: &[Package]) -> Result<Vec<String>, Failure> {
     let budgets = read_budgets(&root().join(BUDGETS))?;
     let measured: BTreeMap<_, _> = packages
@@ -238,7 +234,6 @@ fn parse_budget(line: &str) -> Option<(String, Budget)> {
         .then_some((name, Budget { rate, distance }))
 }
 
-/// Formats a table of all packages.
 pub(crate) fn table(packages: &[(String, English)], all: &English) -> String {
     let width = packages
         .iter()

@@ -19,7 +19,6 @@ fn layers() -> Vec<Layer> {
     cases::read(include_str!("../../cases/layers.toml"))
 }
 
-/// Returns all dependencies that are not allowed, along with their path.
 pub(crate) fn crossings(packages: &[Package]) -> Vec<String> {
     let mut known = BTreeMap::new();
     for package in packages {

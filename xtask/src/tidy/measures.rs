@@ -41,7 +41,6 @@ impl Measures {
         measures
     }
 
-    /// Adds the values of another package.
     pub(crate) fn add(&mut self, other: Self) {
         for (key, lines) in other.lines {
             *self.lines.entry(key).or_default() += lines;
@@ -51,7 +50,6 @@ impl Measures {
         self.unsafes.extend(other.unsafes);
     }
 
-    /// Returns the number of lines with this purpose and type.
     pub(crate) fn lines(&self, purpose: Purpose, line: Line) -> usize {
         let key = (purpose as usize, line as usize);
         self.lines.get(&key).copied().unwrap_or_default()
@@ -145,7 +143,6 @@ impl Measures {
     }
 }
 
-/// Formats a number, and its percentage of a total.
 fn share(part: usize, whole: usize) -> String {
     format!("{part} ({:.1} %)", 100.0 * ratio(part, whole))
 }
@@ -154,7 +151,7 @@ fn ratio(part: usize, whole: usize) -> f64 {
     part as f64 / whole.max(1) as f64
 }
 
-/// Returns true if there is a comment on this line or right before it that explains why unsafe code
+/// Returns whether there is a comment on this line or right before it that explains why unsafe code
 /// is sound.
 fn is_justified(source: &Source, line: usize) -> bool {
     let near = line.saturating_sub(SAFETY_ABOVE)..=line + 1;

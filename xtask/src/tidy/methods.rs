@@ -14,7 +14,6 @@ const BUDGETS: &str = "xtask/methods.txt";
 /// Maximum number of methods of a type without a budget.
 const LIMIT: usize = 80;
 
-/// Returns the types that exceed their budgets, and budgets to be lowered or removed.
 pub(super) fn over_budget(packages: &[Package]) -> Result<Vec<String>, Failure> {
     let mut measures = Measures::default();
     for package in packages {

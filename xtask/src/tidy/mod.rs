@@ -1,9 +1,9 @@
 //! `cargo xtask tidy`: checks for import cycles and words to avoid, and measures the source code.
 //!
 //! By default, this returns an error for an import cycle between sibling modules, a word from
-//! [`words`] in user-visible text, a dependency that is not allowed by [`layers`], an invalid commit
-//! subject, a type with too many [`methods`], or comments that exceed a budget of [`english`]. If
-//! `--report` is set, we only measure and never return an error.
+//! [`words`] in user-visible text, a dependency that is not allowed by [`layers`], an invalid
+//! commit subject, a type with too many [`methods`], or comments that exceed a budget of
+//! [`english`]. If `--report` is set, we only measure and never return an error.
 
 mod dependencies;
 mod english;

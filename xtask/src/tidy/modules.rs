@@ -30,7 +30,6 @@ pub(crate) struct Circle {
 }
 
 impl Circle {
-    /// Returns the names of the parent and its modules.
     pub(crate) fn name(&self) -> String {
         let siblings: Vec<_> = self.siblings.iter().map(String::as_str).collect();
         format!("{}: {}", self.parent, siblings.join(" "))
@@ -74,7 +73,6 @@ impl fmt::Display for Reference {
     }
 }
 
-/// Returns the import cycles in all crates of a package.
 pub(crate) fn circles(package: &Package) -> Vec<Circle> {
     let mut crates = BTreeMap::<&Path, Crate>::new();
     for source in &package.sources {
@@ -224,7 +222,6 @@ fn child(module: &[String], name: &str) -> ModulePath {
     module.iter().cloned().chain([name.to_owned()]).collect()
 }
 
-/// Returns all sets of two or more nodes that can reach each other.
 fn components<T>(arrows: &BTreeMap<(String, String), T>) -> BTreeSet<BTreeSet<String>> {
     let mut reached = BTreeMap::<&str, BTreeSet<&str>>::new();
     for (from, _) in arrows.keys() {
@@ -277,7 +274,6 @@ impl Visitor<'_> {
         }
     }
 
-    /// Adds all paths in a `use` tree.
     fn import(&mut self, tree: &syn::UseTree, mut names: Vec<String>) {
         let line = tree.span().start().line;
         match tree {
@@ -317,7 +313,6 @@ impl Visitor<'_> {
         self.refer(line, names);
     }
 
-    /// Adds all paths in macro arguments.
     fn scan(&mut self, tokens: TokenStream) {
         let mut names = Vec::new();
         let (mut line, mut colons) = (0, 0);
@@ -400,7 +395,6 @@ mod tests {
     use super::*;
     use crate::tidy::sources::tests::tree;
 
-    /// Returns the import cycles in a crate with these modules, using a short format.
     fn circles_of(name: &str, files: &[(&str, &str)]) -> Vec<String> {
         let files: Vec<_> = [("Cargo.toml", "[package]\nname = \"a\"\n")]
             .into_iter()

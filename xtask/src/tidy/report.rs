@@ -33,7 +33,6 @@ impl Report {
     }
 }
 
-/// Formats a table with a column for each tree, then details of the first tree.
 pub(crate) fn table(reports: &[Report]) -> String {
     let columns: Vec<_> = reports.iter().map(Report::rows).collect();
     let mut text = format!("{:32}", "");

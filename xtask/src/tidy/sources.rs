@@ -69,7 +69,6 @@ impl Source {
         self.purpose
     }
 
-    /// Returns the purpose of this file, ignoring any tests it contains.
     pub(crate) fn purpose(&self) -> Purpose {
         self.purpose
     }
@@ -150,8 +149,8 @@ impl Package {
                     continue;
                 }
             };
-            // We need to use the syntax, because `#[cfg(test)]` can be used for a module, a function
-            // or a single import.
+            // We need to use the syntax, because `#[cfg(test)]` can be used for a module, a
+            // function or a single import.
             let mut items = Items::default();
             items.visit_file(&syntax);
             let folder = folder_of_modules(path);
@@ -207,7 +206,6 @@ fn module(path: &Path, files: &[PathBuf]) -> Option<Module> {
     Some(Module { root, path: names })
 }
 
-/// Returns the directory of the modules that a file declares.
 fn folder_of_modules(path: &Path) -> PathBuf {
     let stem = path.file_stem().unwrap_or_default();
     let parent = path.parent().unwrap_or(Path::new(""));
@@ -217,7 +215,6 @@ fn folder_of_modules(path: &Path) -> PathBuf {
     }
 }
 
-/// Returns the text, tokens and syntax tree of a file.
 fn parsed(path: &Path) -> Result<(String, Text, syn::File), Failure> {
     let source = fs::read_to_string(path)?;
     let plain = source.trim_start_matches('\u{feff}');
@@ -278,7 +275,6 @@ impl<'ast> Visit<'ast> for Items {
     }
 }
 
-/// Returns the value of a `path` attribute.
 fn named_file(attribute: &syn::Attribute) -> Option<String> {
     let value = &attribute.meta.require_name_value().ok()?.value;
     match value {
@@ -372,7 +368,6 @@ pub(crate) mod tests {
     use super::*;
     use crate::sh::Scratch;
 
-    /// Creates a tree with these files and reads it.
     pub(crate) fn tree(name: &str, files: &[(&str, &str)]) -> Vec<Package> {
         let scratch = Scratch::new(name).unwrap();
         for (path, text) in files {

@@ -13,8 +13,8 @@ const FORMS: &[&str] = &[
     "added", "adds", "adding", "fixed", "fixes", "fixing", "removed", "removes",
 ];
 
-/// Returns a message for each invalid commit in the history of this checkout. If git cannot read it,
-/// as with the sources in an archive, there are no commits to check.
+/// Returns a message for each invalid commit in the history of this checkout. If git cannot read
+/// it, as with the sources in an archive, there are no commits to check.
 pub(super) fn invalid_subjects() -> Vec<String> {
     let since = format!("--since-as-filter={SINCE}");
     let args = ["log", "--no-merges", &since, "--format=%h %s"];

@@ -25,7 +25,6 @@ pub(crate) struct Visible {
     pub(crate) text: Remark,
 }
 
-/// Returns all user-visible text in a tree.
 pub(crate) fn texts(root: &Path, packages: &[Package]) -> Result<Vec<Visible>, Failure> {
     let mut texts = Vec::new();
     for source in packages.iter().flat_map(|package| &package.sources) {
@@ -119,7 +118,8 @@ mod tests {
     #[test]
     fn visible_text_includes_literals_and_help() {
         let source = "/// Not seen.\n#[derive(Clone)]\nstruct A;\n/// Seen A.\n#[derive(Clone, clap::Args)]\nstruct B {\n    \
-                      /// Seen B.\n    b: u8,\n}\nfn f() {\n    // Not seen.\n    g(\"Seen\\nC \\\n       D\", 'c', 7);\n}\n\
+                      /// Seen B.\n    b: u8,\n}\nfn f() {\n    // Not seen.\n    g(\"Seen\\nC \\\n
+                      /// D\", 'c', 7);\n}\n\
                       #[cfg(test)]\nmod tests { fn t() { g(\"not seen\"); } }\n";
         let packages = tree("tidy-visible", &[("src/lib.rs", source)]);
         let root = crate::sh::Scratch::new("tidy-visible-root").unwrap();

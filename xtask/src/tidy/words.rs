@@ -20,7 +20,6 @@ struct Word {
 }
 
 impl Word {
-    /// Parses a line with the format `phrase: replacement` or `phrase [word]: replacement`.
     fn parse(line: &'static str) -> Option<Self> {
         let (phrase, instead) = line.split_once(": ")?;
         let (phrase, unless) = match phrase.split_once(" [") {
@@ -34,7 +33,7 @@ impl Word {
         })
     }
 
-    /// Returns true if these words start with the phrase.
+    /// Returns whether these words start with the phrase.
     fn opens(&self, words: &[(usize, String)]) -> bool {
         let mut words = words.iter().map(|(_, word)| word.as_str());
         let is_here = self

@@ -1,4 +1,4 @@
-//! Test cases, which contain the programs to run and the expected output.
+//! Test cases, which contain the programs to execute and the expected output.
 
 use serde::Deserialize;
 
@@ -70,7 +70,6 @@ impl Case {
         format!("{}/{}", self.group, self.name.trim())
     }
 
-    /// Returns the commands of the server and the client.
     pub(super) fn commands(&self) -> impl Iterator<Item = &String> {
         self.server.iter().chain(&self.client)
     }
@@ -83,7 +82,7 @@ impl Case {
         })
     }
 
-    /// Returns true if the programs may lose messages, so that a second attempt is allowed.
+    /// Returns whether the programs may lose messages, so that a second attempt is allowed.
     pub(super) fn may_lose(&self) -> bool {
         let words = self.may_lose.as_deref();
         words.is_some_and(|words| self.commands().any(|command| command.contains(words)))

@@ -23,7 +23,6 @@ const PROVIDERS: [(&str, &str); 2] = [
     ("verbs;ofi_rxm", "ofi_rxm/ofi_rxm.exclude"),
 ];
 
-/// Returns the path of each provider.
 pub(super) fn paths() -> Vec<String> {
     PROVIDERS.map(|(name, _)| format!("fabtests/{name}")).into()
 }
@@ -97,7 +96,7 @@ pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     Ok(prefix)
 }
 
-/// Runs the tests of a provider. Both sides have both addresses.
+/// Executes the tests of a provider. Both sides have both addresses.
 pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>, Failure> {
     let (name, list) = PROVIDERS[provider];
     let [server, client] = ADDRESSES.map(|address| address.to_string());

@@ -109,12 +109,11 @@ struct Stage<'a> {
 }
 
 impl Stage<'_> {
-    /// Starts a program and writes its output to a log with this name.
     fn start(&self, command: Command, name: &str) -> Result<Process, Failure> {
         self.rig.start(command, &format!("{}.{name}", self.case))
     }
 
-    /// Runs an external program using our libraries, which must exit with success. Returns its
+    /// Executes an external program using our libraries, which must exit with success. Returns its
     /// output.
     fn client(&self, words: &[&str]) -> Result<String, Failure> {
         let command = self.rig.command(CLIENT, &[], words);
@@ -157,7 +156,6 @@ impl Stage<'_> {
         Ok(path)
     }
 
-    /// Starts a `riserd` that exports the disk over iSER and returns the disk address.
     fn riserd(&self) -> Result<(Daemon, String), Failure> {
         let config = self.folder.join("riserd.yaml");
         // Over iSER, libiscsi limits each command to 256 KiB. QEMU uses the limit returned by the
@@ -176,12 +174,10 @@ impl Stage<'_> {
         Ok((daemon, format!("iser://{SERVER}:3260/{OF_RISERD}/0")))
     }
 
-    /// Starts a `tgtd` that exports the disk as LUN 1 over iSER.
     fn tgt(&self, log: &str) -> Result<Tgt<'_>, Failure> {
         Tgt::start(self, log)
     }
 
-    /// Runs the libiscsi tools with a target of our disk size.
     fn libiscsi(&self, url: &str) -> Result<(), Failure> {
         expect_output(&self.client(&["iscsi-inq", url])?, "Vendor:")?;
         let said = self.client(&["iscsi-readcapacity16", url])?;
@@ -254,7 +250,7 @@ impl<'a> Tgt<'a> {
     }
 }
 
-/// Runs `tgtadm` in the given mode. This must be done by the same user.
+/// Executes `tgtadm` in the given mode. This must be done by the same user.
 fn manage(stage: &Stage<'_>, words: &[&str]) -> Result<(), Failure> {
     let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
     let mut command = stage.rig.without_rights(&command, None);
@@ -262,7 +258,7 @@ fn manage(stage: &Stage<'_>, words: &[&str]) -> Result<(), Failure> {
     sh::output(&mut command).map(drop)
 }
 
-/// Returns true if the QEMU tools have the iSCSI driver. We don't install it here because its
+/// Returns whether the QEMU tools have the iSCSI driver. We don't install it here because its
 /// version must match the tools; `cargo xtask conformance` does this.
 pub(crate) fn has_qemu_driver() -> bool {
     // There is no target on this port. For an unknown protocol, QEMU before version 8 reports that
@@ -275,7 +271,6 @@ pub(crate) fn has_qemu_driver() -> bool {
     })
 }
 
-/// Returns the output of a program that exited with success.
 fn succeed(name: &str, ended: &Ended) -> Result<String, Failure> {
     let status = status(name, ended)?;
     match status.success() {
@@ -296,7 +291,6 @@ fn with_name(url: &str) -> String {
     format!("{url}?initiator={INITIATOR}")
 }
 
-/// Runs discovery, copies data to the disk and back, and verifies I/O with all sizes.
 fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     let tgt = stage.tgt("tgtd")?;
     let found = stage.riser(&["discover", &with_name(&format!("iser://{SERVER}"))])?;
@@ -419,7 +413,6 @@ fn qemu_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     tgt.stop()
 }
 
-/// Returns the words to run these commands with `qemu-io`.
 fn qemu_io<'a>(commands: &[&'a str], url: &'a str) -> Vec<&'a str> {
     let mut words = vec!["qemu-io", "-f", "raw"];
     words.extend(commands.iter().flat_map(|command| ["-c", command]));

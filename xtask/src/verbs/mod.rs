@@ -2,13 +2,13 @@
 //! and `libibumad.so.3`.
 //!
 //! We use unmodified Debian programs and run each with `riser run` and a separate loopback address.
-//! This doesn't require an RDMA device or kernel modules. If we are root, the programs are run as
-//! an unprivileged user ([`runner`]). The commands and the expected output are in a table
-//! ([`cases`]). Some programs need more than a loopback address ([`namespace`]). We
-//! transfer data over iSER between tgt, libiscsi, QEMU, `riserd` and `riser` ([`iser`]). We also
-//! run the test suites of rdma-core ([`pyverbs`]) and libfabric ([`fabtests`]) and our provider
-//! suite ([`providers`]), and compare the exported symbols ([`symbols`]). Known failures, including
-//! tests that only fail on a busy machine, are in a single list, [`NOT_YET`].
+//! This doesn't require an RDMA device or kernel modules. If we are root, the programs are executed
+//! as an unprivileged user ([`runner`]). The commands and the expected output are in a table
+//! ([`cases`]). Some programs need more than a loopback address ([`namespace`]). We transfer data
+//! over iSER between tgt, libiscsi, QEMU, `riserd` and `riser` ([`iser`]). We also run the test
+//! suites of rdma-core ([`pyverbs`]) and libfabric ([`fabtests`]) and our provider suite
+//! ([`providers`]), and compare the exported symbols ([`symbols`]). Known failures, including tests
+//! that only fail on a busy machine, are in a single list, [`NOT_YET`].
 
 mod cases;
 mod fabtests;
@@ -84,7 +84,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Returns the reason not to run a case, if it's known to fail.
+    /// Returns the reason not to execute a case, if it's known to fail.
     fn not_yet(&self, path: &str) -> Option<&'static str> {
         not_yet(path).filter(|_| !self.not_yet)
     }
@@ -93,18 +93,18 @@ impl Options {
         self.words.is_empty() || self.words.iter().any(|word| path.contains(word.as_str()))
     }
 
-    /// Returns true if any tests of a process are selected.
+    /// Returns whether any tests of a process are selected.
     fn is_any_chosen(&self, path: &str) -> bool {
         self.is_chosen(path) || !self.within(path).is_empty()
     }
 
-    /// Returns true if any rdma-core tests could be selected.
+    /// Returns whether any rdma-core tests could be selected.
     fn has_pyverbs(&self) -> bool {
         let is_named = |word: &String| word.starts_with(PYVERBS) || word.starts_with("test_");
         self.words.is_empty() || self.words.iter().any(is_named)
     }
 
-    /// Returns true if any libfabric tests are selected.
+    /// Returns whether any libfabric tests are selected.
     fn has_fabtests(&self) -> bool {
         fabtests::paths()
             .iter()
@@ -126,7 +126,6 @@ impl Options {
     }
 }
 
-/// Runs the cases and prints a table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.list {
         for path in all_paths() {
@@ -148,7 +147,6 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
 }
 
-/// Runs the cases and returns their counts.
 pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
     ensure(needs(NEEDS));
     let programs = programs(options)?;
@@ -186,7 +184,6 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
     Ok(count(&rows))
 }
 
-/// Runs the selected cases and tests.
 fn run_rows(
     options: &Options,
     programs: &Path,
@@ -227,7 +224,6 @@ fn run_rows(
     Ok(rows)
 }
 
-/// Returns directories that must be available in all namespaces.
 fn visible(programs: &Path) -> [PathBuf; 3] {
     [root(), programs.to_owned(), packages::cache()]
 }
@@ -333,7 +329,7 @@ fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> 
     of_programs(options, &case.path(), case.needs.split(' '), lack, run)
 }
 
-/// Runs a case if nothing is missing that it needs.
+/// Executes a case if nothing is missing that it needs.
 fn of_programs<'a>(
     options: &Options,
     path: &str,
@@ -357,10 +353,12 @@ struct Part<'a> {
     /// Group of the tests.
     group: String,
     path: String,
-    /// Runs the tests whose names start with one of the words, if the suite supports this, or all
-    /// tests.
-    run: Box<dyn Fn(&[&str]) -> Result<Vec<Test>, Failure> + 'a>,
+    /// Executes the tests whose names start with one of the words, if the suite supports this, or
+    /// all tests.
+    run: RunPart<'a>,
 }
+
+type RunPart<'a> = Box<dyn Fn(&[&str]) -> Result<Vec<Test>, Failure> + 'a>;
 
 /// Returns a process for each module of the rdma-core tests, so that a crash only affects a single
 /// module.
@@ -396,7 +394,6 @@ fn fabtests_parts<'a>(rig: &'a Rig, scratch: &sh::Scratch) -> Result<Vec<Part<'a
         .collect())
 }
 
-/// Runs the selected tests of a suite.
 fn of_suite(options: &Options, suite: &str, parts: Result<Vec<Part<'_>>, String>) -> Vec<Row> {
     let parts = match parts {
         Ok(parts) => parts,

@@ -54,7 +54,7 @@ echo ready
 exec sleep infinity
 "#;
 
-/// Script that is run in new namespaces to clear `/tmp` and `/dev/shm` and enable the loopback
+/// Script that is executed in new namespaces to clear `/tmp` and `/dev/shm` and enable the loopback
 /// interface. The arguments are directories that should remain visible.
 const PRIVATE: &str = r#"
 set -e
@@ -96,7 +96,7 @@ pub(super) fn isolate(visible: &[PathBuf]) -> Result<(), Failure> {
     sh::output(setup.args(visible)).map(drop)
 }
 
-/// Returns a command to run this program again in new namespaces, for users other than root.
+/// Returns a command to execute this program again in new namespaces, for users other than root.
 /// Returns `None` if this has already been done, or if the kernel doesn't allow users to create
 /// namespaces. The caller has to add the program arguments.
 pub(super) fn again_isolated(visible: &[PathBuf; 3]) -> Option<Command> {

@@ -26,7 +26,6 @@ const TEST: &str = "devices";
 /// Timeout for a pair.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Returns the path prefix for each pair.
 pub(super) fn paths() -> Vec<String> {
     let path = |[a, b]: [&str; 2]| format!("{GROUP}/{a} to {b}");
     PAIRS.map(path).into()
@@ -46,14 +45,13 @@ pub(super) fn program(folder: Option<&Path>) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Returns two addresses for a device, so that a connection can migrate between them.
 fn addresses(device: usize) -> String {
     let others = PAIRS[0].len();
     format!("{},{}", address(device), address(device + others))
 }
 
-/// Runs the suite with the pair at `index` in [`paths`]. Returns all tests, and the error of each
-/// failed test.
+/// Executes the suite with the pair at `index` in [`paths`]. Returns all tests, and the error of
+/// each failed test.
 ///
 /// # Errors
 /// Returns an error if the program did not run all tests.

@@ -69,8 +69,8 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     }
 }
 
-/// Runs the tests of a module in a separate process. If `tests` is not empty, only runs tests that
-/// start with one of these names.
+/// Executes the tests of a module in a separate process. If `tests` is not empty, only runs tests
+/// that start with one of these names.
 pub(super) fn run(
     rig: &Rig,
     scratch: &sh::Scratch,

@@ -104,7 +104,6 @@ impl Rig {
         Ok(())
     }
 
-    /// Creates an empty directory that is writable for test processes.
     pub(super) fn folder(&self, name: &str) -> Result<PathBuf, Failure> {
         let folder = self.home.join(name);
         let _ = fs::remove_dir_all(&folder);
@@ -191,7 +190,6 @@ impl Rig {
         run
     }
 
-    /// Starts a command and writes its output to a log.
     pub(crate) fn start(&self, command: Command, log: &str) -> Result<Process, Failure> {
         Process::start(command, &self.logs.join(format!("{}.log", file_name(log))))
     }
@@ -285,7 +283,6 @@ fn compile(source: &str, program: &Path) -> Result<(), Failure> {
     sh::output(mpicc.arg(program).arg(crate::root().join(source))).map(drop)
 }
 
-/// Returns the loopback address of the server (0) or a client.
 pub(super) fn address(number: usize) -> String {
     let [a, b, c, d] = SERVER;
     format!("{a}.{b}.{c}.{}", usize::from(d) + number)
@@ -342,7 +339,7 @@ fn cpu_of_sleeper(pid: u32) -> Option<(u64, u64)> {
     (state == "S").then_some(used)
 }
 
-/// Returns true if a TCP port is in the listen state on any address in the network namespace of a
+/// Returns whether a TCP port is in the listen state on any address in the network namespace of a
 /// process (`/proc/PID/net/tcp`: state 0A).
 fn is_listening(pid: u32, port: u16) -> bool {
     let end = format!(":{port:04X}");
@@ -356,7 +353,7 @@ fn is_listening(pid: u32, port: u16) -> bool {
     })
 }
 
-/// Returns true if there is a UDP socket for this address and port in the network namespace of a
+/// Returns whether there is a UDP socket for this address and port in the network namespace of a
 /// process.
 fn has_socket(pid: u32, addr: [u8; 4], port: u16) -> bool {
     // The kernel prints the address in host byte order.
@@ -366,7 +363,6 @@ fn has_socket(pid: u32, addr: [u8; 4], port: u16) -> bool {
         .any(|line| line.split_whitespace().nth(1) == Some(&start))
 }
 
-/// Checks the exit status and output of all processes in a case.
 fn check_outcome(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), Failure> {
     let named = clients
         .iter()
@@ -433,7 +429,6 @@ pub(super) fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
     format!("{name}: {what}\n{}", tail(&ended.said)).into()
 }
 
-/// Returns the last lines of the output.
 pub(super) fn tail(said: &str) -> String {
     let lines = sh::last_lines(said, 4).into_iter();
     let lines = lines.map(|line| format!("    {}", line.trim_end()));

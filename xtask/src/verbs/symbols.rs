@@ -30,7 +30,6 @@ pub(super) fn compare(ours: &Path) -> Result<String, Failure> {
     }
 }
 
-/// Returns the path of the Debian library.
 pub(super) fn find(library: &str) -> Option<PathBuf> {
     // The library is in a directory with the architecture name.
     let folders = fs::read_dir("/usr/lib").ok()?;

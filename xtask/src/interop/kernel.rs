@@ -82,12 +82,6 @@ fn find(root: &Path) -> Option<Kernel> {
         })
 }
 
-/// Downloads a package from backports (`NAME` or `NAME=VERSION`) and returns the path of its
-/// archive.
-pub(crate) fn download(package: &str) -> Result<PathBuf, Failure> {
-    PrivateApt::new()?.download(package)
-}
-
 /// An apt configuration that only contains the backports suite and keeps its lists in our own
 /// directory.
 pub(super) struct PrivateApt {
@@ -127,7 +121,7 @@ impl PrivateApt {
 
     pub(super) fn download(&self, package: &str) -> Result<PathBuf, Failure> {
         self.run("apt-get", &["download", package])?;
-        find_archive(&self.folder, package.split('=').next().unwrap_or_default())
+        find_archive(&self.folder, package)
     }
 
     fn run(&self, program: &str, args: &[&str]) -> Result<String, Failure> {

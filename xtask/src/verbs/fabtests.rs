@@ -17,6 +17,17 @@ use crate::{Failure, sh};
 /// Source repository, which has a tag for each version.
 const SOURCES: &str = "https://github.com/ofiwg/libfabric";
 
+/// Builds and installs the tests: the arguments are the repository, the tag and the directory.
+const BUILD: &str = r#"
+git clone -q --depth 1 --branch "$1" "$0" libfabric
+cd libfabric/fabtests
+./autogen.sh
+./configure --prefix="$2" --disable-dependency-tracking
+make -j "$(nproc)"
+make install
+cp -r test_configs "$2"
+"#;
+
 /// Name of each provider in libfabric, and name of its exclusion list.
 const PROVIDERS: [(&str, &str); 2] = [
     ("verbs", "verbs/verbs.exclude"),
@@ -60,37 +71,12 @@ pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     if !packages::may_install(&format!("fabtests {version} into {}", prefix.display())) {
         return Err("fabtests is not there".into());
     }
-    let sources = scratch.join("libfabric");
-    let tag = format!("v{version}");
-    let clone = ["clone", "-q", "--depth", "1", "--branch", &tag, SOURCES];
-    sh::output(sh::cmd("git", clone).arg(&sources)).map_err(|why| {
-        let why = why.to_string();
-        format!("{SOURCES}: {}", why.lines().last().unwrap_or_default())
-    })?;
-    let folder = sources.join("fabtests");
     // Install to a temporary directory first, so that an interrupted build is not treated as
     // complete.
     let new = prefix.with_extension("new");
     let _ = fs::remove_dir_all(&new);
-    let jobs = std::thread::available_parallelism()?.to_string();
-    let configure = format!("--prefix={}", new.display());
-    let steps: [&[&str]; 4] = [
-        &["sh", "./autogen.sh"],
-        &[
-            "sh",
-            "./configure",
-            &configure,
-            "--disable-dependency-tracking",
-        ],
-        &["make", "-j", &jobs],
-        &["make", "install"],
-    ];
-    for step in steps {
-        let mut command = sh::cmd(step[0], &step[1..]);
-        sh::output(command.current_dir(&folder))?;
-    }
-    let mut lists = sh::cmd("cp", ["-r", "test_configs"]);
-    sh::output(lists.arg(&new).current_dir(&folder))?;
+    let mut build = sh::cmd("sh", ["-ec", BUILD, SOURCES, &format!("v{version}")]);
+    sh::output(build.arg(&new).current_dir(scratch.path()))?;
     let _ = fs::remove_dir_all(&prefix);
     fs::rename(&new, &prefix)?;
     Ok(prefix)

@@ -94,7 +94,7 @@ pub(crate) fn missing(needs: impl IntoIterator<Item = &'static Need>) -> Vec<&'s
 
 /// Installs packages, listed with their purpose, if allowed. A package can be a name,
 /// `NAME=VERSION` or an archive path.
-pub(crate) fn install(packages: &[(&str, String)]) {
+fn install(packages: &[(&str, String)]) {
     if packages.is_empty() || !sh::is_root() || sh::which("apt-get").is_none() {
         return;
     }

@@ -3,12 +3,11 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use crate::cases::Row;
 use crate::daemon::Daemon;
-use crate::interop::{initramfs, kernel};
+use crate::interop::kernel;
 use crate::packages::{ensure, needs};
 use crate::verbs::has_qemu_driver;
 use crate::{Failure, sh};
@@ -143,8 +142,7 @@ fn boot(
     fs::create_dir_all(&folder)?;
     let init = folder.join("init");
     fs::write(&init, INIT.replace("MARK", MARK))?;
-    fs::set_permissions(&init, fs::Permissions::from_mode(0o755))?;
-    let initrd = initramfs::build(kernel, &folder, &init, &["virtio_pci", "virtio_blk"])?;
+    let initrd = kernel.initramfs(&folder, &init, &["virtio_pci", "virtio_blk"])?;
     let loader = folder.join("syslinux.cfg");
     fs::write(&loader, LOADER)?;
     let disk = folder.join("disk.img");

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::{initramfs, kernel::Kernel};
+use super::kernel::Kernel;
 use crate::process::Process;
 use crate::{Failure, root, sh};
 
@@ -83,7 +83,7 @@ impl Guest {
             share.join("modules"),
             kernel.modules().display().to_string(),
         )?;
-        let initrd = initramfs::build(kernel, folder, &scripts.join("init.sh"), &MODULES)?;
+        let initrd = kernel.initramfs(folder, &scripts.join("init.sh"), &MODULES)?;
         // The guest uses the host's file system, so it has the same programs and libraries and we
         // don't need an image. `multidevs=remap` is set to avoid inode collisions between file
         // systems.

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::packages::{cache, codename, find_archive};
-use crate::{Failure, sh};
+use crate::{Failure, root, sh};
 
 /// Metapackage that depends on the current kernel.
 const META_PACKAGE: &str = "linux-image-amd64";
@@ -24,6 +24,20 @@ pub(crate) struct Kernel {
 impl Kernel {
     pub(crate) fn modules(&self) -> PathBuf {
         self.root.join("lib/modules").join(&self.version)
+    }
+
+    /// Creates an initramfs in a directory, with the program that the guest starts first and these
+    /// modules (`tests/vm/initramfs.sh`).
+    pub(crate) fn initramfs(
+        &self,
+        folder: &Path,
+        init: &Path,
+        modules: &[&str],
+    ) -> Result<PathBuf, Failure> {
+        let mut script = sh::cmd("bash", [root().join("tests/vm/initramfs.sh")]);
+        script.args([folder, init, &self.root]).arg(&self.version);
+        sh::output(script.args(modules))?;
+        Ok(folder.join("initramfs.cpio"))
     }
 }
 

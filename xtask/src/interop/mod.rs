@@ -12,7 +12,6 @@
 pub(crate) mod case;
 pub(crate) mod guest;
 mod here;
-pub(crate) mod initramfs;
 pub(crate) mod kernel;
 mod modules;
 pub(crate) mod runner;

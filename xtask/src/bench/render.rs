@@ -28,30 +28,7 @@ const MARKS: [&str; 2] = [
 /// Number of ratios to show in the summary from both the best and the worst.
 const ENDS: usize = 3;
 
-const HOW: &str = "\
-All systems serve the same file, in sequence. A round measures every workload with every system, and \
-the order of the systems changes from round to round. Each measurement starts the server, runs the \
-client and stops the server. Client and server share the machine. A ratio is computed within a \
-round, from two consecutive measurements; the tables show the median of the rounds and, in brackets, \
-the smallest and the largest ratio. A target is missed only if the difference exceeds noise, that \
-is, if the whole 95 % confidence interval of the median misses it. The interval is computed from the \
-order of the rounds; with fewer than six rounds it is their whole range.
-
-Processor time is the time of the processes (`utime`, `stime` and the times of their children in \
-`/proc/PID/stat`), for each operation, including the start and the end of the client; it does not \
-include kernel threads that belong to no process. Latency is measured from the submission of an \
-operation to its completion; `iscsi-perf` does not report latency and cannot write. `fio` uses \
-`--norandommap`, because no other client remembers the blocks that it has used. The results for the \
-file itself, without a server, are shown for orientation and are not an upper bound, because the \
-other systems need not make a system call for each operation. `riser bench wire` transfers packets \
-like those of reads, with their checksums, and has no target; both directions are compared with it.
-
-Curves have rules as well: a step from one point to the next must not cost more than the rule of its \
-curve allows, by more than noise as above. Other servers are not checked.
-
-[What limits the results](src/developers/limits.md) has profiles, the optimizations that were tried, \
-and the requirements for reaching missed targets.
-";
+const HOW: &str = include_str!("../../cases/method.md");
 
 pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
     let beside = folder.join(FOLDER);

@@ -22,17 +22,7 @@ const SIZE: u64 = 48 << 20;
 const MARK: &str = "written by the guest";
 
 /// Init script of the guest, used to read the whole disk, write to it and shut down.
-const INIT: &str = r#"#!/bin/busybox sh
-export PATH=/bin
-/bin/busybox mkdir -p /proc /dev
-/bin/busybox mount -t proc proc /proc
-/bin/busybox mount -t devtmpfs dev /dev
-for module in $(/bin/busybox cat /modules/order); do /bin/busybox insmod "/modules/$module"; done
-/bin/busybox echo "DISK $(/bin/busybox sha256sum </dev/vda)"
-blocks=$(/bin/busybox blockdev --getsz /dev/vda)
-/bin/busybox echo "MARK" | /bin/busybox dd of=/dev/vda bs=512 seek=$((blocks - 1)) conv=sync,fsync
-/bin/busybox poweroff -f
-"#;
+const INIT: &str = include_str!("init.sh");
 
 const LOADER: &str = "SERIAL 0 115200\nDEFAULT riser\nLABEL riser\n  LINUX vmlinuz\n  INITRD initrd\n  \
                       APPEND console=ttyS0 quiet panic=-1 mitigations=off\n";

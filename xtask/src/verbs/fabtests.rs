@@ -18,15 +18,7 @@ use crate::{Failure, sh};
 const SOURCES: &str = "https://github.com/ofiwg/libfabric";
 
 /// Builds and installs the tests: the arguments are the repository, the tag and the directory.
-const BUILD: &str = r#"
-git clone -q --depth 1 --branch "$1" "$0" libfabric
-cd libfabric/fabtests
-./autogen.sh
-./configure --prefix="$2" --disable-dependency-tracking
-make -j "$(nproc)"
-make install
-cp -r test_configs "$2"
-"#;
+const BUILD: &str = include_str!("fabtests.sh");
 
 /// Name of each provider in libfabric, and name of its exclusion list.
 const PROVIDERS: [(&str, &str); 2] = [

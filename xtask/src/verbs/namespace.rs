@@ -28,58 +28,11 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Creates an interface, using a type supported by the kernel, and a new `/dev` in the directory
 /// `$1` that contains the files required by programs. The remaining arguments are addresses.
-const SETUP: &str = r#"
-set -e
-dev=$1
-shift
-ip link set lo up
-ip link add rdma0 type dummy 2>/dev/null || ip link add rdma0 type bridge 2>/dev/null ||
-    ip link add rdma0 type veth
-for address; do ip address add "$address/32" dev rdma0; done
-# Multicast groups of ibacm are those of IPv6, which a kernel may be without.
-for n in 1 2 3; do ip address add "fd17::$n/64" dev rdma0 nodad || true; done
-ip link set rdma0 up
-mount -t tmpfs -o mode=755 none "$dev"
-mkdir "$dev/shm" "$dev/infiniband"
-chmod 1777 "$dev/shm"
-for name in null zero full random urandom tty; do
-    : >"$dev/$name"
-    mount --bind "/dev/$name" "$dev/$name"
-done
-ln -s /proc/self/fd "$dev/fd"
-ln -s ../null "$dev/infiniband/uverbs0"
-ln -s ../null "$dev/infiniband/uverbs1"
-mount --rbind "$dev" /dev
-echo ready
-exec sleep infinity
-"#;
+const SETUP: &str = include_str!("interface.sh");
 
 /// Script that is executed in new namespaces to clear `/tmp` and `/dev/shm` and enable the loopback
 /// interface. The arguments are directories that should remain visible.
-const PRIVATE: &str = r#"
-set -e
-mount --make-rprivate /
-ip link set lo up
-mount -t tmpfs -o mode=1777 none /dev/shm
-n=0
-for path; do
-    n=$((n + 1))
-    case $path in /tmp/*) ;; *) continue ;; esac
-    [ -d "$path" ] || continue
-    mkdir "/dev/shm/$n"
-    mount --rbind "$path" "/dev/shm/$n"
-done
-mount -t tmpfs -o mode=1777 none /tmp
-n=0
-for path; do
-    n=$((n + 1))
-    [ -d "/dev/shm/$n" ] || continue
-    mkdir -p "$path"
-    mount --rbind "/dev/shm/$n" "$path"
-    umount -l "/dev/shm/$n"
-    rmdir "/dev/shm/$n"
-done
-"#;
+const PRIVATE: &str = include_str!("private.sh");
 
 /// Environment variable that is set for processes in these namespaces.
 const IS_PRIVATE: &str = "RISER_XTASK_PRIVATE";

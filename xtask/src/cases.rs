@@ -1,4 +1,4 @@
-//! Test cases: reads tables of cases, selects and runs them, and reports their results.
+//! Test cases: reads tables of cases, selects and executes them, and reports their results.
 
 use std::collections::BTreeMap;
 use std::panic::resume_unwind;

@@ -159,7 +159,6 @@ impl Demo {
         self.detach(&format!("{prefix}unmount and detach"))
     }
 
-    /// Writes a second copy over the lossy link and reads it back over a reliable link.
     fn write_over_lossy_link(&mut self) -> Result<(), Failure> {
         if !sh::is_root() {
             return Ok(());

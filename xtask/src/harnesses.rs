@@ -1,8 +1,9 @@
-//! Builds the Rust test harnesses using Cargo, runs them and adds up the results.
+//! Builds the Rust test harnesses using Cargo, executes them and adds up the results.
 //!
 //! Most of our tests spend their time waiting for timeouts, peers or processes. To make use of that
-//! time, [`run_all`] runs several harnesses in parallel. Because tests use fixed loopback addresses
-//! and the same UDP port, harnesses that run at the same time must use separate network namespaces.
+//! time, [`run_all`] executes several harnesses in parallel. Because tests use fixed loopback
+//! addresses and the same UDP port, harnesses that run at the same time must use separate network
+//! namespaces.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

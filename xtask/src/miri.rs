@@ -1,5 +1,5 @@
-//! `cargo xtask miri`: runs unit tests of memory, reactor and wire formats in an interpreter that
-//! can detect undefined behavior (<https://github.com/rust-lang/miri>).
+//! `cargo xtask miri`: executes unit tests of memory, reactor and wire formats in an interpreter
+//! that can detect undefined behavior (<https://github.com/rust-lang/miri>).
 
 use serde::Deserialize;
 

@@ -62,7 +62,7 @@ fn folder() -> PathBuf {
 fn build_package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
     fs::create_dir_all(folder())?;
     let programs = daemon::build_in(profile)?;
-    sh::run(cmd("bash", [root().join("deploy/debian/generate.sh")]).arg(programs))?;
+    sh::run(cmd("bash", [root().join("deploy/generate.sh")]).arg(programs))?;
     let deb = package(profile, version)?;
     println!("built {}", deb.display());
     println!(

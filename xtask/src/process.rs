@@ -103,7 +103,6 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
-    /// Returns whether the process has exited.
     pub(crate) fn has_ended(&mut self) -> Result<bool, Failure> {
         Ok(self.child.try_wait()?.is_some())
     }

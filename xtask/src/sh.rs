@@ -156,7 +156,6 @@ pub(crate) fn json(output: &str) -> Result<serde_json::Value, Failure> {
     Ok(documents.next().ok_or("missing JSON in the output")??)
 }
 
-/// Builds a test or benchmark with the given Cargo arguments and returns the path of its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);
     let messages = messages(&output(&mut cargo(args))?);
@@ -177,7 +176,6 @@ pub(crate) fn which(program: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// Returns whether we run as root.
 pub(crate) fn is_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0)
 }

@@ -23,7 +23,6 @@ pub(crate) enum Suite {
 }
 
 impl Suite {
-    /// Returns whether a run of this suite includes the steps of `other`.
     fn includes(self, other: Self) -> bool {
         self == Self::All || self == other
     }
@@ -53,7 +52,7 @@ pub(crate) struct Step {
 /// Options of the current run, passed to every step.
 pub(crate) struct Run {
     pub(crate) suite: Suite,
-    /// Number of test harnesses to execute in parallel.
+    /// Number of parallel test harnesses.
     pub(crate) lanes: usize,
 }
 
@@ -219,7 +218,6 @@ fn chosen<'a>(
     Ok(chosen)
 }
 
-/// Creates the counts of a step that could not run: everything in it is counted as skipped.
 fn without(step: &str, mut things: Vec<(Kind, String)>, why: &str) -> Tally {
     if things.is_empty() {
         things.push((Kind::Check, step.to_owned()));

@@ -224,7 +224,6 @@ impl Outcome {
         Self::Skipped(Vec::new(), why.into())
     }
 
-    /// Converts the outcome to the result of a command, for which a skip is a failure.
     pub(crate) fn into_result(self) -> Result<(), Failure> {
         match self {
             Self::Ran(_, None) => Ok(()),

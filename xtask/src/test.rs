@@ -1,4 +1,4 @@
-//! `cargo xtask test`: runs checks and tests, and counts the results.
+//! `cargo xtask test`: executes checks and tests, and counts the results.
 //!
 //! Without options, it runs all tests that use a single build of the workspace. The longer suites,
 //! which use other builds, large sizes or foreign peers, run with `--full`.

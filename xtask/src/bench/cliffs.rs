@@ -21,7 +21,6 @@ pub(super) struct Step {
 }
 
 impl Step {
-    /// Returns whether the cost of this step exceeds the limit by more than noise.
     pub(super) fn is_cliff(&self) -> bool {
         self.curve.rule.is_broken(self.interval)
     }

@@ -38,7 +38,6 @@ pub(super) enum Rule {
 }
 
 impl Rule {
-    /// Returns whether the whole interval violates the rule, so that this can't be noise.
     pub(super) fn is_broken(self, ratio: Interval) -> bool {
         match self {
             Self::Keeps(share) => ratio.high < share,

@@ -82,7 +82,6 @@ fn machine() -> Result<String, Failure> {
     ))
 }
 
-/// Returns whether the CPU reports a hypervisor.
 fn is_virtual(cpus: &str) -> bool {
     field(cpus, "flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"))
 }

@@ -5,7 +5,7 @@
 //!   these.
 //! - [`rig`]: contains the file and runs a single measurement with a server ([`servers`]) and a
 //!   client ([`clients`]), then parses the output ([`reading`]) and the CPU time of both ([`cpu`]).
-//! - [`compare`](mod@compare): runs the rounds; [`stats`] and [`targets`] evaluate them.
+//! - [`compare`](mod@compare): executes the rounds; [`stats`] and [`targets`] evaluate them.
 //! - [`curves`], [`scaling`]: measure values by depth, sessions, units, block size, loss and load;
 //!   [`cliffs`] checks the steps.
 //! - [`results`]: the results file, including the [`machine`]; [`render`] and [`pictures`] create
@@ -151,7 +151,6 @@ fn compare(options: &Options) -> Result<(), Failure> {
     Err(format!("targets are missed:\n  {}", shortfalls.join("\n  ")).into())
 }
 
-/// Returns the targets missed by more than noise, and any selected targets that were not measured.
 fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec<String> {
     let missed = judged.iter().filter(|one| one.verdict == Verdict::Missed);
     let missed = missed.map(|one| {

@@ -184,7 +184,6 @@ fn tail_once<'a>(
     Ok(Ok(tail / median.max(1.0)))
 }
 
-/// Returns the CPU time of the servers per second, in nanoseconds, when all sessions are idle.
 fn idle(rig: &Rig, system: &System, sessions: usize) -> Result<f64, Failure> {
     let served = rig.served(system)?;
     let attached = rig.place.idle_sessions(&served.disks[0], sessions)?;

@@ -87,7 +87,6 @@ pub(super) struct System {
 }
 
 impl System {
-    /// Returns whether the client supports this load.
     pub(super) fn runs(&self, load: &Load) -> bool {
         match self.client {
             // This client only supports reads.

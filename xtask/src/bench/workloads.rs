@@ -24,7 +24,6 @@ impl Load {
         self.rw.ends_with("write")
     }
 
-    /// Returns whether offsets are random.
     pub(super) fn is_random(&self) -> bool {
         self.rw.starts_with("rand")
     }
@@ -43,7 +42,6 @@ pub(super) struct Workload {
 }
 
 impl Workload {
-    /// Returns whether we should compare bytes per second instead of operations per second.
     pub(super) fn is_sequential(&self) -> bool {
         !self.load.is_random()
     }

@@ -39,7 +39,7 @@ const PRELOADED: &str = "tests/vm/libiscsi.c";
 /// Target address.
 const SERVER: &str = "127.0.18.1";
 
-/// Number of clients to execute in parallel, each with a separate address. They spend most of their
+/// Number of parallel clients, each with a separate address. They spend most of their
 /// time waiting.
 const LANES: usize = 3;
 

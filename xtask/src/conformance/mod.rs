@@ -1,5 +1,5 @@
-//! `cargo xtask conformance`: runs the libiscsi test suite against our iSCSI target over TCP and,
-//! for comparison, against `tgt` on the same machine.
+//! `cargo xtask conformance`: executes the libiscsi test suite against our iSCSI target over TCP
+//! and, for comparison, against `tgt` on the same machine.
 //!
 //! The suite is also run over iSER with a client that uses our libraries ([`iser`]).
 //!

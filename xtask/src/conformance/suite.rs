@@ -52,7 +52,6 @@ impl Run {
         run
     }
 
-    /// Returns the names of the tests that were skipped only for reasons starting with these words.
     pub(super) fn skipped_for(&self, words: &str) -> Vec<String> {
         let skipped = self.tests.iter().filter(|test| match &test.verdict {
             Verdict::Skipped(reasons) => reasons.split("; ").all(|r| r.starts_with(words)),

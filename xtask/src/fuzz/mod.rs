@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: runs the fuzz targets with libFuzzer, which is guided by the coverage of
+//! `cargo xtask fuzz`: executes the fuzz targets with libFuzzer, which is guided by the coverage of
 //! each input.
 //!
 //! The targets are bolero tests. bolero selects its engine at compile time, and we use libFuzzer,

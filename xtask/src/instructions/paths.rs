@@ -82,7 +82,6 @@ impl fmt::Display for Path4k {
 }
 
 impl Path4k {
-    /// Returns whether the name contains all of these words.
     pub(super) fn is_named(&self, words: &[String]) -> bool {
         let name = self.to_string();
         words

@@ -103,7 +103,6 @@ impl Case {
     }
 }
 
-/// Reads the cases that match these words (if empty, all cases), sorted by group and name.
 pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> {
     let mut cases = Vec::new();
     for entry in fs::read_dir(root().join("tests/vm/cases"))? {

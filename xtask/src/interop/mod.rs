@@ -50,7 +50,7 @@ pub(crate) struct Options {
     /// Run only the short cases.
     #[arg(long)]
     short: bool,
-    /// Number of guests to execute in parallel; by default one for every two cores, plus one.
+    /// Number of parallel guests; by default one for every two cores, plus one.
     #[arg(long)]
     jobs: Option<usize>,
     /// Number of rounds for cases that support it, such as the `crash` group.

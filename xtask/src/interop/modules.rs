@@ -28,7 +28,6 @@ pub(crate) fn modules() -> Vec<Module> {
 }
 
 impl Module {
-    /// Returns whether this case needs the module.
     pub(crate) fn is_for(&self, case: &Case) -> bool {
         case.text.contains(&self.word)
     }

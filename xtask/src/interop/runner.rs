@@ -1,7 +1,7 @@
 //! Runs the cases in several guests in parallel.
 //!
-//! A guest only runs cases in the same group. We start a new guest for a different group or after a
-//! failure. Cases that measure performance run at the end, with a single guest.
+//! A guest only executes cases in the same group. We start a new guest for a different group or
+//! after a failure. Cases that measure performance run at the end, with a single guest.
 //!
 //! An emulated kernel with `rdma_rxe` has its own race conditions. So if a case fails, we run it
 //! again in a new guest while no other guest is running. If it then passes, the table shows this
@@ -143,7 +143,7 @@ impl Rig<'_> {
         Ok(figures)
     }
 
-    /// Boots and shuts down a guest several times and runs the script after each boot.
+    /// Boots and shuts down a guest several times and executes the script after each boot.
     fn run_boots(&self, case: &Case, boots: u32, folder: &Path) -> Result<Vec<String>, Failure> {
         let logs = self.logs.join(&case.group).join(&case.name);
         let _ = fs::remove_dir_all(&logs);

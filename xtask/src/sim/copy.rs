@@ -16,7 +16,7 @@ use crate::{Failure, root, sh};
 /// The function that checks if a change is enabled. This is added to a crate that is used by all
 /// other crates.
 const SWITCH: &str = r#"
-/// Returns whether the change with this name is enabled for this run.
+/// Returns true if the change with this name is enabled for this run.
 #[must_use]
 pub fn is_planted(name: &str) -> bool {
     static PLANTED: std::sync::LazyLock<Option<String>> =

@@ -48,7 +48,6 @@ impl<'a> Judge<'a> {
         })
     }
 
-    /// Returns the package, the arguments to select the harness, and a word in the test names.
     pub(super) fn tests(self) -> (&'a str, Vec<&'a str>, &'a str) {
         match self {
             Self::Simulator => ("riser-sim", vec!["--test", "seeds"], FIRST_SEEDS),

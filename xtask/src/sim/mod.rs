@@ -1,4 +1,4 @@
-//! `cargo xtask sim`: runs the simulator (`tests/sim`) with the `release` profile.
+//! `cargo xtask sim`: executes the simulator (`tests/sim`) with the `release` profile.
 
 mod copy;
 mod judge;

@@ -70,7 +70,6 @@ fn plain(name: &str) -> String {
     name.replace(['-', '_'], "")
 }
 
-/// Returns the first part of all paths used in the product or in the whole package.
 fn used(package: &Package, is_for_product: bool) -> BTreeSet<String> {
     // A package that only contains tests has no product.
     let has_product = package

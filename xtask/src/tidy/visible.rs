@@ -118,8 +118,7 @@ mod tests {
     #[test]
     fn visible_text_includes_literals_and_help() {
         let source = "/// Not seen.\n#[derive(Clone)]\nstruct A;\n/// Seen A.\n#[derive(Clone, clap::Args)]\nstruct B {\n    \
-                      /// Seen B.\n    b: u8,\n}\nfn f() {\n    // Not seen.\n    g(\"Seen\\nC \\\n
-                      /// D\", 'c', 7);\n}\n\
+                      /// Seen B.\n    b: u8,\n}\nfn f() {\n    // Not seen.\n    g(\"Seen\\nC \\\n       D\", 'c', 7);\n}\n\
                       #[cfg(test)]\nmod tests { fn t() { g(\"not seen\"); } }\n";
         let packages = tree("tidy-visible", &[("src/lib.rs", source)]);
         let root = crate::sh::Scratch::new("tidy-visible-root").unwrap();

@@ -33,7 +33,6 @@ impl Word {
         })
     }
 
-    /// Returns whether these words start with the phrase.
     fn opens(&self, words: &[(usize, String)]) -> bool {
         let mut words = words.iter().map(|(_, word)| word.as_str());
         let is_here = self

@@ -82,7 +82,6 @@ impl Case {
         })
     }
 
-    /// Returns whether the programs may lose messages, so that a second attempt is allowed.
     pub(super) fn may_lose(&self) -> bool {
         let words = self.may_lose.as_deref();
         words.is_some_and(|words| self.commands().any(|command| command.contains(words)))
@@ -100,7 +99,7 @@ pub(super) fn all() -> Vec<Case> {
     cases
 }
 
-/// Program that runs a subnet administrator.
+/// Program of a subnet administrator.
 pub(super) const ADMINISTRATOR: &str = "riser-sa";
 
 /// Script in `{dir}` that starts ibacm and sends requests to it.

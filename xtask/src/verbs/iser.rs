@@ -258,7 +258,6 @@ fn manage(stage: &Stage<'_>, words: &[&str]) -> Result<(), Failure> {
     sh::output(&mut command).map(drop)
 }
 
-/// Returns whether the QEMU tools can load the iSCSI driver, whose version must match the tools.
 pub(crate) fn has_qemu_driver() -> bool {
     // There is no target on this port. For an unknown protocol, QEMU before version 8 reports that
     // it's unknown, and newer versions report that they can't load the module.

@@ -1,5 +1,5 @@
-//! `cargo xtask verbs`: runs external RDMA programs with our `libibverbs.so.1`, `librdmacm.so.1`
-//! and `libibumad.so.3`.
+//! `cargo xtask verbs`: executes external RDMA programs with our `libibverbs.so.1`,
+//! `librdmacm.so.1` and `libibumad.so.3`.
 //!
 //! We use unmodified Debian programs and run each with `riser run` and a separate loopback address.
 //! This doesn't require an RDMA device or kernel modules. If we are root, the programs are executed
@@ -93,18 +93,15 @@ impl Options {
         self.words.is_empty() || self.words.iter().any(|word| path.contains(word.as_str()))
     }
 
-    /// Returns whether any tests of a process are selected.
     fn is_any_chosen(&self, path: &str) -> bool {
         self.is_chosen(path) || !self.within(path).is_empty()
     }
 
-    /// Returns whether any rdma-core tests could be selected.
     fn has_pyverbs(&self) -> bool {
         let is_named = |word: &String| word.starts_with(PYVERBS) || word.starts_with("test_");
         self.words.is_empty() || self.words.iter().any(is_named)
     }
 
-    /// Returns whether any libfabric tests are selected.
     fn has_fabtests(&self) -> bool {
         fabtests::paths()
             .iter()
@@ -348,7 +345,7 @@ fn of_programs<'a>(
     })
 }
 
-/// A process that runs several tests of a suite.
+/// A process that executes several tests of a suite.
 struct Part<'a> {
     /// Group of the tests.
     group: String,
@@ -424,8 +421,8 @@ fn of_suite(options: &Options, suite: &str, parts: Result<Vec<Part<'_>>, String>
     rows
 }
 
-/// Returns the results of a process that runs several tests. Prints a line for the process and for
-/// each failure. If the process could not run, this is a single result.
+/// Returns the results of a process that executes several tests. Prints a line for the process and
+/// for each failure. If the process could not run, this is a single result.
 fn process_rows(
     options: &Options,
     group: &str,

@@ -20,7 +20,7 @@ const PAIRS: [[&str; 2]; 3] = [
     ["roce", "rdma_core"],
 ];
 
-/// Test that runs the suite with the given devices.
+/// Test that executes the suite with the given devices.
 const TEST: &str = "devices";
 
 /// Timeout for a pair.

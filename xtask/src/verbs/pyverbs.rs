@@ -2,7 +2,7 @@
 //!
 //! The tests are installed as documentation in the package with the Python module. We unpack the
 //! package again, because small systems are often configured to not install documentation. Our own
-//! script (`pyverbs.py`) runs them and prints the results.
+//! script (`pyverbs.py`) executes them and prints the results.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;

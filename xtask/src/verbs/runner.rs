@@ -86,7 +86,7 @@ impl Rig {
         copy(program, &self.copies)
     }
 
-    /// Changes the owner of a directory to the user that runs test processes.
+    /// Changes the owner of a directory to the user of test processes.
     fn make_private(&self, folder: &Path) -> Result<(), Failure> {
         fs::set_permissions(folder, Permissions::from_mode(0o700))?;
         self.hand_over(folder)
@@ -96,7 +96,7 @@ impl Rig {
         &self.riser
     }
 
-    /// Changes the owner of a file to the user that runs test processes.
+    /// Changes the owner of a file to the user of test processes.
     pub(super) fn hand_over(&self, file: &Path) -> Result<(), Failure> {
         if sh::is_root() {
             chown(file, Some(NOBODY), Some(NOBODY))?;

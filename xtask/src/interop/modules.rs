@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::case::Case;
 use super::kernel::{Kernel, PrivateApt};
 use crate::packages::cache;
-use crate::{Failure, cases, sh};
+use crate::{Failure, cases, root, sh};
 
 /// A module required by some of the cases, from `xtask/cases/modules.toml`.
 #[derive(Deserialize)]
@@ -41,8 +41,8 @@ impl Module {
 
     /// Builds the module and installs it in the kernel's module directory, if it doesn't exist.
     pub(crate) fn ensure(&self, kernel: &Kernel) -> Result<(), Failure> {
-        let file = format!("{}.ko", self.name);
-        let module = kernel.modules().join("updates").join(&file);
+        let module = format!("updates/{}.ko", self.name);
+        let module = kernel.modules().join(module);
         // If the existing module was built with other source changes, build it again.
         let (edits, stamp) = (self.stamp(), module.with_extension("edits"));
         if module.exists() && fs::read_to_string(&stamp).unwrap_or_default() == edits {
@@ -52,39 +52,23 @@ impl Module {
         let folder = cache().join(format!("{}-{}", self.name, std::process::id()));
         let _ = fs::remove_dir_all(&folder);
         let apt = PrivateApt::new()?;
-        let headers = unpack_headers(&apt, kernel, &folder)?;
-        let sources = self.unpack_sources(&apt, kernel, &folder)?;
-        let mut make = sh::cmd("make", ["-C"]);
-        make.arg(&headers).arg(format!("M={}", sources.display()));
-        make.arg(format!("{}=m", self.variable));
-        // BTF debug information would require another program.
-        make.args(["CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]);
-        sh::output(&mut make)?;
-        let built = sources.join(&file);
-        sh::output(sh::cmd("strip", ["--strip-debug"]).arg(&built))?;
-        fs::create_dir_all(kernel.modules().join("updates"))?;
-        // Rename the module when it's complete, so that an interrupted run doesn't leave a partial
-        // file.
-        let whole = module.with_extension("new");
-        fs::copy(&built, &whole)?;
-        fs::rename(&whole, &module)?;
+        for package in packages(&kernel.version) {
+            let archive = apt.download(&package)?;
+            sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&folder))?;
+            fs::remove_file(&archive)?;
+        }
+        let sources = self.unpack_sources(kernel, &folder)?;
+        let mut build = sh::cmd("bash", [root().join("tests/vm/module.sh")]);
+        build.args([&folder, &sources, &kernel.root]);
+        sh::output(build.args([&self.name, &self.variable, &kernel.version]))?;
         fs::write(&stamp, edits)?;
-        sh::output(
-            sh::cmd("depmod", ["-b"]).args([kernel.root.as_os_str(), kernel.version.as_ref()]),
-        )?;
         fs::remove_dir_all(&folder)?;
         Ok(())
     }
 
     /// Unpacks and changes the sources, and returns the module's directory.
-    fn unpack_sources(
-        &self,
-        apt: &PrivateApt,
-        kernel: &Kernel,
-        folder: &Path,
-    ) -> Result<PathBuf, Failure> {
+    fn unpack_sources(&self, kernel: &Kernel, folder: &Path) -> Result<PathBuf, Failure> {
         let name = format!("linux-source-{}", series(&kernel.version));
-        unpack(apt, &name, folder)?;
         let packed = folder.join(format!("usr/src/{name}.tar.xz"));
         let sources = format!("{name}/{}", self.folder);
         let mut tar = sh::cmd("tar", ["-xJf"]);
@@ -103,34 +87,16 @@ impl Module {
     }
 }
 
-/// Unpacks the kernel headers and returns the directory used to build a module.
-fn unpack_headers(apt: &PrivateApt, kernel: &Kernel, folder: &Path) -> Result<PathBuf, Failure> {
-    let version = &kernel.version;
+/// Returns the packages with the sources and the headers of a kernel.
+fn packages(version: &str) -> [String; 4] {
     let flavour = version.rsplit('-').next().unwrap_or_default();
     let build = version.trim_end_matches(flavour).trim_end_matches('-');
-    for package in [
+    [
+        format!("linux-source-{}", series(version)),
         format!("linux-headers-{version}"),
         format!("linux-headers-{build}-common"),
         format!("linux-kbuild-{build}"),
-    ] {
-        unpack(apt, &package, folder)?;
-    }
-    // The headers include a second package using its installed path.
-    let headers = folder.join(format!("usr/src/linux-headers-{version}"));
-    let makefile = fs::read_to_string(headers.join("Makefile"))?;
-    let place = format!("{}/usr/src/", folder.display());
-    fs::write(
-        headers.join("Makefile"),
-        makefile.replace("/usr/src/", &place),
-    )?;
-    Ok(headers)
-}
-
-fn unpack(apt: &PrivateApt, package: &str, folder: &Path) -> Result<(), Failure> {
-    let archive = apt.download(package)?;
-    sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(folder))?;
-    fs::remove_file(&archive)?;
-    Ok(())
+    ]
 }
 
 /// Returns the source version for a kernel, for example `6.12` for `6.12.95+deb12-amd64`.

@@ -1,4 +1,4 @@
-//! `cargo xtask baddays`: executes the failure scenarios.
+//! `cargo xtask baddays`: runs the failure scenarios.
 //!
 //! The cases are tests (`tests/tests/baddays`) that use the programs the way an operator does. They
 //! are also part of `cargo xtask test`.

@@ -1,4 +1,4 @@
-//! Test cases: reads tables of cases, selects and executes them, and reports their results.
+//! Test cases: reads tables of cases, selects and runs them, and reports their results.
 
 use std::collections::BTreeMap;
 use std::panic::resume_unwind;
@@ -161,7 +161,7 @@ impl Row {
         }
     }
 
-    /// Executes a case and prints its result. The case may add measured values.
+    /// Runs a case and prints its result. The case may add measured values.
     pub(crate) fn run(
         path: &str,
         kind: Kind,
@@ -201,7 +201,7 @@ impl Row {
     }
 }
 
-/// Executes a case, and again if it fails and may have a second attempt.
+/// Runs a case, and again if it fails and may have a second attempt.
 pub(crate) fn attempt(may_repeat: bool, mut run: impl FnMut() -> Result<(), Failure>) -> Verdict {
     match run() {
         Err(first) if may_repeat => match run() {

@@ -19,7 +19,7 @@ const STEPS: &[Step] = &[
     step("quick tests", |_| quick_tests()).requiring_crate("cargo-nextest"),
 ];
 
-/// Executes the steps and returns an error if any step failed.
+/// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(selection: &Selection) -> Result<(), Failure> {
     let run = Run {
         suite: Suite::Everyday,

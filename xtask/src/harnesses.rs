@@ -1,7 +1,7 @@
-//! Builds the Rust test harnesses using Cargo, executes them and adds up the results.
+//! Builds the Rust test harnesses using Cargo, runs them and adds up the results.
 //!
 //! Most of our tests spend their time waiting for timeouts, peers or processes. To make use of that
-//! time, [`run_all`] executes several harnesses in parallel. Because tests use fixed loopback
+//! time, [`run_all`] runs several harnesses in parallel. Because tests use fixed loopback
 //! addresses and the same UDP port, harnesses that run at the same time must use separate network
 //! namespaces.
 
@@ -29,7 +29,7 @@ const ISOLATED: [&str; 5] = [
     "ip link set lo up && exec \"$0\" \"$@\"",
 ];
 
-/// Returns the default number of harnesses to execute in parallel. In a container, root may not be
+/// Returns the default number of harnesses to run in parallel. In a container, root may not be
 /// able to create network namespaces.
 pub(crate) fn default_lanes() -> u8 {
     let [program, args @ ..] = ISOLATED;
@@ -168,7 +168,7 @@ pub(crate) fn run_release(args: &[&str], env: &[(&str, &str)]) -> Results {
     Results::of(command.and_then(|mut command| sh::output(command.envs(env.iter().copied()))))
 }
 
-/// Executes tests and prints their output. Returns the number of test functions that passed,
+/// Runs tests and prints their output. Returns the number of test functions that passed,
 /// because Cargo reports success even if no name matches.
 pub(crate) fn run_counted(command: &mut Command) -> Result<u64, Failure> {
     let text = sh::output(command)?;
@@ -180,7 +180,7 @@ pub(crate) fn run_counted(command: &mut Command) -> Result<u64, Failure> {
     }
 }
 
-/// Executes a test with the `release` profile, using the given variables to increase its size. The
+/// Runs a test with the `release` profile, using the given variables to increase its size. The
 /// test functions run sequentially, so that each can use the whole machine.
 pub(crate) fn run_long(
     test: &str,
@@ -203,7 +203,7 @@ pub(crate) fn run_long(
     run_whole(&mut command)
 }
 
-/// Executes a test and returns an error if any of its parts were skipped. The test harness would
+/// Runs a test and returns an error if any of its parts were skipped. The test harness would
 /// report this as success.
 pub(crate) fn run_whole(command: &mut Command) -> Result<(), Failure> {
     // Discard skips that were left by an earlier process with the same ID.
@@ -227,7 +227,7 @@ pub(crate) fn building_release(args: &[&str]) -> Command {
     sh::cargo(["test", "--quiet", "--no-run"].iter().chain(args))
 }
 
-/// Executes all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes`
+/// Runs all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes`
 /// in parallel, and then the documentation tests.
 pub(crate) fn run_all(lanes: usize) -> Results {
     let harnesses = match built() {
@@ -299,7 +299,7 @@ impl Harness {
         is_its && SIMULATOR.contains(&self.name())
     }
 
-    /// Executes the harness the same way as Cargo: in the package directory, which is also set in
+    /// Runs the harness the same way as Cargo: in the package directory, which is also set in
     /// the environment. The harness uses the programs that were built with it.
     fn run(&self, is_isolated: bool) -> Results {
         let mut command = if is_isolated {

@@ -23,7 +23,7 @@ pub(crate) struct Options {
     protocol: Option<String>,
 }
 
-/// Executes this test with the `release` profile and prints its results. Root is required to create
+/// Runs this test with the `release` profile and prints its results. Root is required to create
 /// the networks. The test fails if the messages increase the 99th percentile of another session's
 /// latency to more than twice the value seen when we send the same messages to another daemon on
 /// this machine.

@@ -14,7 +14,7 @@ pub(crate) struct Options {
     seed: u64,
 }
 
-/// Executes this test as root, because we need to create networks.
+/// Runs this test as root, because we need to create networks.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ensure(needs("networks"));
     if !sh::is_root() {

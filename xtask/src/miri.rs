@@ -1,4 +1,4 @@
-//! `cargo xtask miri`: executes unit tests of memory, reactor and wire formats in an interpreter
+//! `cargo xtask miri`: runs unit tests of memory, reactor and wire formats in an interpreter
 //! that can detect undefined behavior (<https://github.com/rust-lang/miri>).
 
 use serde::Deserialize;

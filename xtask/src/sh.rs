@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::Failure;
 
-/// Executes a program until it exits and returns its standard output. On failure, the error
+/// Runs a program until it exits and returns its standard output. On failure, the error
 /// contains its standard error.
 pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     let shown = command_line(command);
@@ -30,7 +30,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
     .into())
 }
 
-/// Executes a program until it exits, using our standard output and error.
+/// Runs a program until it exits, using our standard output and error.
 pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
     let shown = command_line(command);
     let status = command
@@ -90,7 +90,7 @@ pub(crate) fn behind(mut program: Command, command: &Command) -> Command {
 /// Returns the same command, but the process will receive a signal if the thread that started it
 /// exits. This ensures that no daemon is left behind if we are killed.
 pub(crate) fn ending_with_us(command: Command, signal: &str) -> Command {
-    // util-linux supports this as an option, so we don't have to execute code between fork and
+    // util-linux supports this as an option, so we don't have to run code between fork and
     // exec.
     match which("setpriv") {
         Some(setpriv) => behind(cmd(setpriv, ["--pdeathsig", signal, "--"]), &command),

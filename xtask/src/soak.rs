@@ -16,7 +16,7 @@ pub(crate) struct Options {
     seed: u64,
 }
 
-/// Executes this test as root, because the sessions should disappear without closing their sockets
+/// Runs this test as root, because the sessions should disappear without closing their sockets
 /// (`TCP_REPAIR`).
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if !sh::is_root() {

@@ -141,7 +141,7 @@ pub(crate) struct Selection {
     list: bool,
 }
 
-/// Executes the steps and returns an error if any step failed.
+/// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<(), Failure> {
     if selection.list {
         for step in steps {
@@ -206,7 +206,7 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     }
 }
 
-/// Returns the steps to execute. A step selected by name always runs.
+/// Returns the steps to run. A step selected by name always runs.
 fn chosen<'a>(
     steps: &'a [Step],
     selection: &Selection,

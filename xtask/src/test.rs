@@ -1,4 +1,4 @@
-//! `cargo xtask test`: executes checks and tests, and counts the results.
+//! `cargo xtask test`: runs checks and tests, and counts the results.
 //!
 //! Without options, it runs all tests that use a single build of the workspace. The longer suites,
 //! which use other builds, large sizes or foreign peers, run with `--full`.
@@ -29,7 +29,7 @@ pub(crate) struct Options {
     /// Run all suites, and also all interop cases, the package, the soak test and the container.
     #[arg(long, conflicts_with = "full")]
     all: bool,
-    /// Number of test harnesses to execute in parallel. More than one requires the right to create
+    /// Number of test harnesses to run in parallel. More than one requires the right to create
     /// network namespaces, as root usually has [default: 3 with this right, 1 otherwise].
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..))]
     lanes: Option<u8>,
@@ -137,7 +137,7 @@ const STEPS: &[Step] = &[
     .requiring("instructions"),
 ];
 
-/// Executes the steps and returns an error if any step failed.
+/// Runs the steps and returns an error if any step failed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let run = Run {
         suite: options.suite(),
@@ -159,7 +159,7 @@ fn functions(results: Results) -> Outcome {
     Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Executes the functions of a test again with a larger size, which is set by a variable. All
+/// Runs the functions of a test again with a larger size, which is set by a variable. All
 /// functions are counted as a single check, which is skipped if any function is skipped.
 fn again(test: &str, size: (&str, &str), args: &[&str]) -> Outcome {
     let run = run_release(&[&["--test", test, "--"], args].concat(), &[size]);
@@ -170,7 +170,7 @@ fn again(test: &str, size: (&str, &str), args: &[&str]) -> Outcome {
     }
 }
 
-/// Executes all benchmarks once, without measuring. They use the test profile, so we only need to
+/// Runs all benchmarks once, without measuring. They use the test profile, so we only need to
 /// build the benchmarks.
 fn benchmarks() -> Outcome {
     let names = BENCHMARKS.iter().flat_map(|name| ["--bench", name]);

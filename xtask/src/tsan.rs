@@ -1,4 +1,4 @@
-//! `cargo xtask tsan`: uses ThreadSanitizer to execute tests in which memory is shared between
+//! `cargo xtask tsan`: uses ThreadSanitizer to run tests in which memory is shared between
 //! threads, software NICs or workers. The standard library is instrumented as well.
 
 use crate::cases::select;
@@ -8,7 +8,7 @@ use crate::{Failure, nightly, root};
 /// Suppressions for false positives. Every entry has a comment with the reason.
 const SUPPRESSIONS: &str = "xtask/tsan.txt";
 
-/// Packages, with the tests to execute.
+/// Packages, with the tests to run.
 const SUBJECTS: &[(&str, &str)] = &[
     ("riser-transport", "provider"),
     ("riser-target", "in_memory"),

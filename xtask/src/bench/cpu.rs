@@ -19,7 +19,7 @@ pub(super) struct Ran {
     pub(super) server: Duration,
 }
 
-/// Executes a client until it exits. Its standard error is written to the `log` file.
+/// Runs a client until it exits. Its standard error is written to the `log` file.
 pub(super) fn run(client: &mut Command, servers: &[u32], log: &Path) -> Result<Ran, Failure> {
     let name = client.get_program().to_string_lossy().into_owned();
     let failed = |e: &dyn std::fmt::Display| format!("{name}: {e}");

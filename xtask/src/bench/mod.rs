@@ -1,11 +1,11 @@
 //! `cargo xtask bench`: benchmarks our target and its competitors using the same file, in a single
 //! run.
 //!
-//! - [`workloads`], [`systems`]: table columns and rows; [`select`] is used to execute a subset of
+//! - [`workloads`], [`systems`]: table columns and rows; [`select`] is used to run a subset of
 //!   these.
 //! - [`rig`]: contains the file and runs a single measurement with a server ([`servers`]) and a
 //!   client ([`clients`]), then parses the output ([`reading`]) and the CPU time of both ([`cpu`]).
-//! - [`compare`](mod@compare): executes the rounds; [`stats`] and [`targets`] evaluate them.
+//! - [`compare`](mod@compare): runs the rounds; [`stats`] and [`targets`] evaluate them.
 //! - [`curves`], [`scaling`]: measure values by depth, sessions, units, block size, loss and load;
 //!   [`cliffs`] checks the steps.
 //! - [`results`]: the results file, including the [`machine`]; [`render`] and [`pictures`] create
@@ -45,7 +45,7 @@ use crate::{Failure, root};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Number of rounds to execute every workload on every system; the median is used.
+    /// Number of rounds to run every workload on every system; the median is used.
     #[arg(long, default_value_t = 5, value_parser = rounds)]
     rounds: usize,
     /// Run only systems and workloads, or curves, whose name contains WORD; may be repeated. The
@@ -79,7 +79,7 @@ impl Options {
     }
 }
 
-/// Executes the measurements or renders documents. Returns an error if a target was missed.
+/// Runs the measurements or renders documents. Returns an error if a target was missed.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.render {
         let results = Results::load(&results_path())?;

@@ -150,7 +150,7 @@ struct Stage<'a> {
 }
 
 impl Stage<'_> {
-    /// Executes the tests in parallel. Start with the listed tests, because some of them have to
+    /// Runs the tests in parallel. Start with the listed tests, because some of them have to
     /// wait for a long time.
     fn run_all(&self, names: &[String]) -> Result<Run, Failure> {
         let mut order: Vec<_> = names.iter().enumerate().collect();

@@ -1,4 +1,4 @@
-//! `cargo xtask conformance`: executes the libiscsi test suite against our iSCSI target over TCP
+//! `cargo xtask conformance`: runs the libiscsi test suite against our iSCSI target over TCP
 //! and, for comparison, against `tgt` on the same machine.
 //!
 //! The suite is also run over iSER with a client that uses our libraries ([`iser`]).
@@ -73,7 +73,7 @@ const SIZE: u64 = 64 << 20;
 /// larger physical blocks and the other is read-only.
 const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not write-protected")];
 
-/// Executes all tests and returns an error if any failed on our target.
+/// Runs all tests and returns an error if any failed on our target.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let outcome = run_all(options)?;
     // Skips are printed, but we don't count them here.
@@ -137,7 +137,7 @@ pub(crate) fn parts() -> Vec<(Kind, String)> {
     std::iter::once(suite).chain(checks).collect()
 }
 
-/// Executes the suite over iSER, if possible.
+/// Runs the suite over iSER, if possible.
 fn over_iser(
     options: &Options,
     programs: &Path,
@@ -162,7 +162,7 @@ fn qemu_checks(programs: &Path, scratch: &sh::Scratch) -> Vec<Row> {
     })
 }
 
-/// Executes the tools and the suite over TCP. Returns the results of the suite, and adds a row for
+/// Runs the tools and the suite over TCP. Returns the results of the suite, and adds a row for
 /// each check and for each other problem.
 fn over_tcp(
     options: &Options,
@@ -198,7 +198,7 @@ fn over_tcp(
         failures.push("the suite did not finish".to_owned());
     }
     // We only run tests that were skipped for this reason. If a test passed on the first LUN, there
-    // is no need to execute it again.
+    // is no need to run it again.
     for (lun, lacking) in OTHER_LUNS {
         let url = format!("{portal}/{IQN}/{lun}");
         for test in run.skipped_for(lacking) {
@@ -251,7 +251,7 @@ fn configuration(image: &Path, port: u16) -> String {
     )
 }
 
-/// Executes the suite on `tgt` for comparison, the other user-space iSCSI target included in
+/// Runs the suite on `tgt` for comparison, the other user-space iSCSI target included in
 /// Debian. Returns `None` if this is not possible.
 fn over_tgt(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
     if !ensure(needs("conformance-tgt")).is_empty() {
@@ -273,7 +273,7 @@ fn over_tgt(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
         .ok()
 }
 
-/// Executes the suite in a single process. Returns its output, and the error if it didn't exit
+/// Runs the suite in a single process. Returns its output, and the error if it didn't exit
 /// properly.
 fn run_suite(
     options: &Options,
@@ -344,7 +344,7 @@ fn checks() -> Vec<Check> {
 }
 
 impl Check {
-    /// Executes a program and returns the line of its output with the last text of `says`.
+    /// Runs a program and returns the line of its output with the last text of `says`.
     fn run(
         &self,
         program: &Path,

@@ -30,7 +30,7 @@ const LOADER: &str = "SERIAL 0 115200\nDEFAULT riser\nLABEL riser\n  LINUX vmlin
 /// Names of the checks.
 pub(super) const CHECKS: [&str; 2] = ["qemu-img", "boot from iscsi://"];
 
-/// Executes the checks with a new daemon. Returns the reason if a required program is not
+/// Runs the checks with a new daemon. Returns the reason if a required program is not
 /// available.
 pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Row>, String> {
     if let Some(n) = ensure(needs("conformance-qemu")).first() {

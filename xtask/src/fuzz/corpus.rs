@@ -86,7 +86,7 @@ fn choose(seeds: &[Input], mut others: Vec<Input>) -> Vec<Input> {
     chosen
 }
 
-/// Executes every input once. libFuzzer writes the coverage to a file that contains the list of
+/// Runs every input once. libFuzzer writes the coverage to a file that contains the list of
 /// inputs. If an input fails, we start it again and it will continue with the next input.
 fn reached(program: &Path, target: &Target, files: Vec<PathBuf>) -> Result<Vec<Input>, Failure> {
     let work = work_dir(target);

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: executes the fuzz targets with libFuzzer, which is guided by the coverage of
+//! `cargo xtask fuzz`: runs the fuzz targets with libFuzzer, which is guided by the coverage of
 //! each input.
 //!
 //! The targets are bolero tests. bolero selects its engine at compile time, and we use libFuzzer,
@@ -36,7 +36,7 @@ const ENGINE: &str = "--cfg fuzzing --cfg fuzzing_libfuzzer";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Time per target in minutes, which can be a fraction; one target is executed on each core. If
+    /// Time per target in minutes, which can be a fraction; one target is run on each core. If
     /// set to 0, the targets are not run.
     #[arg(long, default_value_t = 1.0)]
     minutes: f64,

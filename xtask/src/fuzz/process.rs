@@ -50,7 +50,7 @@ pub(super) fn work_dir(target: &Target) -> PathBuf {
     root().join(".build/fuzz").join(&target.name)
 }
 
-/// Returns a command to execute a target's test with libFuzzer arguments. bolero reads them from
+/// Returns a command to run a target's test with libFuzzer arguments. bolero reads them from
 /// the environment and splits them at spaces.
 pub(super) fn command(program: &Path, target: &Target, args: &[String]) -> Command {
     let mut command = sh::cmd(program, ["--exact", "--nocapture", "--test-threads=1"]);
@@ -89,7 +89,7 @@ pub(super) fn explore(
         "-reload=0".to_owned(),
     ];
     let mut command = command(program, target, &args);
-    // Remove the old list. All known inputs will be executed again, so we don't lose any
+    // Remove the old list. All known inputs will be run again, so we don't lose any
     // transitions.
     let transitions = work.join(TRANSITIONS);
     let _ = fs::remove_file(&transitions);
@@ -121,7 +121,7 @@ pub(super) fn explore(
     })
 }
 
-/// If an input failed, this copies it to the directory that `cargo test` will use to execute it
+/// If an input failed, this copies it to the directory that `cargo test` will use to run it
 /// again.
 fn save_crash(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
     let written = text.rsplit_once("Test unit written to ");

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::{Failure, sh};
 
-/// Benchmark to execute, function to measure, and the two command counts to compare.
+/// Benchmark to run, function to measure, and the two command counts to compare.
 const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
 const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
 

@@ -13,7 +13,7 @@ static POLLING: LazyLock<Vec<&str>> = LazyLock::new(|| {
     lines.filter(|line| !line.starts_with('#')).collect()
 });
 
-/// Function that executes a single worker round.
+/// Function that runs a single worker round.
 const ROUND: &str = "riser_target::worker::Worker::step";
 
 /// Instruction counts of a run.

@@ -1,7 +1,7 @@
 //! `cargo xtask instructions`: measures the number of instructions used by the target for 4 KiB
 //! reads and writes.
 //!
-//! - [`paths`]: runs each protocol with depth 1 and 32. `riserd` is executed with callgrind, and
+//! - [`paths`]: runs each protocol with depth 1 and 32. `riserd` is run with callgrind, and
 //!   `riser` connects to it using real sockets.
 //! - [`dump`]: parses the callgrind output.
 //! - [`accepted`]: compares the counts with the accepted counts in `xtask/instructions.json`, both

@@ -97,7 +97,7 @@ impl Path4k {
     }
 }
 
-/// A `riserd` with a single worker that is executed with callgrind. It exports an in-memory file.
+/// A `riserd` with a single worker that is run with callgrind. It exports an in-memory file.
 pub(super) struct Rig {
     programs: PathBuf,
     // The daemon must be dropped before its files are removed.

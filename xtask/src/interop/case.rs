@@ -23,13 +23,13 @@ pub(crate) struct Case {
     pub(crate) short: bool,
     /// Set if this case measures performance, so that no other guest should run at the same time.
     pub(crate) alone: bool,
-    /// Set if this case is executed on this machine instead of in a guest.
+    /// Set if this case is run on this machine instead of in a guest.
     pub(crate) here: bool,
     /// Minimum number of packets in a capture. `None` if there is no capture or it can be empty.
     pub(crate) packets: Option<u64>,
-    /// Number of rounds to execute within `limit`, if supported by this case.
+    /// Number of rounds to run within `limit`, if supported by this case.
     pub(crate) rounds: Option<u32>,
-    /// Number of times to boot a guest with systemd. After each boot, the script is executed once,
+    /// Number of times to boot a guest with systemd. After each boot, the script is run once,
     /// and `limit` is the maximum time for each run.
     pub(crate) boots: Option<u32>,
     pub(crate) text: String,

@@ -53,7 +53,7 @@ impl Guest {
     /// Boots a guest using the shared directory `folder/share`, which is mounted as `/vm` in the
     /// guest.
     pub(crate) fn boot(kernel: &Kernel, folder: &Path, init: Init) -> Result<Self, Failure> {
-        // We need to clear the directory: the guest executes scripts by number, so it would start
+        // We need to clear the directory: the guest runs scripts by number, so it would start
         // with the scripts of a previous guest.
         let share = folder.join("share");
         let disk = folder.join("disk.img");

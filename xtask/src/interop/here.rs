@@ -20,7 +20,7 @@ use crate::{Failure, root, sh};
 /// Time to wait after SIGTERM before we kill a case.
 const MERCY: Duration = Duration::from_secs(5);
 
-/// Executes the cases sequentially, because they all use the same machine. If a case fails, we run
+/// Runs the cases sequentially, because they all use the same machine. If a case fails, we run
 /// it again.
 pub(crate) fn run(cases: &[Case], programs: &Programs, logs: &Path) -> Vec<Row> {
     let run = |case: &Case| {

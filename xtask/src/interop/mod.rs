@@ -2,7 +2,7 @@
 //!
 //! A test case is a script in `tests/vm/cases`. Lines that start with `#:` are the header, which
 //! sets the group, the timeout, the minimum number of packets in captures, and if the case should
-//! be executed with the short cases or must run alone. Because a boot can be used for all cases in
+//! be run with the short cases or must run alone. Because a boot can be used for all cases in
 //! a group, each case has to start with a clean state and restore it, using the functions in
 //! `tests/vm/lib.sh`. We keep the output and the daemon's log for each case. If there is a packet
 //! capture, we check it ([`riser_testkit::captures`]). Some cases don't need a guest ([`here`]). If
@@ -88,7 +88,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     run_cases(options)?.into_result()
 }
 
-/// Executes the cases. If the requirements are not available, they are skipped.
+/// Runs the cases. If the requirements are not available, they are skipped.
 pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
     let mut cases = case::load(&options.cases, options.short)?;
     if let Some(rounds) = options.rounds {

@@ -1,6 +1,6 @@
 //! Runs the cases in several guests in parallel.
 //!
-//! A guest only executes cases in the same group. We start a new guest for a different group or
+//! A guest only runs cases in the same group. We start a new guest for a different group or
 //! after a failure. Cases that measure performance run at the end, with a single guest.
 //!
 //! An emulated kernel with `rdma_rxe` has its own race conditions. So if a case fails, we run it
@@ -44,7 +44,7 @@ pub(crate) struct Rig<'a> {
 }
 
 impl Rig<'_> {
-    /// Executes the cases using up to `jobs` guests in parallel. Returns the results in the same
+    /// Runs the cases using up to `jobs` guests in parallel. Returns the results in the same
     /// order as the cases.
     pub(crate) fn run(&self, cases: &[Case], jobs: usize) -> Vec<Row> {
         // Cases that measure performance must run when there is no other guest.
@@ -68,7 +68,7 @@ impl Rig<'_> {
         rows.into_iter().flatten().collect()
     }
 
-    /// Executes a case again. The logs of both attempts are kept.
+    /// Runs a case again. The logs of both attempts are kept.
     fn try_again(&self, case: &Case, first: &str) -> Row {
         let logs = self.logs.join(&case.group).join(&case.name);
         let kept = logs.with_extension("first");
@@ -143,7 +143,7 @@ impl Rig<'_> {
         Ok(figures)
     }
 
-    /// Boots and shuts down a guest several times and executes the script after each boot.
+    /// Boots and shuts down a guest several times and runs the script after each boot.
     fn run_boots(&self, case: &Case, boots: u32, folder: &Path) -> Result<Vec<String>, Failure> {
         let logs = self.logs.join(&case.group).join(&case.name);
         let _ = fs::remove_dir_all(&logs);
@@ -217,7 +217,7 @@ pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failur
     Ok(figures.map(str::to_owned).collect())
 }
 
-/// Returns the next case to execute, using the same group if possible.
+/// Returns the next case to run, using the same group if possible.
 fn take_case<'a>(waiting: &mut Vec<&'a Case>, group: Option<&str>) -> Option<&'a Case> {
     let same = waiting
         .iter()

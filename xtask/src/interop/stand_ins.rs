@@ -35,7 +35,7 @@ stop_serving() { :; }
 . "$RISER_ROOT/tests/vm/libiscsi.sh"
 "#;
 
-/// Executes `script` after [`RIG`], using a client with this table. Returns success and the output,
+/// Runs `script` after [`RIG`], using a client with this table. Returns success and the output,
 /// or `None` if there is no compiler. `expected` replaces the list of the case, and `limit` is the
 /// timeout per test in seconds.
 fn run_script(

@@ -109,7 +109,7 @@ impl Copy {
         simulator
     }
 
-    /// Returns a Cargo command to execute in the copy. We use a separate target directory, because
+    /// Returns a Cargo command to run in the copy. We use a separate target directory, because
     /// with a common directory both trees would have to build each other's crates again.
     pub(super) fn cargo(&self, args: &[&str]) -> Command {
         let mut command = sh::cargo(args);
@@ -118,7 +118,7 @@ impl Copy {
         command
     }
 
-    /// Executes a program in the copy with a time limit, either with a change or without changes.
+    /// Runs a program in the copy with a time limit, either with a change or without changes.
     /// `failed` is used to find the failed seed and the reason in its output.
     pub(super) fn run(
         &self,

@@ -98,7 +98,7 @@ impl<'a> Judge<'a> {
         sh::output(&mut command).map(drop)
     }
 
-    /// Executes seeds or interleavings until one fails or the limit is reached, either with a
+    /// Runs seeds or interleavings until one fails or the limit is reached, either with a
     /// change or without changes.
     pub(super) fn run(
         self,

@@ -1,4 +1,4 @@
-//! `cargo xtask sim`: executes the simulator (`tests/sim`) with the `release` profile.
+//! `cargo xtask sim`: runs the simulator (`tests/sim`) with the `release` profile.
 
 mod copy;
 mod judge;
@@ -79,7 +79,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     sh::run(&mut command)
 }
 
-/// Executes the simulator for `cargo xtask test`. On success, we only need the last line of its
+/// Runs the simulator for `cargo xtask test`. On success, we only need the last line of its
 /// output.
 pub(crate) fn thousand() -> Result<(), Failure> {
     sh::run(&mut building())?;

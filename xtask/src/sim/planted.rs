@@ -3,7 +3,7 @@
 //!
 //! A patch in `tests/sim/planted` starts with a description of the defect and lines `expects:
 //! WORDS`. The failure must contain the words of at least one such line. If the defect is not
-//! possible in the simulator, a line `judge: WORDS` selects the tests to execute
+//! possible in the simulator, a line `judge: WORDS` selects the tests to run
 //! ([`Judge::named`]). The patches are maintained along with the code, so it's an error if a patch
 //! doesn't apply.
 

@@ -1,4 +1,4 @@
-//! Test cases, which contain the programs to execute and the expected output.
+//! Test cases, which contain the programs to run and the expected output.
 
 use serde::Deserialize;
 

@@ -74,7 +74,7 @@ pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
     Ok(prefix)
 }
 
-/// Executes the tests of a provider. Both sides have both addresses.
+/// Runs the tests of a provider. Both sides have both addresses.
 pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>, Failure> {
     let (name, list) = PROVIDERS[provider];
     let [server, client] = ADDRESSES.map(|address| address.to_string());

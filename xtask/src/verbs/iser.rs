@@ -113,7 +113,7 @@ impl Stage<'_> {
         self.rig.start(command, &format!("{}.{name}", self.case))
     }
 
-    /// Executes an external program using our libraries, which must exit with success. Returns its
+    /// Runs an external program using our libraries, which must exit with success. Returns its
     /// output.
     fn client(&self, words: &[&str]) -> Result<String, Failure> {
         let command = self.rig.command(CLIENT, &[], words);
@@ -250,7 +250,7 @@ impl<'a> Tgt<'a> {
     }
 }
 
-/// Executes `tgtadm` in the given mode. This must be done by the same user.
+/// Runs `tgtadm` in the given mode. This must be done by the same user.
 fn manage(stage: &Stage<'_>, words: &[&str]) -> Result<(), Failure> {
     let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
     let mut command = stage.rig.without_rights(&command, None);

@@ -1,8 +1,8 @@
-//! `cargo xtask verbs`: executes external RDMA programs with our `libibverbs.so.1`,
+//! `cargo xtask verbs`: runs external RDMA programs with our `libibverbs.so.1`,
 //! `librdmacm.so.1` and `libibumad.so.3`.
 //!
 //! We use unmodified Debian programs and run each with `riser run` and a separate loopback address.
-//! This doesn't require an RDMA device or kernel modules. If we are root, the programs are executed
+//! This doesn't require an RDMA device or kernel modules. If we are root, the programs are run
 //! as an unprivileged user ([`runner`]). The commands and the expected output are in a table
 //! ([`cases`]). Some programs need more than a loopback address ([`namespace`]). We transfer data
 //! over iSER between tgt, libiscsi, QEMU, `riserd` and `riser` ([`iser`]). We also run the test
@@ -84,7 +84,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Returns the reason not to execute a case, if it's known to fail.
+    /// Returns the reason not to run a case, if it's known to fail.
     fn not_yet(&self, path: &str) -> Option<&'static str> {
         not_yet(path).filter(|_| !self.not_yet)
     }
@@ -326,7 +326,7 @@ fn of_iser(options: &Options, rig: &Rig, programs: &Path, case: &iser::Case) -> 
     of_programs(options, &case.path(), case.needs.split(' '), lack, run)
 }
 
-/// Executes a case if nothing is missing that it needs.
+/// Runs a case if nothing is missing that it needs.
 fn of_programs<'a>(
     options: &Options,
     path: &str,
@@ -345,12 +345,12 @@ fn of_programs<'a>(
     })
 }
 
-/// A process that executes several tests of a suite.
+/// A process that runs several tests of a suite.
 struct Part<'a> {
     /// Group of the tests.
     group: String,
     path: String,
-    /// Executes the tests whose names start with one of the words, if the suite supports this, or
+    /// Runs the tests whose names start with one of the words, if the suite supports this, or
     /// all tests.
     run: RunPart<'a>,
 }
@@ -421,7 +421,7 @@ fn of_suite(options: &Options, suite: &str, parts: Result<Vec<Part<'_>>, String>
     rows
 }
 
-/// Returns the results of a process that executes several tests. Prints a line for the process and
+/// Returns the results of a process that runs several tests. Prints a line for the process and
 /// for each failure. If the process could not run, this is a single result.
 fn process_rows(
     options: &Options,

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// `$1` that contains the files required by programs. The remaining arguments are addresses.
 const SETUP: &str = include_str!("interface.sh");
 
-/// Script that is executed in new namespaces to clear `/tmp` and `/dev/shm` and enable the loopback
+/// Script that is run in new namespaces to clear `/tmp` and `/dev/shm` and enable the loopback
 /// interface. The arguments are directories that should remain visible.
 const PRIVATE: &str = include_str!("private.sh");
 
@@ -49,7 +49,7 @@ pub(super) fn isolate(visible: &[PathBuf]) -> Result<(), Failure> {
     sh::output(setup.args(visible)).map(drop)
 }
 
-/// Returns a command to execute this program again in new namespaces, for users other than root.
+/// Returns a command to run this program again in new namespaces, for users other than root.
 /// Returns `None` if this has already been done, or if the kernel doesn't allow users to create
 /// namespaces. The caller has to add the program arguments.
 pub(super) fn again_isolated(visible: &[PathBuf; 3]) -> Option<Command> {

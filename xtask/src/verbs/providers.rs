@@ -20,7 +20,7 @@ const PAIRS: [[&str; 2]; 3] = [
     ["roce", "rdma_core"],
 ];
 
-/// Test that executes the suite with the given devices.
+/// Test that runs the suite with the given devices.
 const TEST: &str = "devices";
 
 /// Timeout for a pair.
@@ -50,7 +50,7 @@ fn addresses(device: usize) -> String {
     format!("{},{}", address(device), address(device + others))
 }
 
-/// Executes the suite with the pair at `index` in [`paths`]. Returns all tests, and the error of
+/// Runs the suite with the pair at `index` in [`paths`]. Returns all tests, and the error of
 /// each failed test.
 ///
 /// # Errors

@@ -2,7 +2,7 @@
 //!
 //! The tests are installed as documentation in the package with the Python module. We unpack the
 //! package again, because small systems are often configured to not install documentation. Our own
-//! script (`pyverbs.py`) executes them and prints the results.
+//! script (`pyverbs.py`) runs them and prints the results.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
@@ -69,7 +69,7 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     }
 }
 
-/// Executes the tests of a module in a separate process. If `tests` is not empty, only runs tests
+/// Runs the tests of a module in a separate process. If `tests` is not empty, only runs tests
 /// that start with one of these names.
 pub(super) fn run(
     rig: &Rig,

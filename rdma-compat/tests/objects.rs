@@ -8,6 +8,7 @@ mod library;
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::mem::zeroed;
 use std::ptr;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use library::*;
@@ -15,6 +16,10 @@ use riser_rdma_core_sys::bindings::*;
 
 const SENDS: u32 = IBV_QP_EX_WITH_SEND;
 const QKEY: u32 = 0x1111_1111;
+
+/// Held while device memory is used. All tests share the memory of the process, and one test
+/// allocates all of it.
+static DEVICE_MEMORY: Mutex<()> = Mutex::new(());
 
 #[test]
 fn parent_domain_shares_protection_domain() {
@@ -92,6 +97,7 @@ fn parent_domain_shares_protection_domain() {
 fn device_memory_supports_copies_and_regions() {
     const ZERO_BASED: c_uint =
         IBV_ACCESS_ZERO_BASED | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    let _alone = DEVICE_MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
     let device = Device::open("riser0");
     let cq = device.create_cq(10);
     let pair = Pair::new(device, cq, IBV_QP_EX_WITH_RDMA_WRITE);
@@ -177,7 +183,9 @@ fn device_memory_supports_copies_and_regions() {
         assert_eq!(call!(ibv_dereg_mr(mr => *mut ibv_mr) -> c_int), 0);
         assert_eq!(free(dm), 0);
         assert_eq!(free(dm), libc::EINVAL, "twice");
-        assert!(!alloc(most, 0, 0).is_null(), "all is free again");
+        let whole = alloc(most, 0, 0);
+        assert!(!whole.is_null(), "all is free again");
+        assert_eq!(free(whole), 0);
     }
 }
 
@@ -683,6 +691,7 @@ fn inode(fd: c_int) -> Option<u64> {
 
 #[test]
 fn device_and_objects_can_be_imported() {
+    let _alone = DEVICE_MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
     let device = Device::open("riser0");
     let mut memory = [7u8; 64];
     let mr = device.register(&mut memory);

@@ -37,7 +37,7 @@ mod workloads;
 use std::path::PathBuf;
 
 pub(crate) use reading::summary;
-use results::{Comparison, Results};
+use results::Results;
 use rig::{Rig, Setup};
 use targets::{MIN_ROUNDS, TARGETS, Verdict, check_targets};
 
@@ -202,6 +202,7 @@ fn scale(options: &Options) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
+    use super::results::Comparison;
     use super::results::tests::{provenance, sample};
     use super::systems::{NBDKIT, SRP};
     use super::workloads::READ_32;

@@ -32,6 +32,7 @@
 //!   doesn't include requests waiting for a response.
 //! - For any [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index), we use the local GID of the
 //!   address that the device was opened with.
+//! - Unbinding a type 1 window requires a valid region, because several libraries read its key.
 //! - If a device is unplugged, the application must close it, because `rdma_rxe` waits for this. It
 //!   also waits if all users in this process have closed the device *before* it is unplugged,
 //!   because librdmacm keeps it open. In this case, the only solution is to exit the process.

@@ -207,15 +207,15 @@ fn start_noisy(
 /// Waits until the noisy initiator exits, which must not have happened before, and returns its
 /// work.
 fn finish_noisy((mut process, since): (Process, Instant)) -> Result<Done, Failure> {
-    if process.has_ended()? {
+    if process.has_exited()? {
         return Err(process.failure("exited too early"));
     }
-    let ended = process.finish(since + PATIENCE);
+    let exited = process.finish(since + PATIENCE);
     let seconds = since.elapsed().as_secs_f64();
-    if !ended.status.is_some_and(|status| status.success()) {
+    if !exited.status.is_some_and(|status| status.success()) {
         return Err(process.failure("failed"));
     }
-    let commands = sh::json(&ended.said)?["jobs"][0]["read"]["total_ios"].as_f64();
+    let commands = sh::json(&exited.output)?["jobs"][0]["read"]["total_ios"].as_f64();
     let commands = commands.ok_or("missing number of commands in the result")?;
     Ok(Done { commands, seconds })
 }

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use crate::{Failure, sh};
 
 /// Interval to poll processes.
-pub(crate) const LOOK: Duration = Duration::from_millis(20);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Number of lines of the output that are part of an error.
 const SHOWN: usize = 20;
@@ -19,17 +19,19 @@ const SHOWN: usize = 20;
 /// A running process and its children, which are in the same process group.
 pub(crate) struct Process {
     child: Child,
+    /// The process group, until it was killed: another process may use its number later.
+    group: Option<Pid>,
     name: String,
     log: PathBuf,
 }
 
 /// A process that has exited or was killed.
 #[derive(Clone, Debug)]
-pub(crate) struct Ended {
+pub(crate) struct Exited {
     /// Exit status, or `None` if it timed out.
     pub(crate) status: Option<ExitStatus>,
     /// Output, including standard error.
-    pub(crate) said: String,
+    pub(crate) output: String,
 }
 
 impl Process {
@@ -49,7 +51,12 @@ impl Process {
             .process_group(0);
         let child = command.spawn().map_err(|e| format!("{name}: {e}"))?;
         let log = log.to_owned();
-        Ok(Self { child, name, log })
+        Ok(Self {
+            group: Pid::from_raw(child.id().cast_signed()),
+            child,
+            name,
+            log,
+        })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -57,15 +64,15 @@ impl Process {
     }
 
     pub(crate) fn output(&self) -> String {
-        let said = fs::read(&self.log).unwrap_or_default();
-        String::from_utf8_lossy(&said).into_owned()
+        let output = fs::read(&self.log).unwrap_or_default();
+        String::from_utf8_lossy(&output).into_owned()
     }
 
     /// Creates an error for this process, including its last output.
     pub(crate) fn failure(&self, what: &str) -> Failure {
-        let said = self.output();
-        let said = sh::last_lines(&said, SHOWN).join("\n");
-        format!("{} {what}:\n{said}", self.name).into()
+        let output = self.output();
+        let last = sh::last_lines(&output, SHOWN).join("\n");
+        format!("{} {what}:\n{last}", self.name).into()
     }
 
     /// Waits until the condition is met. Returns an error if this takes too long, or if the process
@@ -88,12 +95,12 @@ impl Process {
             if began.elapsed() > patience {
                 return Err(self.failure(&format!("was not ready within {patience:?}")));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
     fn signal(&self, signal: Signal) {
-        if let Some(group) = Pid::from_raw(self.child.id().cast_signed()) {
+        if let Some(group) = self.group {
             let _ = kill_process_group(group, signal);
         }
     }
@@ -103,18 +110,18 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
-    pub(crate) fn has_ended(&mut self) -> Result<bool, Failure> {
+    pub(crate) fn has_exited(&mut self) -> Result<bool, Failure> {
         Ok(self.child.try_wait()?.is_some())
     }
 
     /// Waits until the process exits. If it times out, it's killed.
-    pub(crate) fn finish(&mut self, until: Instant) -> Ended {
+    pub(crate) fn finish(&mut self, until: Instant) -> Exited {
         let patience = until.saturating_duration_since(Instant::now());
         let status = sh::wait_for_exit(&mut self.child, patience).ok().flatten();
         self.kill();
-        Ended {
+        Exited {
             status,
-            said: self.output(),
+            output: self.output(),
         }
     }
 
@@ -128,10 +135,11 @@ impl Process {
         status
     }
 
-    /// Kills what is left in the process group: children may still run, even if the process has
+    /// Kills the remaining processes of the group: children may still run, even if the process has
     /// exited.
     fn kill(&mut self) {
         self.signal(Signal::KILL);
+        self.group = None;
         let _ = self.child.wait();
     }
 }
@@ -202,14 +210,14 @@ mod tests {
         let mut process = Process::start(script("echo ready; sleep 60"), &log).unwrap();
         let is_ready = |process: &Process| process.output().contains("ready");
         process.wait_until(patience, is_ready).unwrap();
-        assert!(!process.has_ended().unwrap());
+        assert!(!process.has_exited().unwrap());
         let status = process.stop(patience).unwrap();
         assert!(!status.success());
         let mut process = Process::start_again(script("echo two; exit 3"), &log).unwrap();
         let error = process.wait_until(patience, |_| false).unwrap_err();
         assert!(error.to_string().ends_with(":\nready\ntwo"), "{error}");
-        let ended = process.finish(Instant::now());
-        assert_eq!(ended.status.and_then(|status| status.code()), Some(3));
+        let exited = process.finish(Instant::now());
+        assert_eq!(exited.status.and_then(|status| status.code()), Some(3));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::suite::Run;
 use super::{CLIENT, IQN, Options};
 use crate::cases::{Test, Verdict, in_parallel};
 use crate::daemon::Daemon;
-use crate::process::Ended;
+use crate::process::Exited;
 use crate::verbs::Rig;
 use crate::{Failure, root, sh};
 
@@ -206,16 +206,16 @@ impl Stage<'_> {
         let command = self.rig.command(&address, &[], &words);
         let process = self.rig.start(command, name);
         let mut process = process.map_err(|error| format!("{name}: {error}"))?;
-        let ended = process.finish(Instant::now() + PATIENCE);
-        let verdict = verdict_of(place.map(|place| &self.listed[place]), &ended);
+        let exited = process.finish(Instant::now() + PATIENCE);
+        let verdict = verdict_of(place.map(|place| &self.listed[place]), &exited);
         let name = name.to_owned();
         Ok(Test { name, verdict })
     }
 }
 
 /// Compares the result of a test with its list entry.
-fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
-    let how = match outcome(ended) {
+fn verdict_of(listed: Option<&Listed>, exited: &Exited) -> Verdict {
+    let how = match outcome(exited) {
         Ok(verdict) => {
             return match listed {
                 // This must fail, so that we remove the test from the list when the client is
@@ -227,13 +227,13 @@ fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
         Err(how) => how,
     };
     match listed {
-        Some(listed) if listed.how == how && ended.said.contains(&listed.words) => {
+        Some(listed) if listed.how == how && exited.output.contains(&listed.words) => {
             Verdict::Skipped("not supported by libiscsi's client over iSER".to_owned())
         }
         _ => {
             // Return the reason given by the test, or the last line of output.
-            let mut lines = ended.said.lines().map(str::trim);
-            let last = || ended.said.trim_end().lines().next_back();
+            let mut lines = exited.output.lines().map(str::trim);
+            let last = || exited.output.trim_end().lines().next_back();
             let why = lines
                 .find(|line| line.starts_with("[FAILED]"))
                 .or_else(last);
@@ -244,16 +244,16 @@ fn verdict_of(listed: Option<&Listed>, ended: &Ended) -> Verdict {
 
 /// Returns the result of a test. Its output has priority: if a test reports an error but doesn't
 /// complete, it has failed even if the client is then killed by a signal or hangs.
-fn outcome(ended: &Ended) -> Result<Verdict, How> {
-    let run = Run::parse(&ended.said);
+fn outcome(exited: &Exited) -> Result<Verdict, How> {
+    let run = Run::parse(&exited.output);
     let verdict = run.tests.into_iter().next().map(|test| test.verdict);
     let is_unfinished = verdict == Some(Verdict::unfinished());
     if matches!(verdict, Some(Verdict::Failed(_)))
-        && (!is_unfinished || ended.said.contains("[FAILED]"))
+        && (!is_unfinished || exited.output.contains("[FAILED]"))
     {
         return Err(How::Failed);
     }
-    let Some(status) = ended.status else {
+    let Some(status) = exited.status else {
         return Err(How::Hung);
     };
     match (status.signal(), verdict) {
@@ -292,10 +292,10 @@ mod tests {
 
     use super::*;
 
-    fn finished(raw: Option<i32>, said: &str) -> Ended {
-        Ended {
+    fn finished(raw: Option<i32>, said: &str) -> Exited {
+        Exited {
             status: raw.map(ExitStatus::from_raw),
-            said: format!("Suite: A\n  Test: B ...{said}"),
+            output: format!("Suite: A\n  Test: B ...{said}"),
         }
     }
 
@@ -305,8 +305,9 @@ mod tests {
         else {
             panic!("two are listed");
         };
-        let is_excused =
-            |listed, ended: &Ended| matches!(verdict_of(Some(listed), ended), Verdict::Skipped(_));
+        let is_excused = |listed, exited: &Exited| {
+            matches!(verdict_of(Some(listed), exited), Verdict::Skipped(_))
+        };
         let said = "    [FAILED] words of it\nFAILED\n";
         assert!(is_excused(failed, &finished(Some(1 << 8), said)));
         // The test had already failed when the client crashed.

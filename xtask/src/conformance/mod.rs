@@ -26,7 +26,7 @@ use suite::Run;
 use crate::cases::{Row, Test, Verdict, count, print_skips, summary};
 use crate::daemon::{self, Daemon};
 use crate::packages::{ensure, needs};
-use crate::process::{Ended, Process};
+use crate::process::{Exited, Process};
 use crate::tally::{Kind, Outcome, note, noted};
 use crate::tgt::{Tgt, free_port};
 use crate::{Failure, cases, sh};
@@ -192,8 +192,8 @@ fn over_tcp(
     let mut failures = Vec::new();
     // After a single session was opened and closed, all lazy initialization should be done.
     let before = Usage::of(daemon.pid())?;
-    let (mut run, ended) = run_suite(options, options.tests(), &url, scratch, "riser")?;
-    failures.extend(ended.map(|how| format!("{CLIENT} {how}")));
+    let (mut run, exited) = run_suite(options, options.tests(), &url, scratch, "riser")?;
+    failures.extend(exited.map(|how| format!("{CLIENT} {how}")));
     if run.tests.is_empty() || !run.is_complete {
         failures.push("the suite did not finish".to_owned());
     }
@@ -203,8 +203,8 @@ fn over_tcp(
         let url = format!("{portal}/{IQN}/{lun}");
         for test in run.skipped_for(lacking) {
             let full = format!("ALL.{test}");
-            let (again, ended) = run_suite(options, &full, &url, scratch, "riser-again")?;
-            failures.extend(ended.map(|how| format!("{CLIENT} {how} in {test}")));
+            let (again, exited) = run_suite(options, &full, &url, scratch, "riser-again")?;
+            failures.extend(exited.map(|how| format!("{CLIENT} {how} in {test}")));
             if again.tests.is_empty() || !again.is_complete {
                 failures.push(format!("{test} did not finish at LUN {lun}"));
             }
@@ -262,8 +262,8 @@ fn over_tgt(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
         File::create(&image)?.set_len(SIZE)?;
         let tgt = Tgt::start(&image, IQN, &scratch.join("tgt.log"))?;
         tgt.update("thin_provisioning=1")?;
-        let (run, ended) = run_suite(options, options.tests(), tgt.url(), scratch, "tgt")?;
-        if let Some(how) = ended {
+        let (run, exited) = run_suite(options, options.tests(), tgt.url(), scratch, "tgt")?;
+        if let Some(how) = exited {
             println!("against tgt, {CLIENT} {how}");
         }
         Ok(run)
@@ -288,15 +288,18 @@ fn run_suite(
     let command = sh::ending_with_us(command, "KILL");
     let mut process = Process::start(command, &scratch.join(&format!("{name}.out")))?;
     let (started, patience) = (Instant::now(), Duration::from_secs(60 * options.minutes));
-    let Ended { status, said } = process.finish(started + patience);
+    let Exited {
+        status,
+        output: said,
+    } = process.finish(started + patience);
     println!("{name}: {:.1} s", started.elapsed().as_secs_f64());
-    let ended = match status {
+    let exited = match status {
         // If a test fails, the client exits with an error, but the test output already has more
         // details.
         Some(status) => status.signal().map(|n| format!("died of signal {n}")),
         None => Some(format!("did not exit within {patience:?}")),
     };
-    Ok((Run::parse(&said), ended))
+    Ok((Run::parse(&said), exited))
 }
 
 /// Resources used by a process.

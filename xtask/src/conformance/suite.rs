@@ -85,7 +85,7 @@ fn split_before<'a>(text: &'a str, words: &[&str]) -> Vec<&'a str> {
 fn verdict(said: &str) -> Verdict {
     let lines = || said.lines().map(str::trim);
     // The output of the suite's cleanup can be on the same line.
-    let ended = |word: &str| lines().any(|line| line.starts_with(word) || line.ends_with(word));
+    let exited = |word: &str| lines().any(|line| line.starts_with(word) || line.ends_with(word));
     // CUnit prints its result at the end of a line, but the tests use brackets.
     if lines().any(|line| line == "FAILED" || line.ends_with("...FAILED")) {
         let numbered = |line: &&str| {
@@ -97,7 +97,7 @@ fn verdict(said: &str) -> Verdict {
         return Verdict::Failed(lines.collect::<Vec<_>>().join("; "));
     }
     // If we see neither of these words, the program exited during this test.
-    if !ended("passed") {
+    if !exited("passed") {
         return Verdict::unfinished();
     }
     let skips = lines().filter_map(|line| line.split_once("[SKIPPED]"));

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use super::targets::Target;
-use crate::process::{Ended, Process, cpu_time, wait_for_zombie};
+use crate::process::{Exited, Process, cpu_time, wait_for_zombie};
 use crate::{Failure, root, sh};
 
 /// Maximum input size in bytes.
@@ -98,7 +98,10 @@ pub(super) fn explore(
     let mut process = Process::start(command, &log)?;
     wait_for_zombie(process.pid())?;
     let cpu = cpu_time(process.pid())?;
-    let Ended { status, said: text } = process.finish(Instant::now());
+    let Exited {
+        status,
+        output: text,
+    } = process.finish(Instant::now());
     let status = status.ok_or("a process that has exited has a status")?;
     let crash = save_crash(target, &text)?;
     let executions = number_after(&text, "stat::number_of_executed_units:").unwrap_or(0);

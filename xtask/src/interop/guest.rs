@@ -174,7 +174,7 @@ impl Guest {
                     output,
                 });
             }
-            if self.qemu.has_ended()? {
+            if self.qemu.has_exited()? {
                 return Err(self.qemu.failure("exited"));
             }
             std::thread::sleep(Duration::from_millis(50));

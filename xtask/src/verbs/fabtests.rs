@@ -92,12 +92,12 @@ pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>
     let both = format!("{server},{client}");
     let command = rig.command_at(Some(network), &both, &[], &words);
     let mut process = rig.start(command, &format!("fabtests/{name}"))?;
-    let ended = process.finish(Instant::now() + PATIENCE);
-    let tests = parse(&ended.said);
-    let is_whole = ended.said.contains("# Total Fail");
+    let exited = process.finish(Instant::now() + PATIENCE);
+    let tests = parse(&exited.output);
+    let is_whole = exited.output.contains("# Total Fail");
     match (tests.is_empty(), is_whole) {
         (false, true) => Ok(tests),
-        _ => Err(format!("it did not finish: {:?}", ended.status).into()),
+        _ => Err(format!("it did not finish: {:?}", exited.status).into()),
     }
 }
 

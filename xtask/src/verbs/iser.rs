@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::runner::{Rig, failure, status, tail};
 use crate::daemon::Daemon;
-use crate::process::{Ended, Process};
+use crate::process::{Exited, Process};
 use crate::tgt::free_port;
 use crate::{Failure, sh};
 
@@ -269,11 +269,11 @@ pub(crate) fn has_qemu_driver() -> bool {
     })
 }
 
-fn succeed(name: &str, ended: &Ended) -> Result<String, Failure> {
-    let status = status(name, ended)?;
+fn succeed(name: &str, exited: &Exited) -> Result<String, Failure> {
+    let status = status(name, exited)?;
     match status.success() {
-        true => Ok(ended.said.clone()),
-        false => Err(failure(name, &status.to_string(), ended)),
+        true => Ok(exited.output.clone()),
+        false => Err(failure(name, &status.to_string(), exited)),
     }
 }
 
@@ -330,7 +330,7 @@ fn tgt_is_killed(stage: &Stage<'_>) -> Result<(), Failure> {
     let words = [&words[..], &["--runtime=4s", "--warm-up=0s"]].concat();
     let mut bench = stage.start(stage.riser_command(&words), "bench")?;
     std::thread::sleep(Duration::from_secs(1));
-    if bench.has_ended()? {
+    if bench.has_exited()? {
         return succeed("riser bench", &bench.finish(Instant::now())).map(drop);
     }
     drop(tgt);

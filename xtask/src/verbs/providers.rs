@@ -73,18 +73,18 @@ pub(super) fn run(rig: &Rig, program: &Path, index: usize) -> Result<Vec<Test>, 
     let mut command = rig.without_rights(&run, None);
     command.env("RISER_SUITE", &spec);
     let mut process = rig.start(command, &paths()[index])?;
-    let ended = process.finish(Instant::now() + PATIENCE);
-    let (tests, is_whole) = parse(&ended.said);
+    let exited = process.finish(Instant::now() + PATIENCE);
+    let (tests, is_whole) = parse(&exited.output);
     let has_failed = tests.iter().any(|test| test.verdict != Verdict::Passed);
-    match ended.status {
+    match exited.status {
         // The program exits with an error if a test has failed.
         Some(status)
             if is_whole && (status.success() || has_failed && status.signal().is_none()) =>
         {
             Ok(tests)
         }
-        None => Err(failure("the suite", "it timed out", &ended)),
-        Some(status) => Err(failure("the suite", &status.to_string(), &ended)),
+        None => Err(failure("the suite", "it timed out", &exited)),
+        Some(status) => Err(failure("the suite", &status.to_string(), &exited)),
     }
 }
 

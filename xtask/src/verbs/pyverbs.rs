@@ -89,18 +89,18 @@ pub(super) fn run(
     let mut command = rig.command(ADDRESS, &[], &words);
     command.env("ADDRESS", ADDRESS);
     let mut process = rig.start(command, &format!("pyverbs/{module}"))?;
-    let ended = process.finish(Instant::now() + PATIENCE);
-    let mut tests = parse(&ended.said);
-    let is_whole = ended.said.lines().any(|line| line.starts_with("Ran "));
+    let exited = process.finish(Instant::now() + PATIENCE);
+    let mut tests = parse(&exited.output);
+    let is_whole = exited.output.lines().any(|line| line.starts_with("Ran "));
     if tests.is_empty() && !is_whole {
-        let what = match ended.status {
+        let what = match exited.status {
             None => "it timed out".to_owned(),
             Some(status) => format!("no test ran, {status}"),
         };
-        return Err(failure(module, &what, &ended));
+        return Err(failure(module, &what, &exited));
     }
     // The process may also be killed between two tests, or crash when it exits.
-    let is_crash = ended.status.is_none_or(|status| status.signal().is_some());
+    let is_crash = exited.status.is_none_or(|status| status.signal().is_some());
     let is_unfinished = |test: &Test| test.verdict == Verdict::unfinished();
     if (is_crash || !is_whole) && !tests.iter().any(is_unfinished) {
         tests.push(Test {

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use super::cases::{ADMINISTRATOR, Case, IBACM, Ready};
 use super::namespace::{ADDRESSES, Namespace};
-use crate::process::{Ended, LOOK, Process};
+use crate::process::{Exited, POLL_INTERVAL, Process};
 use crate::{Failure, sh};
 
 /// Unprivileged user and group ID: `nobody` and `nogroup` in Debian.
@@ -258,16 +258,16 @@ impl Rig {
                 clients.push(start(command, number, &format!("client{number}"))?);
             }
         }
-        let ended: Vec<_> = clients.iter_mut().map(|c| c.finish(until)).collect();
+        let exited: Vec<_> = clients.iter_mut().map(|c| c.finish(until)).collect();
         // If a client has failed, the server might wait forever.
-        let is_failed = check_outcome(case, None, &ended).is_err();
+        let is_failed = check_outcome(case, None, &exited).is_err();
         let server = server.map(|mut server| {
             if case.stop || is_failed {
                 server.request_stop();
             }
             server.finish(until.max(Instant::now() + PATIENCE))
         });
-        check_outcome(case, server.as_ref(), &ended)
+        check_outcome(case, server.as_ref(), &exited)
     }
 }
 
@@ -316,7 +316,7 @@ pub(super) fn wait_until_ready(
         let (mut used, mut since) = (cpu_of_sleeper(pid), Instant::now());
         let until = Instant::now() + BUSY;
         while since.elapsed() < SETTLE && Instant::now() < until {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
             let now = cpu_of_sleeper(pid);
             if now.is_none() || now != used {
                 (used, since) = (now, Instant::now());
@@ -363,70 +363,70 @@ fn has_socket(pid: u32, addr: [u8; 4], port: u16) -> bool {
         .any(|line| line.split_whitespace().nth(1) == Some(&start))
 }
 
-fn check_outcome(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> Result<(), Failure> {
+fn check_outcome(case: &Case, server: Option<&Exited>, clients: &[Exited]) -> Result<(), Failure> {
     let named = clients
         .iter()
         .enumerate()
-        .map(|(n, ended)| (format!("client {}", n + 1), ended));
-    for (name, ended) in named.clone() {
-        let status = status(&name, ended)?;
+        .map(|(n, exited)| (format!("client {}", n + 1), exited));
+    for (name, exited) in named.clone() {
+        let status = status(&name, exited)?;
         if status.success() == case.refused {
-            return Err(failure(&name, &status.to_string(), ended));
+            return Err(failure(&name, &status.to_string(), exited));
         }
-        check(&name, ended, &case.says)?;
+        check(&name, exited, &case.says)?;
     }
-    if let Some(ended) = server {
-        let status = status("the server", ended)?;
+    if let Some(exited) = server {
+        let status = status("the server", exited)?;
         let is_asked = case.stop && status.signal() == Some(Signal::TERM.as_raw());
         if !status.success() && !is_asked {
-            return Err(failure("the server", &status.to_string(), ended));
+            return Err(failure("the server", &status.to_string(), exited));
         }
         let says = if clients.is_empty() {
             &case.says[..]
         } else {
             &[]
         };
-        check("the server", ended, says)?;
+        check("the server", exited, says)?;
     }
     Ok(())
 }
 
 /// Returns the exit status of a process. Returns an error if it timed out, was killed by a signal
 /// or the library has panicked.
-pub(super) fn status(name: &str, ended: &Ended) -> Result<ExitStatus, Failure> {
+pub(super) fn status(name: &str, exited: &Exited) -> Result<ExitStatus, Failure> {
     // A program may continue after a panic, so this could be hidden by later output.
-    if let Some(at) = ended.said.find("panicked at") {
-        let lines = ended.said[at..].lines().take(2).collect::<Vec<_>>();
+    if let Some(at) = exited.output.find("panicked at") {
+        let lines = exited.output[at..].lines().take(2).collect::<Vec<_>>();
         return Err(format!("{name}: the library {}", lines.join(" ")).into());
     }
-    match ended.status {
-        None => Err(failure(name, "it timed out", ended)),
+    match exited.status {
+        None => Err(failure(name, "it timed out", exited)),
         Some(status) => match status.signal() {
             Some(signal) if signal != Signal::TERM.as_raw() => {
-                Err(failure(name, &status.to_string(), ended))
+                Err(failure(name, &status.to_string(), exited))
             }
             _ => Ok(status),
         },
     }
 }
 
-fn check(name: &str, ended: &Ended, says: &[String]) -> Result<(), Failure> {
+fn check(name: &str, exited: &Exited, says: &[String]) -> Result<(), Failure> {
     match says
         .iter()
-        .find(|words| !ended.said.contains(words.as_str()))
+        .find(|words| !exited.output.contains(words.as_str()))
     {
         Some(words) => Err(failure(
             name,
             &format!("missing {words:?} in the output"),
-            ended,
+            exited,
         )),
         None => Ok(()),
     }
 }
 
 /// Creates an error for a process, including its last output.
-pub(super) fn failure(name: &str, what: &str, ended: &Ended) -> Failure {
-    format!("{name}: {what}\n{}", tail(&ended.said)).into()
+pub(super) fn failure(name: &str, what: &str, exited: &Exited) -> Failure {
+    format!("{name}: {what}\n{}", tail(&exited.output)).into()
 }
 
 pub(super) fn tail(said: &str) -> String {
@@ -440,10 +440,10 @@ mod tests {
     use super::super::cases;
     use super::*;
 
-    fn ended(raw: i32, said: &str) -> Ended {
-        Ended {
+    fn exited(raw: i32, said: &str) -> Exited {
+        Exited {
             status: Some(ExitStatus::from_raw(raw)),
-            said: said.to_owned(),
+            output: said.to_owned(),
         }
     }
 
@@ -454,7 +454,7 @@ mod tests {
     }
 
     /// Returns the first line of the error.
-    fn verdict(case: &Case, server: Option<&Ended>, clients: &[Ended]) -> String {
+    fn verdict(case: &Case, server: Option<&Exited>, clients: &[Exited]) -> String {
         let result = check_outcome(case, server, clients);
         let why = result.err().map(|e| e.to_string()).unwrap_or_default();
         why.lines().next().unwrap_or_default().to_owned()
@@ -463,15 +463,15 @@ mod tests {
     #[test]
     fn success_requires_output_from_both_ends() {
         let pair = case("ibv_rc_pingpong -c");
-        let good = ended(0, "1000 iters in 0.01 seconds = 12.19 usec/iter\n");
-        let silent = ended(0, "");
-        let failed = ended(1 << 8, "poll CQ failed -1\n");
-        let crashed = ended(11, "");
-        let late = Ended {
+        let good = exited(0, "1000 iters in 0.01 seconds = 12.19 usec/iter\n");
+        let silent = exited(0, "");
+        let failed = exited(1 << 8, "poll CQ failed -1\n");
+        let crashed = exited(11, "");
+        let late = Exited {
             status: None,
-            said: String::new(),
+            output: String::new(),
         };
-        let of = |server: &Ended, client: &Ended| {
+        let of = |server: &Exited, client: &Exited| {
             verdict(&pair, Some(server), std::slice::from_ref(client))
         };
         assert_eq!(of(&good, &good), "");
@@ -483,17 +483,17 @@ mod tests {
         assert_eq!(of(&failed, &good), "the server: exit status: 1");
         assert!(of(&good, &crashed).contains("signal: 11"));
         assert_eq!(of(&late, &good), "the server: it timed out");
-        let panicked = ended(0, "thread panicked at a.rs:1\n usec/iter");
+        let panicked = exited(0, "thread panicked at a.rs:1\n usec/iter");
         let why = "client 1: the library panicked at a.rs:1  usec/iter";
         assert_eq!(of(&good, &panicked), why);
         // We did not send a signal to this server.
-        assert!(of(&ended(15, ""), &good).contains("signal: 15"));
+        assert!(of(&exited(15, ""), &good).contains("signal: 15"));
     }
 
     #[test]
     fn stopped_server_may_exit_by_signal() {
         let watch = case("ibv_asyncwatch");
-        let of = |raw, said: &str| verdict(&watch, Some(&ended(raw, said)), &[]);
+        let of = |raw, said: &str| verdict(&watch, Some(&exited(raw, said)), &[]);
         assert_eq!(of(15, "riser0: async event FD 4"), "");
         assert_eq!(of(0, "riser0: async event FD 4"), "");
         assert!(of(15, "").contains("riser0"));
@@ -503,7 +503,7 @@ mod tests {
     #[test]
     fn expected_rejection_must_not_crash() {
         let port = case("port 2");
-        let of = |raw| verdict(&port, None, &[ended(raw, "")]);
+        let of = |raw| verdict(&port, None, &[exited(raw, "")]);
         assert_eq!(of(1 << 8), "");
         assert_eq!(of(0), "client 1: exit status: 0");
         assert!(of(11).contains("signal: 11"));

@@ -118,8 +118,8 @@ pub struct Judged {
 
 /// Checks all captures in a directory. The error contains the first invalid packets of each
 /// capture.
-pub fn check_captures(folder: &Path, expected: Expected) -> Result<Judged, Box<dyn Error>> {
-    let mut captures: Vec<_> = fs::read_dir(folder)?
+pub fn check_captures(directory: &Path, expected: Expected) -> Result<Judged, Box<dyn Error>> {
+    let mut captures: Vec<_> = fs::read_dir(directory)?
         .filter_map(Result::ok)
         .map(|e| e.path())
         .filter(|p| p.extension().is_some_and(|e| e == "pcap"))
@@ -596,9 +596,9 @@ mod tests {
     impl Scratch {
         fn new(name: &str) -> Self {
             let name = format!("riser-captures-{}-{name}", std::process::id());
-            let folder = std::env::temp_dir().join(name);
-            fs::create_dir_all(&folder).unwrap();
-            Self(folder)
+            let directory = std::env::temp_dir().join(name);
+            fs::create_dir_all(&directory).unwrap();
+            Self(directory)
         }
 
         fn write(&self, name: &str, capture: &[u8]) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the Debian package in a new Debian root: run.sh FOLDER OLD.deb NEW.deb
+# Tests the Debian package in a new Debian root: run.sh DIRECTORY OLD.deb NEW.deb
 #
 # The root is for the same release and from the same archive as this machine. systemd runs there as
 # init in a container with its own network, and install.sh as a service.

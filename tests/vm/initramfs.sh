@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Creates FOLDER/initramfs.cpio, which contains busybox, the program INIT that the guest runs first, and modules with their
-# dependencies in /modules: initramfs.sh FOLDER INIT KERNEL_ROOT KERNEL_VERSION MODULE...
+# Creates DIRECTORY/initramfs.cpio, which contains busybox, the first program of the guest (INIT), and modules with their
+# dependencies in /modules: initramfs.sh DIRECTORY INIT KERNEL_ROOT KERNEL_VERSION MODULE...
 set -euo pipefail
-folder=$1 init=$2 root=$3 version=$4
+directory=$1 init=$2 root=$3 version=$4
 shift 4
-tree=$folder/initramfs
+tree=$directory/initramfs
 rm -rf "$tree"
 mkdir -p "$tree/bin" "$tree/modules"
 # We use the static busybox from Debian, because the archive doesn't contain libraries.
@@ -22,4 +22,4 @@ done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }' | while read -r path; do
     esac
     echo "$name"
 done >"$tree/modules/order"
-(cd "$tree" && find . | cpio -o -H newc --quiet) >"$folder/initramfs.cpio"
+(cd "$tree" && find . | cpio -o -H newc --quiet) >"$directory/initramfs.cpio"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds a kernel module and installs it: module.sh FOLDER SOURCES KERNEL_ROOT NAME VARIABLE KERNEL_VERSION. FOLDER contains
+# Builds a kernel module and installs it: module.sh DIRECTORY SOURCES KERNEL_ROOT NAME VARIABLE KERNEL_VERSION. DIRECTORY contains
 # the unpacked headers of the kernel, SOURCES is the directory of the module, and VARIABLE enables it in its makefile.
 set -euo pipefail
-folder=$1 sources=$2 root=$3 name=$4 variable=$5 version=$6
-headers=$folder/usr/src/linux-headers-$version
+directory=$1 sources=$2 root=$3 name=$4 variable=$5 version=$6
+headers=$directory/usr/src/linux-headers-$version
 # The headers include a second package using its installed path.
-sed -i "s|/usr/src/|$folder/usr/src/|g" "$headers/Makefile"
+sed -i "s|/usr/src/|$directory/usr/src/|g" "$headers/Makefile"
 # BTF debug information would require another program.
 make -C "$headers" "M=$sources" "$variable=m" CONFIG_DEBUG_INFO_BTF_MODULES= modules
 strip --strip-debug "$sources/$name.ko"

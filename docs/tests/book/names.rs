@@ -70,16 +70,16 @@ fn is_path(root: &Path, span: &str) -> bool {
     let Some((first, _)) = span.split_once('/') else {
         return false;
     };
-    let is_folder = !first.is_empty() && !first.starts_with('.') && root.join(first).is_dir();
-    is_folder && span.chars().all(is_plain)
+    let is_directory = !first.is_empty() && !first.starts_with('.') && root.join(first).is_dir();
+    is_directory && span.chars().all(is_plain)
 }
 
 #[test]
 fn missing_names_are_found() {
     let root = std::env::temp_dir().join(format!("riser-names-{}", std::process::id()));
-    let folder = root.join("a/src");
-    fs::create_dir_all(&folder).unwrap();
-    fs::write(folder.join("b.rs"), "fn run(x: u8) {}\nfn of<T>() {}\n").unwrap();
+    let directory = root.join("a/src");
+    fs::create_dir_all(&directory).unwrap();
+    fs::write(directory.join("b.rs"), "fn run(x: u8) {}\nfn of<T>() {}\n").unwrap();
     let text = "`a/src/b.rs`: `run()`, `B::of()`, `c()`\n`a/src/c.rs` and `a/*.rs`\n\
                 `text/plain`, `lost()`, `/a/src/c.rs`\n```\n`a/src/d.rs`\n```\n`a/src` `a/t`\n";
     let expected = [(1, "c()"), (2, "a/src/c.rs"), (7, "a/t")];

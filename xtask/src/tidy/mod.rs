@@ -35,7 +35,7 @@ pub(crate) struct Options {
     report: bool,
     /// Also measure this Rust source tree for comparison, such as an older checkout or another
     /// project.
-    #[arg(long, value_name = "FOLDER", requires = "report")]
+    #[arg(long, value_name = "DIRECTORY", requires = "report")]
     against: Vec<PathBuf>,
     /// List the unusual phrases in the comments of this package.
     #[arg(long, value_name = "PACKAGE", conflicts_with = "report")]

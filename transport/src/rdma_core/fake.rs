@@ -46,6 +46,8 @@ pub(super) struct Library {
     pub(super) acknowledged: Vec<u32>,
     /// Completions to be added just before a queue is armed.
     pub(super) at_arming: Vec<ibv_wc>,
+    /// Number of windows that have been allocated.
+    windows: u32,
 }
 
 thread_local! {
@@ -231,6 +233,82 @@ unsafe extern "C" fn dealloc_pd(pd: *mut ibv_pd) -> c_int {
     0
 }
 
+unsafe extern "C" fn create_ah(pd: *mut ibv_pd, _: *mut ibv_ah_attr) -> *mut ibv_ah {
+    // SAFETY: same as in `create_cq`; the domain is valid.
+    let mut ah: Box<ibv_ah> = Box::new(unsafe { zeroed() });
+    // SAFETY: same as above.
+    (ah.context, ah.pd) = unsafe { ((*pd).context, pd) };
+    Box::into_raw(ah)
+}
+
+unsafe extern "C" fn destroy_ah(ah: *mut ibv_ah) -> c_int {
+    // SAFETY: it was created by `create_ah`, and the owner does not use it after this.
+    drop(unsafe { Box::from_raw(ah) });
+    0
+}
+
+unsafe extern "C" fn reg_mr(
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    _: c_int,
+) -> *mut ibv_mr {
+    // SAFETY: same as in `create_cq`; the domain is valid.
+    let mut mr: Box<ibv_mr> = Box::new(unsafe { zeroed() });
+    // SAFETY: same as above.
+    (mr.context, mr.pd) = unsafe { ((*pd).context, pd) };
+    (mr.addr, mr.length) = (addr, length);
+    Box::into_raw(mr)
+}
+
+unsafe extern "C" fn dereg_mr(mr: *mut ibv_mr) -> c_int {
+    // SAFETY: it was created by `reg_mr`, and the owner does not use it after this.
+    drop(unsafe { Box::from_raw(mr) });
+    0
+}
+
+unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, mw_type: ibv_mw_type) -> *mut ibv_mw {
+    // SAFETY: same as in `create_cq`; the domain is valid.
+    let mut mw: Box<ibv_mw> = Box::new(unsafe { zeroed() });
+    // SAFETY: same as above.
+    (mw.context, mw.pd) = unsafe { ((*pd).context, pd) };
+    mw.type_ = mw_type;
+    mw.rkey = library(|library| {
+        library.windows += 1;
+        library.windows << 8
+    });
+    Box::into_raw(mw)
+}
+
+unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
+    // SAFETY: it was created by `alloc_mw`, and the owner does not use it after this.
+    drop(unsafe { Box::from_raw(mw) });
+    0
+}
+
+unsafe extern "C" fn create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> *mut ibv_srq {
+    // SAFETY: same as in `create_cq`; the domain is valid.
+    let mut srq: Box<ibv_srq> = Box::new(unsafe { zeroed() });
+    // SAFETY: same as above; the caller passes valid attributes.
+    (srq.context, srq.srq_context) = unsafe { ((*pd).context, (*init).srq_context) };
+    Box::into_raw(srq)
+}
+
+unsafe extern "C" fn destroy_srq(srq: *mut ibv_srq) -> c_int {
+    // SAFETY: it was created by `create_srq`, and the owner does not use it after this.
+    drop(unsafe { Box::from_raw(srq) });
+    0
+}
+
+unsafe extern "C" fn post_srq_recv(
+    _: *mut ibv_srq,
+    wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+) -> c_int {
+    // SAFETY: same as in `post_send`.
+    unsafe { post(wr, bad, |wr| ((*wr).wr_id, (*wr).next)) }
+}
+
 unsafe extern "C" fn create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
     // SAFETY: same as in `create_cq`; the domain is valid.
     let mut qp: Box<ibv_qp> = Box::new(unsafe { zeroed() });
@@ -295,6 +373,12 @@ fn core() -> RdmaCore {
     verbs.ibv_destroy_cq = destroy_cq;
     verbs.ibv_alloc_pd = alloc_pd;
     verbs.ibv_dealloc_pd = dealloc_pd;
+    verbs.ibv_create_ah = create_ah;
+    verbs.ibv_destroy_ah = destroy_ah;
+    verbs.ibv_reg_mr = reg_mr;
+    verbs.ibv_dereg_mr = dereg_mr;
+    verbs.ibv_create_srq = create_srq;
+    verbs.ibv_destroy_srq = destroy_srq;
     verbs.ibv_create_qp = create_qp;
     verbs.ibv_query_qp = query_qp;
     verbs.ibv_destroy_qp = destroy_qp;
@@ -331,6 +415,7 @@ impl RdmaCoreDevice {
         context.ops.req_notify_cq = Some(req_notify_cq);
         context.ops.post_send = Some(post_send);
         context.ops.post_recv = Some(post_recv);
+        context.ops.post_srq_recv = Some(post_srq_recv);
         context.async_fd = eventfd();
         comp.fd = comp_fd;
         let channel = Box::new(rdma_event_channel { fd: eventfd() });
@@ -353,6 +438,15 @@ impl RdmaCoreDevice {
             ..DeviceAttr::default()
         };
         device
+    }
+
+    /// Adds support for memory windows.
+    pub(super) fn fake_windows(&mut self) {
+        self.attr.max_fast_reg_segments = 1;
+        // SAFETY: the context is valid and only used by this thread.
+        let ops = unsafe { &mut (*self.context).ops };
+        ops.alloc_mw = Some(alloc_mw);
+        ops.dealloc_mw = Some(dealloc_mw);
     }
 
     /// Creates a CQ, and a QP using it.

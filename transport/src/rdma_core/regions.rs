@@ -22,6 +22,15 @@ fn check_rights(access: Access) -> Result<(), VerbsError> {
     Ok(())
 }
 
+/// Checks the new key of a window: only the low byte can be changed by its owner (IBTA 10.6.3.2).
+/// The library would use the rest to find the window for the next bind.
+fn check_key(now: RKey, new: RKey) -> Result<(), PostReason> {
+    match now.0 >> 8 == new.0 >> 8 {
+        true => Ok(()),
+        false => Err(PostReason::InvalidKey),
+    }
+}
+
 /// Protection domains, and their memory regions and windows.
 pub(super) struct RegionTable {
     verbs: Functions,
@@ -483,6 +492,7 @@ impl RegionTable {
         let Ok(Region::Window(w)) = self.regions.get(mr) else {
             return Err(PostReason::InvalidKey);
         };
+        check_key(w.mr.rkey, key)?;
         let Some((base, segment)) = &w.mapped else {
             return Err(PostReason::InvalidKey);
         };
@@ -512,6 +522,8 @@ impl RegionTable {
     ) -> Result<ibv_send_wr__bindgen_ty_4__bindgen_ty_1, PostReason> {
         let invalid = |_| PostReason::InvalidKey;
         let mw = self.mw_ptr(bind.mw)?;
+        // SAFETY: the window is valid and only used by this thread.
+        check_key(RKey(unsafe { (*mw).rkey }), bind.key)?;
         let Region::Plain { ptr, access, .. } = self.regions.get(bind.mr).map_err(invalid)? else {
             return Err(PostReason::InvalidKey);
         };
@@ -637,6 +649,52 @@ impl RegionTable {
         for (_, pd) in self.pds.iter() {
             // SAFETY: the pointer is valid, and is only freed here.
             unsafe { (self.verbs.ibv_dealloc_pd)(pd.ptr) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_memory::Memory;
+
+    use super::super::context::RdmaCoreDevice;
+    use super::*;
+
+    /// The device only uses the low byte of a key, and the library uses the rest to find the window
+    /// for the next bind.
+    #[test]
+    fn key_of_other_window_is_rejected() {
+        let mut device = RdmaCoreDevice::fake();
+        device.fake_windows();
+        let (_, qp) = device.fake_queues();
+        let pd = device.alloc_pd().unwrap();
+        let memory = Memory::new(4096).unwrap();
+        let access = Access::LOCAL_WRITE | Access::MW_BIND;
+        let base = device.reg_mr(pd, &memory.whole(), access).unwrap();
+        let [fast, other] = [(); 2].map(|()| device.alloc_fast_mr(pd, 1).unwrap());
+        device.map_mr_sg(fast.id, &[memory.whole()]).unwrap();
+        let window = device.alloc_mw(pd, MwType::Type2).unwrap();
+        let reg = |key| SendOp::RegMr {
+            mr: fast.id,
+            key,
+            access: Access::REMOTE_READ,
+        };
+        let bind = |key| {
+            SendOp::BindMw(MwBind {
+                mw: window.id,
+                key,
+                mr: base.id,
+                addr: base.addr,
+                length: 8,
+                access: Access::REMOTE_READ,
+            })
+        };
+        for op in [reg(other.rkey), bind(other.rkey)] {
+            let error = device.post_send(qp, &[SendWr::new(1, op, &[])]);
+            assert_eq!(error.unwrap_err().reason, PostReason::InvalidKey);
+        }
+        for op in [reg(fast.rkey.next()), bind(window.rkey.next())] {
+            device.post_send(qp, &[SendWr::new(1, op, &[])]).unwrap();
         }
     }
 }

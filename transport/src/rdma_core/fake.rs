@@ -261,6 +261,17 @@ unsafe extern "C" fn reg_mr(
     Box::into_raw(mr)
 }
 
+unsafe extern "C" fn reg_mr_iova(
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    _: u64,
+    access: c_int,
+) -> *mut ibv_mr {
+    // SAFETY: guaranteed by the caller.
+    unsafe { reg_mr(pd, addr, length, access) }
+}
+
 unsafe extern "C" fn dereg_mr(mr: *mut ibv_mr) -> c_int {
     // SAFETY: it was created by `reg_mr`, and the owner does not use it after this.
     drop(unsafe { Box::from_raw(mr) });
@@ -376,6 +387,7 @@ fn core() -> RdmaCore {
     verbs.ibv_create_ah = create_ah;
     verbs.ibv_destroy_ah = destroy_ah;
     verbs.ibv_reg_mr = reg_mr;
+    verbs.ibv_reg_mr_iova = reg_mr_iova;
     verbs.ibv_dereg_mr = dereg_mr;
     verbs.ibv_create_srq = create_srq;
     verbs.ibv_destroy_srq = destroy_srq;

@@ -22,6 +22,14 @@ fn check_rights(access: Access) -> Result<(), VerbsError> {
     Ok(())
 }
 
+/// Returns the flag of a window whose addresses start at 0.
+fn zero_based(access: Access) -> u32 {
+    match access.contains(Access::ZERO_BASED) {
+        true => IBV_ACCESS_ZERO_BASED,
+        false => 0,
+    }
+}
+
 /// Checks the new key of a window: only the low byte can be changed by its owner (IBTA 10.6.3.2).
 /// The library would use the rest to find the window for the next bind.
 fn check_key(now: RKey, new: RKey) -> Result<(), PostReason> {
@@ -434,18 +442,18 @@ impl RegionTable {
         let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
         // A window must be bound to a single region, so the segment must be inside a region of the
         // same domain.
-        let covers = |r: &Region| match r {
-            Region::Plain { pd: p, memory, .. } => {
-                *p == pd && memory.addr() <= start && end <= memory.addr() + memory.len() as u64
+        let base = self.regions.iter().find_map(|(id, region)| match region {
+            Region::Plain {
+                pd: p, memory, mr, ..
+            } if *p == pd
+                && memory.addr() <= start
+                && end <= memory.addr() + memory.len() as u64 =>
+            {
+                Some((id, mr.addr + (start - memory.addr())))
             }
-            Region::Null { .. } | Region::Window(_) => false,
-        };
-        let base = self
-            .regions
-            .iter()
-            .find(|(_, r)| covers(r))
-            .map(|(id, _)| id);
-        let base = base.ok_or(VerbsError::InvalidParameter(
+            _ => None,
+        });
+        let (base, addr) = base.ok_or(VerbsError::InvalidParameter(
             "segment outside registered memory",
         ))?;
         let Region::Window(w) = self.regions.get_mut(mr)? else {
@@ -456,7 +464,8 @@ impl RegionTable {
         }
         // The window now uses a new region, so its old region can be deregistered.
         let before = w.mapped.replace((base, segment.clone())).map(|(id, _)| id);
-        w.mr.addr = start;
+        // A window uses the addresses of its region.
+        w.mr.addr = addr;
         w.mr.length = segment.len() as u64;
         self.unmap_window(before);
         if let Ok(Region::Plain { windows, .. }) = self.regions.get_mut(base) {
@@ -510,7 +519,8 @@ impl RegionTable {
                 addr: mr.addr + (segment.addr() - memory.addr()),
                 length: segment.len() as u64,
                 // A window sets the access rights of the peer. Local access depends on its region.
-                mw_access_flags: convert::access_flags(access & Access::REMOTE),
+                mw_access_flags: convert::access_flags(access & Access::REMOTE)
+                    | zero_based(access),
             },
         })
     }
@@ -531,10 +541,6 @@ impl RegionTable {
         if !access.contains(Access::MW_BIND) {
             return Err(PostReason::InvalidKey);
         }
-        let zero_based = match bind.access.contains(Access::ZERO_BASED) {
-            true => IBV_ACCESS_ZERO_BASED,
-            false => 0,
-        };
         Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
             mw,
             rkey: bind.key.0,
@@ -542,7 +548,7 @@ impl RegionTable {
                 mr: *ptr,
                 addr: bind.addr,
                 length: bind.length,
-                mw_access_flags: convert::access_flags(bind.access) | zero_based,
+                mw_access_flags: convert::access_flags(bind.access) | zero_based(bind.access),
             },
         })
     }
@@ -576,6 +582,9 @@ impl RegionTable {
                     unsafe { (*w.ptr).rkey = key.0 };
                     w.access = access;
                     w.valid = true;
+                    if access.contains(Access::ZERO_BASED) {
+                        w.mr.addr = 0;
+                    }
                 }
             }
             SendOp::BindMw(bind) => {
@@ -696,5 +705,37 @@ mod tests {
         for op in [reg(fast.rkey.next()), bind(window.rkey.next())] {
             device.post_send(qp, &[SendWr::new(1, op, &[])]).unwrap();
         }
+    }
+
+    #[test]
+    fn fast_region_reports_address_for_peers() {
+        let mut device = RdmaCoreDevice::fake();
+        device.fake_windows();
+        let (_, qp) = device.fake_queues();
+        let pd = device.alloc_pd().unwrap();
+        let memory = Memory::new(8192).unwrap();
+        let part = memory.slice(4096..4104).unwrap();
+        let iova = 0x5000_0000;
+        let access = Access::LOCAL_WRITE;
+        device
+            .reg_mr_iova(pd, &memory.whole(), iova, access)
+            .unwrap();
+        let fast = device.alloc_fast_mr(pd, 1).unwrap();
+        device.map_mr_sg(fast.id, &[part]).unwrap();
+        let addr = |device: &RdmaCoreDevice| device.query_mr(fast.id).unwrap().mr.addr;
+        assert_eq!(addr(&device), iova + 4096);
+        let key = fast.rkey.next();
+        let bind = |access| device.regions.bind(fast.id, key, access).unwrap();
+        let [plain, zero_based] = [Access::empty(), Access::ZERO_BASED].map(bind);
+        assert_eq!(plain.bind_info.addr, iova + 4096);
+        assert_eq!(plain.bind_info.mw_access_flags, 0);
+        assert_eq!(zero_based.bind_info.mw_access_flags, IBV_ACCESS_ZERO_BASED);
+        let op = SendOp::RegMr {
+            mr: fast.id,
+            key,
+            access: Access::ZERO_BASED,
+        };
+        device.post_send(qp, &[SendWr::new(1, op, &[])]).unwrap();
+        assert_eq!(addr(&device), 0);
     }
 }

@@ -507,8 +507,10 @@ impl Verbs for RdmaCoreDevice {
 
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
         self.ahs.check_room()?;
-        let ptr = self.make_ah(self.regions.pd_ptr(pd)?, &attr)?;
-        self.ahs.insert(Ah { ptr, attr })
+        let ptr = self.make_ah(pd, &attr)?;
+        let id = self.ahs.insert(Ah { ptr, pd, attr })?;
+        self.regions.use_pd(pd);
+        Ok(id)
     }
 
     fn query_ah(&self, ah: AhId) -> Result<AhAttr, VerbsError> {
@@ -517,18 +519,21 @@ impl Verbs for RdmaCoreDevice {
 
     fn modify_ah(&mut self, ah: AhId, attr: AhAttr) -> Result<(), VerbsError> {
         // The library can't modify an address handle, so we need to replace it.
-        let before = self.ahs.get(ah)?.ptr;
-        // SAFETY: the handle is alive, and so is its domain.
-        let ptr = self.make_ah(unsafe { (*before).pd }, &attr)?;
-        *self.ahs.get_mut(ah)? = Ah { ptr, attr };
+        let pd = self.ahs.get(ah)?.pd;
+        let ptr = self.make_ah(pd, &attr)?;
+        let before = std::mem::replace(self.ahs.get_mut(ah)?, Ah { ptr, pd, attr });
         // SAFETY: it has been replaced in the table.
-        checked(unsafe { (self.core.verbs.ibv_destroy_ah)(before) })
+        checked(unsafe { (self.core.verbs.ibv_destroy_ah)(before.ptr) })
     }
 
     fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError> {
-        let ptr = self.ahs.remove(ah)?.ptr;
-        // SAFETY: the handle has just been removed from the table.
-        checked(unsafe { (self.core.verbs.ibv_destroy_ah)(ptr) })
+        let ptr = self.ahs.get(ah)?.ptr;
+        // SAFETY: the handle will be removed from the table, and there are no other references to
+        // it.
+        checked(unsafe { (self.core.verbs.ibv_destroy_ah)(ptr) })?;
+        let pd = self.ahs.remove(ah)?.pd;
+        self.regions.release_pd(pd);
+        Ok(())
     }
 }
 
@@ -592,12 +597,13 @@ impl RdmaCoreDevice {
         Ok(entry.ptr)
     }
 
-    /// Creates an address handle. The domain must be valid.
-    fn make_ah(&self, pd: *mut ibv_pd, attr: &AhAttr) -> Result<*mut ibv_ah, VerbsError> {
+    /// Creates an address handle in the library.
+    fn make_ah(&self, pd: PdId, attr: &AhAttr) -> Result<*mut ibv_ah, VerbsError> {
+        let domain = self.regions.pd_ptr(pd)?;
         let mut theirs = convert::ah_attr(attr);
         self.choose_gid(&mut theirs);
         // SAFETY: the domain is alive.
-        let ptr = unsafe { (self.core.verbs.ibv_create_ah)(pd, &raw mut theirs) };
+        let ptr = unsafe { (self.core.verbs.ibv_create_ah)(domain, &raw mut theirs) };
         if ptr.is_null() {
             return Err(last_os_error());
         }
@@ -630,6 +636,21 @@ impl RdmaCoreDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn domain_with_address_handle_is_busy() {
+        let mut device = RdmaCoreDevice::fake();
+        let pd = device.alloc_pd().unwrap();
+        let attr = AhAttr::new(Gid::from(IpAddr::from([10, 0, 0, 2])));
+        let ah = device.create_ah(pd, attr).unwrap();
+        let busy = Err(VerbsError::ResourceBusy("protection domain"));
+        assert_eq!(device.dealloc_pd(pd), busy);
+        device.modify_ah(ah, attr).unwrap();
+        assert_eq!(device.dealloc_pd(pd), busy);
+        device.destroy_ah(ah).unwrap();
+        assert!(device.destroy_ah(ah).is_err());
+        device.dealloc_pd(pd).unwrap();
+    }
 
     /// Some calls are only available in a library with the new function table, or depend on the
     /// driver.

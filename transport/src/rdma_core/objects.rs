@@ -83,6 +83,7 @@ pub(super) struct Xrcd {
 
 pub(super) struct Ah {
     pub(super) ptr: *mut ibv_ah,
+    pub(super) pd: PdId,
     pub(super) attr: AhAttr,
 }
 

@@ -264,7 +264,7 @@ impl RdmaCoreDevice {
             return Err(PostReason::InvalidOpcode);
         }
         if matches!(init.qp_type, QpType::Ud | QpType::Gsi) {
-            return self.datagram(wr, out);
+            return self.datagram(wr, init.pd, out);
         }
         if init.qp_type == QpType::XrcIni {
             let number = wr.remote_srqn.filter(|number| *number <= 0x00ff_ffff);
@@ -325,12 +325,18 @@ impl RdmaCoreDevice {
         Ok(out)
     }
 
-    fn datagram(&self, wr: &SendWr<'_>, mut out: ibv_send_wr) -> Result<ibv_send_wr, PostReason> {
+    fn datagram(
+        &self,
+        wr: &SendWr<'_>,
+        pd: PdId,
+        mut out: ibv_send_wr,
+    ) -> Result<ibv_send_wr, PostReason> {
         let dest = wr
             .ud
             .ok_or(PostReason::InvalidRequest("datagram without a destination"))?;
-        let ah = self.ahs.get(dest.ah);
-        let ah = ah.map_err(|_| PostReason::InvalidKey)?.ptr;
+        // Some libraries copy the address without checking the domain of the handle.
+        let ah = self.ahs.get(dest.ah).ok().filter(|ah| ah.pd == pd);
+        let ah = ah.ok_or(PostReason::InvalidKey)?.ptr;
         out.opcode = match wr.op {
             SendOp::Send => IBV_WR_SEND,
             SendOp::SendImm(imm) => {
@@ -670,6 +676,28 @@ mod tests {
         let error = device.post_send(qp, &[good, bad, good]).unwrap_err();
         assert_eq!((error.index, error.reason), (1, PostReason::InvalidOpcode));
         assert_eq!(library(|library| library.posted.len()), 1);
+    }
+
+    #[test]
+    fn address_handle_requires_same_domain() {
+        let mut device = RdmaCoreDevice::fake();
+        let [pd, other] = [(); 2].map(|()| device.alloc_pd().unwrap());
+        let cq = device.create_cq(8).unwrap();
+        let init = QpInitAttr::new(pd, cq, QpType::Ud, QpCap::new(8, 8));
+        let qp = device.create_qp(&init).unwrap();
+        let attr = AhAttr::new(Gid::from(IpAddr::from([10, 0, 0, 2])));
+        let [ours, theirs] = [pd, other].map(|pd| device.create_ah(pd, attr).unwrap());
+        let send = |ah| SendWr {
+            ud: Some(UdDest {
+                ah,
+                qpn: 7,
+                qkey: QKey(1),
+            }),
+            ..SendWr::new(1, SendOp::Send, &[])
+        };
+        let error = device.post_send(qp, &[send(theirs)]).unwrap_err();
+        assert_eq!(error.reason, PostReason::InvalidKey);
+        device.post_send(qp, &[send(ours)]).unwrap();
     }
 
     #[test]

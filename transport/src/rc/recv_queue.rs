@@ -100,7 +100,7 @@ pub(super) fn copy_sges(to: &mut [Sge], from: &[Sge]) {
 }
 
 /// Returns the total size of a scatter list if it is valid for a message.
-pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
+pub(crate) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
     // We need 64 bits because the sum of two entries can exceed 32 bits.
     let sum: u64 = match sges {
         [only] => only.length.into(),

@@ -431,7 +431,7 @@ fn name_of(key: u32) -> usize {
 }
 
 /// Validates a request without using the queue state. Returns the message size.
-fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
+pub(crate) fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
     // The format is checked when posting but keys are checked when the request is started, as a
     // chain can contain a registration for a key used by a later request.
     let length = match wr.inline {

@@ -13,6 +13,8 @@ use riser_rdma_core_sys::ops;
 use super::context::RdmaCoreDevice;
 use super::convert;
 use super::objects::{Scratch, Slot, SlotId, SlotQueue, Times, pack, unpack};
+use crate::rc::recv_queue::message_len;
+use crate::rc::send_queue::check_shape;
 use crate::verbs::*;
 
 /// Invalid QP handle, because generations start at 1.
@@ -237,7 +239,7 @@ impl RdmaCoreDevice {
             return Err(PostReason::TooManySges);
         }
         if let Some(data) = wr.inline {
-            if data.len() > init.cap.max_inline as usize || !wr.sges.is_empty() {
+            if data.len() > init.cap.max_inline as usize {
                 return Err(PostReason::InvalidInline);
             }
             // The data is copied by the library before the post returns, and the key is ignored.
@@ -263,6 +265,9 @@ impl RdmaCoreDevice {
         if !init.qp_type.has_operation(&wr.op) {
             return Err(PostReason::InvalidOpcode);
         }
+        // Most libraries don't check the rest either. They would read into inline data, and some of
+        // them calculate the message size using 32 bits.
+        check_shape(wr)?;
         if matches!(init.qp_type, QpType::Ud | QpType::Gsi) {
             return self.datagram(wr, init.pd, out);
         }
@@ -410,14 +415,21 @@ impl RdmaCoreDevice {
         if wrs.is_empty() {
             return Ok(());
         }
+        let mut refused = None;
         for wr in wrs {
             let slot = Slot {
                 wr_id: wr.wr_id,
                 opcode: WcOpcode::Recv,
                 queue,
             };
-            let Ok(slot) = self.slots.insert(slot) else {
-                break;
+            let slot = message_len(wr.sges)
+                .and_then(|_| self.slots.insert(slot).map_err(|_| PostReason::QueueFull));
+            let slot = match slot {
+                Ok(slot) => slot,
+                Err(reason) => {
+                    refused = Some(reason);
+                    break;
+                }
             };
             scratch.slots.push(slot);
             let sges = wr.sges.iter();
@@ -447,19 +459,15 @@ impl RdmaCoreDevice {
         let first = scratch.recvs.as_mut_ptr();
         let mut bad = ptr::null_mut();
         let r = if scratch.recvs.is_empty() {
-            libc::ENOMEM
+            0
         } else {
             post(first, &raw mut bad)
         };
         let error = if r != 0 {
             Some(posted_before(place_in(&scratch.recvs, bad), 0, r))
-        } else if scratch.slots.len() < wrs.len() {
-            Some(PostError {
-                index: scratch.slots.len(),
-                reason: PostReason::QueueFull,
-            })
         } else {
-            None
+            let index = scratch.slots.len();
+            refused.map(|reason| PostError { index, reason })
         };
         let posted = error.map_or(wrs.len(), |e| e.index);
         // Like for sends, requests that were not posted don't complete.
@@ -698,6 +706,61 @@ mod tests {
         let error = device.post_send(qp, &[send(theirs)]).unwrap_err();
         assert_eq!(error.reason, PostReason::InvalidKey);
         device.post_send(qp, &[send(ours)]).unwrap();
+    }
+
+    /// They would be executed with other memory than the caller has passed.
+    #[test]
+    fn invalid_requests_are_rejected_when_posted() {
+        let mut device = RdmaCoreDevice::fake();
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(8).unwrap();
+        let cap = QpCap {
+            max_send_sge: 2,
+            max_inline: 16,
+            ..QpCap::new(8, 8)
+        };
+        device.attr.max_inline = 16;
+        let init = QpInitAttr::new(pd, cq, QpType::Rc, cap);
+        let qp = device.create_qp(&init).unwrap();
+        let remote = |addr| RemoteAddr {
+            addr,
+            rkey: RKey(1),
+        };
+        let sge = |length| Sge {
+            addr: 0,
+            length,
+            lkey: LKey(1),
+        };
+        let add = |addr| SendOp::FetchAdd {
+            remote: remote(addr),
+            add: 1,
+        };
+        let (eight, huge) = ([sge(8)], [sge(1 << 31); 2]);
+        let refused = [
+            SendWr::with_inline(0, SendOp::Read(remote(8)), &[0; 8]),
+            SendWr::with_inline(0, add(8), &[0; 8]),
+            SendWr::with_inline(0, SendOp::LocalInv(RKey(1)), &[]),
+            SendWr::new(0, SendOp::LocalInv(RKey(1)), &eight),
+            SendWr::new(0, add(4), &eight),
+            SendWr::new(0, add(8), &[]),
+            // The sum wraps to zero in 32 bits.
+            SendWr::new(0, SendOp::Write(remote(8)), &huge),
+        ];
+        for wr in refused {
+            let posted = device.post_send(qp, &[wr]);
+            assert!(posted.is_err(), "{:?}", wr.op);
+        }
+        assert_eq!(library(|library| library.posted.len()), 0);
+        device
+            .post_send(qp, &[SendWr::new(0, add(8), &eight)])
+            .unwrap();
+        let oversized = RecvWr {
+            sges: &huge,
+            ..receive(2)
+        };
+        let error = device.post_recv(qp, &[receive(1), oversized]).unwrap_err();
+        assert_eq!((error.index, error.reason), (1, PostReason::MessageTooLong));
+        assert_eq!(library(|library| library.posted.len()), 2);
     }
 
     #[test]

@@ -59,6 +59,8 @@ pub(super) enum SlotQueue {
     Send(QpId),
     Recv(QpId),
     Shared(SrqId),
+    /// Shared queue, and the receive was used by a QP that has been destroyed.
+    Orphaned(SrqId),
 }
 
 /// Scratch buffers used to build request chains. Their capacity is kept for the next post.

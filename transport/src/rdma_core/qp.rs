@@ -4,7 +4,7 @@ use riser_rdma_core_sys::bindings::*;
 
 use super::context::RdmaCoreDevice;
 use super::convert;
-use super::objects::Qp;
+use super::objects::{Qp, SlotId, SlotQueue, unpack};
 use crate::verbs::*;
 
 impl RdmaCoreDevice {
@@ -129,10 +129,80 @@ impl RdmaCoreDevice {
     pub(super) fn forget_qp(&mut self, id: QpId) {
         let Ok(qp) = self.qps.remove(id) else { return };
         self.qpns.remove(&qp.qpn);
+        self.orphan_receives(&qp);
         // If there are still completions for these requests, they won't match a slot.
         for slot in qp.sent.into_iter().chain(qp.received) {
             let _ = self.slots.remove(slot);
         }
         self.use_parts(&qp.init, -1);
+    }
+}
+
+impl RdmaCoreDevice {
+    /// Marks all shared receives used by a destroyed QP that have not been polled yet. Their
+    /// completions only contain its number, which the device can use again for a new QP.
+    fn orphan_receives(&mut self, qp: &Qp) {
+        let cqs: Vec<CqId> = match qp.init.qp_type {
+            QpType::XrcTgt => {
+                let xrc = self.srqs.iter().filter_map(|(_, srq)| srq.xrc);
+                xrc.filter(|(xrcd, _)| qp.init.xrcd == Some(*xrcd))
+                    .map(|(_, cq)| cq)
+                    .collect()
+            }
+            _ => qp.init.srq.map(|_| qp.init.recv_cq).into_iter().collect(),
+        };
+        for cq in cqs {
+            // Remove everything from the library, since a new QP could add to its queue. If it has
+            // failed, there are no more completions.
+            let _ = self.cqs.peek(cq, usize::MAX);
+            let Ok(entry) = self.cqs.table.get(cq) else {
+                continue;
+            };
+            let peeked = entry.peeked.borrow();
+            for wc in peeked.iter().filter(|wc| wc.qp_num == qp.qpn) {
+                if let Ok(slot) = self.slots.get_mut(SlotId(unpack(wc.wr_id)))
+                    && let SlotQueue::Shared(srq) = slot.queue
+                {
+                    slot.queue = SlotQueue::Orphaned(srq);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fake::{library, receive};
+    use super::*;
+
+    /// The device can use the number of a destroyed QP again while completions are still in the
+    /// queue.
+    #[test]
+    fn stale_receive_does_not_name_new_qp() {
+        let mut device = RdmaCoreDevice::fake();
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(8).unwrap();
+        let attr = SrqAttr {
+            max_wr: 8,
+            max_sge: 1,
+            limit: 0,
+        };
+        let srq = device.create_srq(pd, attr).unwrap();
+        let mut init = QpInitAttr::new(pd, cq, QpType::Rc, QpCap::new(8, 8));
+        init.srq = Some(srq);
+        let old = device.create_qp(&init).unwrap();
+        device.post_srq_recv(srq, &[1, 2].map(receive)).unwrap();
+        let [first, second] = library(|library| [library.posted[0], library.posted[1]]);
+        device.fake_completion(cq, first);
+        let number = device.qp_num(old).unwrap();
+        device.destroy_qp(old).unwrap();
+        let new = device.create_qp(&init).unwrap();
+        assert_eq!(device.qp_num(new), Ok(number), "the fake reuses it");
+        device.fake_completion(cq, second);
+        let mut out = Vec::new();
+        device.poll_cq(cq, 8, &mut out).unwrap();
+        let found: Vec<_> = out.iter().map(|c| (c.wr_id.0, c.qp == new)).collect();
+        assert_eq!(found, [(1, false), (2, true)]);
+        assert_eq!(device.slots.len(), 0);
     }
 }

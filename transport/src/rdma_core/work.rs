@@ -527,7 +527,7 @@ impl RdmaCoreDevice {
                 }
                 qp
             }
-            SlotQueue::Shared(srq) => {
+            SlotQueue::Shared(srq) | SlotQueue::Orphaned(srq) => {
                 if let Ok(srq) = self.srqs.get_mut(srq)
                     && let Some(at) = srq.posted.iter().position(|s| *s == id)
                 {
@@ -535,7 +535,10 @@ impl RdmaCoreDevice {
                 }
                 // A receive from a shared queue is returned to the owner even if the QP has been
                 // destroyed.
-                self.qpns.get(&wc.qp_num).copied().unwrap_or(GONE)
+                match slot.queue {
+                    SlotQueue::Orphaned(_) => GONE,
+                    _ => self.qpns.get(&wc.qp_num).copied().unwrap_or(GONE),
+                }
             }
         };
         // If the request has failed, only the number, status and QP are valid (ibv_poll_cq(3)).

@@ -7,7 +7,7 @@ use riser_rdma_core_sys::bindings::*;
 
 use super::context::RdmaCoreDevice;
 use super::objects::unpack;
-use super::shared::{Object, Occurrence};
+use super::shared::{Object, Occurrence, push_newest};
 use crate::verbs::*;
 
 impl RdmaCoreDevice {
@@ -35,12 +35,8 @@ impl RdmaCoreDevice {
         self.seat.take_all(&mut occurrences);
         let count = occurrences.len();
         for occurrence in occurrences.drain(..) {
-            if let Some(ours) = self.async_event(occurrence)
-                // Only add each event type once, so that the queue cannot grow if a device repeats
-                // it.
-                && !self.async_events.contains(&ours)
-            {
-                self.async_events.push_back(ours);
+            if let Some(ours) = self.async_event(occurrence) {
+                push_newest(&mut self.async_events, ours);
             }
         }
         self.occurrences = occurrences;
@@ -170,5 +166,33 @@ impl Provider for RdmaCoreDevice {
 
     fn arm_fds(&mut self) -> bool {
         !self.gone && self.cqs.arm_watched()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_port_event_matches_port_state() {
+        let changes = [
+            (IBV_EVENT_PORT_ERR, AsyncEvent::PortError(1)),
+            (IBV_EVENT_PORT_ACTIVE, AsyncEvent::PortActive(1)),
+            (IBV_EVENT_PORT_ERR, AsyncEvent::PortError(1)),
+        ];
+        // Read the events separately, or all at once.
+        for is_read in [true, false] {
+            let mut device = RdmaCoreDevice::fake();
+            for (event, _) in changes {
+                let to = Object::Port(1);
+                device.seat.report(Occurrence { event, to });
+                if is_read {
+                    device.reap_async_events();
+                }
+            }
+            device.reap_async_events();
+            let last = std::iter::from_fn(|| device.poll_async_event()).last();
+            assert_eq!(last, Some(changes[2].1));
+        }
     }
 }

@@ -86,6 +86,13 @@ impl Occurrence {
     }
 }
 
+/// Adds an event. Only the newest of several equal events is stored, because a flapping port could
+/// generate an unlimited number of them, and the last event must match its state.
+pub(super) fn push_newest<T: PartialEq>(events: &mut VecDeque<T>, event: T) {
+    events.retain(|other| *other != event);
+    events.push_back(event);
+}
+
 /// Pending events of a device.
 #[derive(Debug)]
 struct Inbox {
@@ -112,11 +119,8 @@ impl Inbox {
     }
 
     fn push(&self, occurrence: Occurrence, wake: bool) {
-        // Ignore duplicates, because a flapping port could generate an unlimited number of events.
         let mut waiting = locked(&self.waiting);
-        if !waiting.contains(&occurrence) {
-            waiting.push_back(occurrence);
-        }
+        push_newest(&mut waiting, occurrence);
         self.any.store(true, Ordering::Release);
         if wake {
             let one = 1u64.to_ne_bytes();

@@ -413,6 +413,7 @@ impl Verbs for RdmaCoreDevice {
         checked(unsafe { modify(entry.ptr, &raw mut theirs, mask as i32) })?;
         if attr.state == Some(QpState::Reset) {
             self.qps.get_mut(qp)?.rate = RateLimit::default();
+            self.release_requests(qp);
         }
         Ok(())
     }

@@ -339,6 +339,10 @@ unsafe extern "C" fn query_qp(
     0
 }
 
+unsafe extern "C" fn modify_qp(_: *mut ibv_qp, _: *mut ibv_qp_attr, _: c_int) -> c_int {
+    0
+}
+
 unsafe extern "C" fn destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: it was created by `create_qp`, and the owner doesn't use it after this.
     drop(unsafe { Box::from_raw(qp) });
@@ -393,6 +397,7 @@ fn core() -> RdmaCore {
     verbs.ibv_destroy_srq = destroy_srq;
     verbs.ibv_create_qp = create_qp;
     verbs.ibv_query_qp = query_qp;
+    verbs.ibv_modify_qp = modify_qp;
     verbs.ibv_destroy_qp = destroy_qp;
     verbs.ibv_destroy_comp_channel = destroy_comp_channel;
     cm.rdma_destroy_id = destroy_id;

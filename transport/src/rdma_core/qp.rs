@@ -127,14 +127,22 @@ impl RdmaCoreDevice {
     }
 
     pub(super) fn forget_qp(&mut self, id: QpId) {
+        self.release_requests(id);
         let Ok(qp) = self.qps.remove(id) else { return };
         self.qpns.remove(&qp.qpn);
         self.orphan_receives(&qp);
-        // If there are still completions for these requests, they won't match a slot.
-        for slot in qp.sent.into_iter().chain(qp.received) {
+        self.use_parts(&qp.init, -1);
+    }
+
+    /// Releases the requests of a QP that is being reset or destroyed. If there are still
+    /// completions for them, they won't match a slot.
+    pub(super) fn release_requests(&mut self, qp: QpId) {
+        let Ok(entry) = self.qps.get_mut(qp) else {
+            return;
+        };
+        for slot in entry.sent.drain(..).chain(entry.received.drain(..)) {
             let _ = self.slots.remove(slot);
         }
-        self.use_parts(&qp.init, -1);
     }
 }
 
@@ -172,8 +180,32 @@ impl RdmaCoreDevice {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fake::{library, receive};
+    use super::super::fake::{library, receive, write};
     use super::*;
+
+    /// Their memory can be used for other requests after the reset.
+    #[test]
+    fn reset_discards_requests_and_completions() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, qp) = device.fake_queues();
+        for wr_id in 1..=3 {
+            let number = device.fake_receive(qp, wr_id);
+            if wr_id < 3 {
+                device.fake_completion(cq, number);
+            }
+            // The first completion has already been removed from the library.
+            device.peek_cq(cq, 1).unwrap();
+        }
+        device
+            .post_send(qp, &[write(4, SendFlags::empty())])
+            .unwrap();
+        device.modify_qp(qp, &QpAttr::to(QpState::Reset)).unwrap();
+        assert_eq!(device.slots.len(), 0);
+        device.fake_message(cq, qp, 5);
+        let mut out = Vec::new();
+        device.poll_cq(cq, 8, &mut out).unwrap();
+        assert_eq!(out.iter().map(|c| c.wr_id.0).collect::<Vec<_>>(), [5]);
+    }
 
     /// The device can use the number of a destroyed QP again while completions are still in the
     /// queue.

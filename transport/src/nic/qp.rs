@@ -15,7 +15,7 @@ use crate::rdmap::{RdmapConfig, RdmapQp};
 use crate::uc::{UcConfig, UcQp, UcRtrParams};
 use crate::verbs::{
     Access, AltPath, CqId, Mtu, PathMigState, PdId, PostError, PostReason, QpAttr, QpCap, QpId,
-    QpInitAttr, QpState, QpType, SendOp, SendWr, SrqId, VerbsError, XrcdId,
+    QpInitAttr, QpState, QpType, SendWr, SrqId, VerbsError, XrcdId,
 };
 use crate::wire::{IcrcFlow, MAX_HEADER_LEN, Psn, Qpn, RnrTimer, Service};
 
@@ -366,11 +366,7 @@ pub(super) fn post_xrc(
 
 /// Returns whether a request specifies an SRQ, or doesn't need it because nothing is sent.
 fn names_srq(wr: &SendWr<'_>) -> bool {
-    let is_local = matches!(
-        wr.op,
-        SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_)
-    );
-    is_local || wr.remote_srqn.is_some_and(|srqn| srqn < 1 << 24)
+    wr.op.is_local() || wr.remote_srqn.is_some_and(|srqn| srqn < 1 << 24)
 }
 
 /// Changes the state of an unreliable connection. See [`move_rc`].

@@ -95,10 +95,7 @@ impl SendWqe {
     /// Returns true for a local operation, which doesn't send any packets.
     #[must_use]
     pub fn is_local(&self) -> bool {
-        matches!(
-            self.op,
-            SendOp::RegMr { .. } | SendOp::BindMw(_) | SendOp::LocalInv(_)
-        )
+        self.op.is_local()
     }
 
     /// Executes a local operation on the device's key table.

@@ -271,7 +271,7 @@ impl RdmaCoreDevice {
         if matches!(init.qp_type, QpType::Ud | QpType::Gsi) {
             return self.datagram(wr, init.pd, out);
         }
-        if init.qp_type == QpType::XrcIni {
+        if init.qp_type == QpType::XrcIni && !wr.op.is_local() {
             let number = wr.remote_srqn.filter(|number| *number <= 0x00ff_ffff);
             out.qp_type.xrc.remote_srqn = number.ok_or(PostReason::InvalidRequest(
                 "number of a shared receive queue",
@@ -687,6 +687,20 @@ mod tests {
         let error = device.post_send(qp, &[good, bad, good]).unwrap_err();
         assert_eq!((error.index, error.reason), (1, PostReason::InvalidOpcode));
         assert_eq!(library(|library| library.posted.len()), 1);
+    }
+
+    #[test]
+    fn local_operation_needs_no_remote_queue() {
+        let mut device = RdmaCoreDevice::fake();
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(8).unwrap();
+        let init = QpInitAttr::new(pd, cq, QpType::XrcIni, QpCap::new(8, 0));
+        let qp = device.create_qp(&init).unwrap();
+        let local = SendWr::new(1, SendOp::LocalInv(RKey(1)), &[]);
+        device.post_send(qp, &[local]).unwrap();
+        device
+            .post_send(qp, &[SendWr::new(2, SendOp::Send, &[])])
+            .unwrap_err();
     }
 
     #[test]

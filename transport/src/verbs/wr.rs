@@ -88,6 +88,15 @@ pub enum SendOp {
 }
 
 impl SendOp {
+    /// Returns true for a local operation, which doesn't send any packets.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        matches!(
+            self,
+            Self::RegMr { .. } | Self::BindMw(_) | Self::LocalInv(_)
+        )
+    }
+
     /// Returns the opcode used in the completion.
     #[must_use]
     pub fn wc_opcode(&self) -> WcOpcode {

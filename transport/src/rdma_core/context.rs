@@ -180,16 +180,18 @@ impl RdmaCoreDevice {
         self.gone
     }
 
-    /// Returns the GID index for our address. RoCE version 2 is preferred over version 1.
-    pub(super) fn gid_index(&self) -> Option<u16> {
+    /// Returns the GID index for our address, if it fits into an address vector. RoCE version 2 is
+    /// preferred over version 1.
+    pub(super) fn gid_index(&self) -> Option<u8> {
         let wanted = Gid::from(self.addr);
         let port = self.port_attr(self.port).ok()?;
-        (0..u16::try_from(port.gid_tbl_len).ok()?)
-            .filter(|i| self.gid(self.port, *i).is_ok_and(|g| g == wanted))
+        (0..=u8::MAX)
+            .take_while(|i| i32::from(*i) < port.gid_tbl_len)
+            .filter(|i| self.gid(self.port, (*i).into()).is_ok_and(|g| g == wanted))
             .min_by_key(|i| !self.is_roce_v2(*i))
     }
 
-    fn is_roce_v2(&self, index: u16) -> bool {
+    fn is_roce_v2(&self, index: u8) -> bool {
         let path = format!(
             "/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{index}",
             self.attr.name, self.port

@@ -406,7 +406,7 @@ impl Verbs for RdmaCoreDevice {
         }
         let (mut theirs, mask) = convert::qp_attr(attr);
         if attr.ah.is_some() {
-            self.choose_gid(&mut theirs.ah_attr);
+            self.choose_gid(&mut theirs.ah_attr)?;
         }
         let modify = self.core.verbs.ibv_modify_qp;
         // SAFETY: the QP is alive.
@@ -580,10 +580,11 @@ impl RdmaCm for RdmaCoreDevice {
 
 impl RdmaCoreDevice {
     /// Selects the GID of the address used to open the device, since a device can have many GIDs.
-    fn choose_gid(&self, attr: &mut ibv_ah_attr) {
-        if let Some(index) = self.gid_index() {
-            attr.grh.sgid_index = index as u8;
-        }
+    /// If the address was removed, any other GID would send from a different address.
+    fn choose_gid(&self, attr: &mut ibv_ah_attr) -> Result<(), VerbsError> {
+        let index = self.gid_index();
+        attr.grh.sgid_index = index.ok_or(VerbsError::InvalidParameter("sgid_index"))?;
+        Ok(())
     }
 
     /// Returns the QP for use by the library, if it can be attached to a group.
@@ -602,7 +603,7 @@ impl RdmaCoreDevice {
     fn make_ah(&self, pd: PdId, attr: &AhAttr) -> Result<*mut ibv_ah, VerbsError> {
         let domain = self.regions.pd_ptr(pd)?;
         let mut theirs = convert::ah_attr(attr);
-        self.choose_gid(&mut theirs);
+        self.choose_gid(&mut theirs)?;
         // SAFETY: the domain is alive.
         let ptr = unsafe { (self.core.verbs.ibv_create_ah)(domain, &raw mut theirs) };
         if ptr.is_null() {
@@ -636,7 +637,30 @@ impl RdmaCoreDevice {
 
 #[cfg(test)]
 mod tests {
+    use super::super::fake::library;
     use super::*;
+
+    #[test]
+    fn missing_address_rejects_address_handle() {
+        let mut device = RdmaCoreDevice::fake();
+        let pd = device.alloc_pd().unwrap();
+        let attr = AhAttr::new(Gid::from(IpAddr::from([10, 0, 0, 2])));
+        let other = IpAddr::from([10, 0, 0, 3]);
+        let mut create = |gids| {
+            library(|library| library.gids = gids);
+            let ah = device.create_ah(pd, attr)?;
+            device.destroy_ah(ah)?;
+            Ok(library(|library| library.sgid_index))
+        };
+        let missing = Err(VerbsError::InvalidParameter("sgid_index"));
+        assert_eq!(create(vec![other, other]), missing);
+        let mut table = vec![other; 255];
+        table.push(IpAddr::from([127, 0, 0, 1]));
+        assert_eq!(create(table.clone()), Ok(255));
+        // The attribute has eight bits.
+        table.insert(0, other);
+        assert_eq!(create(table), missing);
+    }
 
     #[test]
     fn domain_with_address_handle_is_busy() {

@@ -17,8 +17,8 @@ use riser_rdma_core_sys::{Cm, RdmaCore, Verbs as Functions};
 use super::context::{Parts, RdmaCoreDevice};
 use super::shared::Seat;
 use crate::verbs::{
-    CqId, DeviceAttr, QpCap, QpId, QpInitAttr, QpType, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
-    SendWr, Verbs, WrId,
+    CqId, DeviceAttr, Gid, QpCap, QpId, QpInitAttr, QpType, RKey, RecvWr, RemoteAddr, SendFlags,
+    SendOp, SendWr, Verbs, WrId,
 };
 
 /// State of the fake library, and a record of its calls.
@@ -46,6 +46,10 @@ pub(super) struct Library {
     pub(super) acknowledged: Vec<u32>,
     /// Completions to be added just before a queue is armed.
     pub(super) at_arming: Vec<ibv_wc>,
+    /// GID index of the last address handle.
+    pub(super) sgid_index: u8,
+    /// GID table of the port.
+    pub(super) gids: Vec<IpAddr>,
     /// Number of windows that have been allocated.
     windows: u32,
 }
@@ -233,7 +237,32 @@ unsafe extern "C" fn dealloc_pd(pd: *mut ibv_pd) -> c_int {
     0
 }
 
-unsafe extern "C" fn create_ah(pd: *mut ibv_pd, _: *mut ibv_ah_attr) -> *mut ibv_ah {
+unsafe extern "C" fn query_port(
+    _: *mut ibv_context,
+    _: u8,
+    attr: *mut _compat_ibv_port_attr,
+) -> c_int {
+    let count = library(|library| library.gids.len());
+    // SAFETY: the provider passes the larger version of this structure.
+    unsafe { (*attr.cast::<ibv_port_attr>()).gid_tbl_len = count as c_int };
+    0
+}
+
+unsafe extern "C" fn query_gid(
+    _: *mut ibv_context,
+    _: u8,
+    index: c_int,
+    gid: *mut ibv_gid,
+) -> c_int {
+    let addr = library(|library| library.gids[index as usize]);
+    // SAFETY: the caller passes a valid output pointer.
+    unsafe { (*gid).raw = Gid::from(addr).0 };
+    0
+}
+
+unsafe extern "C" fn create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
+    // SAFETY: the caller passes valid attributes.
+    library(|library| library.sgid_index = unsafe { (*attr).grh.sgid_index });
     // SAFETY: same as in `create_cq`; the domain is valid.
     let mut ah: Box<ibv_ah> = Box::new(unsafe { zeroed() });
     // SAFETY: same as above.
@@ -388,6 +417,8 @@ fn core() -> RdmaCore {
     verbs.ibv_destroy_cq = destroy_cq;
     verbs.ibv_alloc_pd = alloc_pd;
     verbs.ibv_dealloc_pd = dealloc_pd;
+    verbs.ibv_query_port = query_port;
+    verbs.ibv_query_gid = query_gid;
     verbs.ibv_create_ah = create_ah;
     verbs.ibv_destroy_ah = destroy_ah;
     verbs.ibv_reg_mr = reg_mr;
@@ -421,6 +452,7 @@ impl RdmaCoreDevice {
             *library = Library {
                 comp_fd,
                 room: usize::MAX,
+                gids: vec![Ipv4Addr::LOCALHOST.into()],
                 ..Library::default()
             }
         });
@@ -452,6 +484,7 @@ impl RdmaCoreDevice {
             max_cqe: 1 << 10,
             max_qp_wr: 1 << 10,
             max_sge: 4,
+            ports: 1,
             ..DeviceAttr::default()
         };
         device

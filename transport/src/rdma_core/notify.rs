@@ -263,6 +263,20 @@ impl CqTable {
         }
     }
 
+    /// Called when a queue has overrun. The library doesn't report this when the queue is polled,
+    /// and there is no event for a user that is waiting for the next completion.
+    pub(super) fn fail(&mut self, cq: CqId) {
+        let Ok(entry) = self.table.get_mut(cq) else {
+            return;
+        };
+        entry.overrun = true;
+        let is_waiting = entry.arming != Arming::Idle;
+        self.notices.watched.retain(|id| *id != cq);
+        if is_waiting {
+            self.fire(cq);
+        }
+    }
+
     /// Reads events from the channel. This will return the number of events.
     pub(super) fn reap_events(&mut self) -> usize {
         let mut count = 0;
@@ -311,8 +325,12 @@ impl CqTable {
 mod tests {
     use std::time::{Duration, Instant};
 
+    use riser_rdma_core_sys::bindings::IBV_EVENT_CQ_ERR;
+
     use super::super::context::RdmaCoreDevice;
     use super::super::fake::{completion, library};
+    use super::super::objects::pack;
+    use super::super::shared::{Object, Occurrence};
     use super::*;
     use crate::verbs::{Provider, QpId, Verbs};
 
@@ -410,6 +428,30 @@ mod tests {
         device.fake_message(cq, qp, 1);
         device.progress(Instant::now());
         assert_eq!(device.poll_cq_event(), Some(cq));
+    }
+
+    /// There is no event for a completion that was lost.
+    #[test]
+    fn overrun_queue_notifies_user() {
+        for is_asleep in [false, true] {
+            let (mut device, cq, _) = watched();
+            if is_asleep {
+                assert!(!device.arm_fds());
+            }
+            device.seat.report(Occurrence {
+                event: IBV_EVENT_CQ_ERR,
+                to: Object::Queue {
+                    at: device.cqs.ptr(cq).unwrap() as usize,
+                    context: pack(cq.0),
+                },
+            });
+            device.progress(Instant::now());
+            assert_eq!(device.poll_cq_event(), Some(cq));
+            let polled = device.poll_cq(cq, 1, &mut Vec::new());
+            assert_eq!(polled, Err(VerbsError::CqOverrun));
+            device.progress(Instant::now());
+            assert_eq!(device.poll_cq_event(), None);
+        }
     }
 
     #[test]

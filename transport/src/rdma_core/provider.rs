@@ -50,10 +50,9 @@ impl RdmaCoreDevice {
         let event = occurrence.event;
         match occurrence.to {
             Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
-                // Store this so that poll returns an error, since the library doesn't.
                 let id = CqId(unpack(context));
-                let cq = self.cqs.table.get_mut(id).ok()?;
-                (cq.ptr as usize == at).then(|| cq.overrun = true)?;
+                let is_ours = self.cqs.ptr(id).ok()? as usize == at;
+                is_ours.then(|| self.cqs.fail(id))?;
                 Some(AsyncEvent::CqError(id))
             }
             Object::Queue { at, context } => {

@@ -11,7 +11,8 @@
 //! - [`FlushDescriptor`]: the descriptor provided for flushes. A durable write syncs the descriptor
 //!   for writes, and its error may be the only report of data lost by other writes (a *deferred
 //!   error*). A flush with a separate descriptor will receive this error as well, unless the
-//!   descriptor was replaced in the meantime.
+//!   descriptor was opened after the error. The error must be recorded if this happens while it is
+//!   [checked](FlushRecord::begin_check).
 //!
 //! ```text
 //! flush:          join ─→ due ─→ start ─→ fdatasync ─→ complete ─→ record: failed or successful
@@ -163,6 +164,8 @@ impl<T: PartialEq> FlushQueue<T> {
 pub struct FlushRecord<E> {
     failure: Option<E>,
     clears: u64,
+    /// Deferred errors to be reported again by a flush that has not completed.
+    checks: usize,
 }
 
 impl<E> Default for FlushRecord<E> {
@@ -170,6 +173,7 @@ impl<E> Default for FlushRecord<E> {
         Self {
             failure: None,
             clears: 0,
+            checks: 0,
         }
     }
 }
@@ -202,6 +206,27 @@ impl<E> FlushRecord<E> {
     #[must_use]
     pub fn clears(&self) -> u64 {
         self.clears
+    }
+
+    /// Called when a durable write has failed, and the next flush will [report its error
+    /// again](FlushDescriptor::reports_again).
+    pub fn begin_check(&mut self) {
+        self.checks += 1;
+    }
+
+    /// Called when this flush has completed and its result was recorded.
+    ///
+    /// # Panics
+    /// Panics if there was no call of [`FlushRecord::begin_check`].
+    pub fn end_check(&mut self) {
+        self.checks = self.checks.checked_sub(1).expect("check in progress");
+    }
+
+    /// Returns whether the error of a durable write is being checked. A descriptor opened before
+    /// this call may not report the error, so a failure must be recorded.
+    #[must_use]
+    pub fn is_checking(&self) -> bool {
+        self.checks > 0
     }
 }
 
@@ -427,6 +452,8 @@ mod tests {
         /// Set if data acknowledged before the request was lost, and the loss was not cleared.
         must_fail: bool,
         is_write: bool,
+        /// The write has failed, and other descriptors may not report its error.
+        is_check: bool,
     }
 
     struct Worker {
@@ -438,8 +465,8 @@ mod tests {
     }
 
     /// A file used by two workers, as in the target. A worker will always process completions in
-    /// order. A descriptor is not opened while another worker checks the error of a durable write,
-    /// because the kernel would not report it to the new descriptor.
+    /// order, and the error of a durable write is processed before another worker opens a
+    /// descriptor.
     struct Model {
         file: File,
         record: FlushRecord<()>,
@@ -449,10 +476,9 @@ mod tests {
     }
 
     impl Worker {
-        /// Returns true if a durable write has failed, and this was not recorded yet.
-        fn checks_write(&self) -> bool {
-            let mut requests = self.queue.running.iter().chain(&self.queue.waiting);
-            matches!(self.write, Some((_, Err(())))) || requests.any(|request| request.is_write)
+        /// Returns true if a durable write has failed, and this was not processed yet.
+        fn has_failed_write(&self) -> bool {
+            matches!(self.write, Some((_, Err(()))))
         }
     }
 
@@ -495,7 +521,7 @@ mod tests {
             if !self.workers[worker].descriptor.is_outdated(clears) {
                 return true;
             }
-            if self.workers[1 - worker].checks_write() {
+            if self.workers[1 - worker].has_failed_write() {
                 return false;
             }
             let worker = &mut self.workers[worker];
@@ -504,14 +530,18 @@ mod tests {
                 false => worker.writes,
             };
             worker.descriptor.renew(Some(handle), !can_open, clears);
+            if self.record.is_checking() {
+                self.record.record(());
+            }
             true
         }
 
-        fn join(&mut self, worker: usize, is_write: bool) {
+        fn join(&mut self, worker: usize, is_write: bool, is_check: bool) {
             let must_fail = self.is_lost;
             self.workers[worker].queue.join(Request {
                 must_fail,
                 is_write,
+                is_check,
             });
         }
 
@@ -521,7 +551,7 @@ mod tests {
                     self.file.errors += 1;
                     self.is_lost = true;
                 }
-                Step::Join if self.record.failure().is_none() => self.join(worker, false),
+                Step::Join if self.record.failure().is_none() => self.join(worker, false, false),
                 Step::Join => {}
                 Step::Start => {
                     let is_due = self.workers[worker].queue.due().is_some();
@@ -533,7 +563,7 @@ mod tests {
                     if !self.workers[worker].queue.is_running() {
                         return;
                     }
-                    if matches!(self.workers[worker].write, Some((_, Err(())))) {
+                    if self.workers[worker].has_failed_write() {
                         self.step(worker, Step::CompleteWrite, can_open);
                     }
                     let worker = &mut self.workers[worker];
@@ -545,6 +575,9 @@ mod tests {
                     for request in &served {
                         let succeeds = !request.is_write && self.record.failure().is_none();
                         assert!(!(succeeds && request.must_fail), "lost data was flushed");
+                        if request.is_check {
+                            self.record.end_check();
+                        }
                     }
                     worker.queue.recycle(served);
                 }
@@ -566,13 +599,15 @@ mod tests {
                     };
                     // An error is not suspect if a failure was already recorded.
                     if result.is_err() && self.record.failure().is_none() {
-                        if !self.workers[worker]
+                        let is_check = self.workers[worker]
                             .descriptor
-                            .reports_again(renewals, self.record.clears())
-                        {
+                            .reports_again(renewals, self.record.clears());
+                        if is_check {
+                            self.record.begin_check();
+                        } else {
                             self.record.record(());
                         }
-                        self.join(worker, true);
+                        self.join(worker, true, is_check);
                     }
                 }
                 // An administrator will first handle the loss, and then clear the failure.
@@ -622,6 +657,25 @@ mod tests {
         // The model checks the result.
         model.step(1, Step::Start, true);
         model.step(1, Step::Complete, true);
+    }
+
+    #[test]
+    fn renewal_during_error_check_is_recorded() {
+        let mut model = Model::new(false);
+        let mut step = |worker, step| model.step(worker, step, true);
+        step(0, Step::LoseData);
+        step(0, Step::Join);
+        step(0, Step::Start);
+        step(0, Step::Complete);
+        step(0, Step::Clear);
+        step(1, Step::SubmitWrite);
+        step(1, Step::LoseData);
+        step(1, Step::SyncWrite);
+        step(1, Step::CompleteWrite);
+        step(0, Step::Join);
+        step(0, Step::Start);
+        assert_eq!(model.record.failure(), Some(&()));
+        model.step(0, Step::Complete, true);
     }
 
     proptest! {

@@ -128,14 +128,16 @@ impl std::fmt::Debug for Driver {
 
 /// Opens a descriptor for flushes. Returns true if it is the same as for writes, because `/proc` is
 /// not available or the process has reached its limit.
-fn open_sync(medium: &Medium) -> (Option<Handle>, bool) {
-    match medium {
+fn open_sync(store: &Store, now: Instant) -> (Option<Handle>, bool) {
+    let opened = match &store.medium {
         Medium::File { file, .. } => match sys::reopen(file) {
             Ok(own) => (Some(own), false),
             Err(_) => (Some(file.clone()), true),
         },
         Medium::Ram(_) | Medium::Null | Medium::Absent => (None, false),
-    }
+    };
+    store.on_flush_descriptor_opened(now);
+    opened
 }
 
 /// Minimum time between log messages about failures of a backend. A command with several
@@ -214,7 +216,7 @@ impl Driver {
         // Read this before opening the descriptor. If a failure is cleared in between, the next
         // flush opens a descriptor unnecessarily.
         let clears = store.flush_clears();
-        let (sync, is_shared) = open_sync(&store.medium);
+        let (sync, is_shared) = open_sync(&store, self.now);
         let lacks = match store.medium {
             Medium::File { can_zero, .. } => Lacks {
                 punch: !can_zero,
@@ -891,8 +893,10 @@ impl Driver {
             }
             Outcome::Suspect(errno) => {
                 let clears = attached.store.flush_clears();
-                if !attached.sync.reports_again(request.renewals, clears) {
-                    attached.store.on_flush_failed(errno, self.now);
+                request.is_checking = attached.sync.reports_again(request.renewals, clears);
+                match request.is_checking {
+                    true => attached.store.begin_check(),
+                    false => attached.store.on_flush_failed(errno, self.now),
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
                 self.free_bounce(index);
@@ -925,7 +929,7 @@ impl Driver {
         let attached = &mut self.stores[store.0];
         let clears = attached.store.flush_clears();
         if attached.sync.is_outdated(clears) {
-            let (sync, is_shared) = open_sync(&attached.store.medium);
+            let (sync, is_shared) = open_sync(&attached.store, self.now);
             attached.sync.renew(sync, is_shared, clears);
         }
     }
@@ -1121,6 +1125,9 @@ impl Driver {
     fn finish(&mut self, index: usize, result: StepResult) {
         self.free_bounce(index);
         let request = self.requests.complete(index);
+        if request.is_checking {
+            self.stores[request.store.0].store.end_check();
+        }
         if !matches!(result, StepResult::Failed(_)) {
             let store = &self.stores[request.store.0].store;
             if note_success(store, self.now, &request.op) {

@@ -103,6 +103,18 @@ impl FlushFailures {
         lock(&self.inner.record).clears()
     }
 
+    pub(super) fn begin_check(&self) {
+        lock(&self.inner.record).begin_check();
+    }
+
+    pub(super) fn end_check(&self) {
+        lock(&self.inner.record).end_check();
+    }
+
+    pub(super) fn is_checking(&self) -> bool {
+        lock(&self.inner.record).is_checking()
+    }
+
     /// Loads a saved failure for a unit, and saves future failures. If the saved state cannot be
     /// read, this is treated as a failure at `date`.
     pub(super) fn keep(

@@ -70,6 +70,8 @@ pub(super) struct BlockCommand {
     /// Error number of a failed write. A flush is in progress to check whether data of other writes
     /// was lost.
     pub(super) failed: Option<i32>,
+    /// This flush will report the error again. Other workers must not miss it in the meantime.
+    pub(super) is_checking: bool,
     /// Number of times that the descriptor for flushes had been replaced at the start of this
     /// command.
     pub(super) renewals: u32,
@@ -182,6 +184,7 @@ impl BlockCommand {
             state: RequestState::New,
             cancelled: false,
             failed: None,
+            is_checking: false,
             renewals: 0,
             bounce: None,
             is_changing: false,

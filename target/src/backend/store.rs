@@ -545,6 +545,25 @@ impl Store {
         self.flush.clears()
     }
 
+    /// Called when a durable write has failed, and the next flush of its worker will report the
+    /// error again if it is due to data of other writes.
+    pub(super) fn begin_check(&self) {
+        self.flush.begin_check();
+    }
+
+    /// Called when this flush has completed.
+    pub(super) fn end_check(&self) {
+        self.flush.end_check();
+    }
+
+    /// Called when a worker has opened a descriptor for flushes. If another worker is checking an
+    /// error, the kernel may not report it to this descriptor, so treat it as lost data.
+    pub(super) fn on_flush_descriptor_opened(&self, now: Instant) {
+        if self.flush.is_checking() {
+            self.on_flush_failed(libc::EIO, now);
+        }
+    }
+
     /// Called when a flush has failed, so that all subsequent flushes fail.
     pub(super) fn on_flush_failed(&self, errno: i32, now: Instant) {
         let host = &self.host;

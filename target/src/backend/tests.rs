@@ -1970,6 +1970,45 @@ fn cleared_failure_ends_despite_durable_writes() {
     assert!(store.flush_failure().is_some());
 }
 
+/// An error that is checked by another worker isn't reported to a descriptor opened in the meantime.
+#[test]
+fn renewed_descriptor_fails_during_error_check() {
+    let (store, disk) = store_in_memory();
+    let (mut one, mut other) = (InMemory::new(&store), InMemory::new(&store));
+    store.on_flush_failed(libc::EIO, one.now);
+    store.clear_flush_failure().unwrap();
+    assert_eq!(other.run(&[FLUSH]), [StepResult::Done]);
+    assert_eq!(one.run(&[write(0, 4096)]), [StepResult::Done]);
+    disk.fail_write_back(libc::EIO, |_| true);
+    other.submit(DURABLE);
+    other.complete_operations(|| Outcome::Whole);
+    assert_eq!(store.flush_failure(), None, "it is not known yet");
+    let failed = one.run(&[FLUSH]);
+    assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
+    let failed = InMemory::new(&store).run(&[FLUSH]);
+    assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
+    drop(other.run(&[]));
+    assert!(store.flush_failure().is_some());
+    // This does not affect descriptors opened after the check.
+    store.clear_flush_failure().unwrap();
+    assert_eq!(one.run(&[FLUSH]), [StepResult::Done]);
+    assert_eq!(other.run(&[FLUSH]), [StepResult::Done]);
+}
+
+/// The same applies to a worker that attaches the backend in the meantime.
+#[test]
+fn new_worker_fails_during_error_check() {
+    let (store, disk) = store_in_memory();
+    let mut other = InMemory::new(&store);
+    assert_eq!(other.run(&[write(0, 4096)]), [StepResult::Done]);
+    disk.fail_write_back(libc::EIO, |_| true);
+    other.submit(DURABLE);
+    other.complete_operations(|| Outcome::Whole);
+    let failed = InMemory::new(&store).run(&[FLUSH]);
+    assert!(matches!(failed[..], [StepResult::Failed(_)]), "{failed:?}");
+    drop(other.run(&[]));
+}
+
 const DURABLE: BlockOp = BlockOp::Write {
     offset: 8 << 20,
     len: 4096,
@@ -2040,23 +2079,28 @@ impl InMemory {
     fn run_with(&mut self, ops: &[BlockOp], first: Outcome) -> Vec<StepResult> {
         ops.iter().for_each(|op| self.submit(*op));
         let mut outcomes = std::iter::once(first).chain(std::iter::repeat(Outcome::Whole));
-        let (mut completions, mut results) = (Vec::new(), Vec::new());
+        let mut results = Vec::new();
         while self.driver.in_flight() > 0 {
             if let Some(done) = self.driver.poll_done(&mut self.ring) {
                 results.push(done.result);
                 continue;
             }
-            self.ring.submit().unwrap();
-            for operation in self.kernel.operations() {
-                let outcome = outcomes.next().expect("endless");
-                self.kernel.complete(operation.id, outcome);
-            }
-            self.ring.reap(&mut completions).unwrap();
-            for completion in completions.drain(..) {
-                self.driver.handle_completion(&mut self.ring, &completion);
-            }
+            self.complete_operations(|| outcomes.next().expect("endless"));
         }
         results
+    }
+
+    /// Completes all operations in the ring.
+    fn complete_operations(&mut self, mut outcome: impl FnMut() -> Outcome) {
+        self.ring.submit().unwrap();
+        for operation in self.kernel.operations() {
+            self.kernel.complete(operation.id, outcome());
+        }
+        let mut completions = Vec::new();
+        self.ring.reap(&mut completions).unwrap();
+        for completion in completions {
+            self.driver.handle_completion(&mut self.ring, &completion);
+        }
     }
 }
 

@@ -43,9 +43,10 @@ pub trait FlushKeeper: Debug + Send + Sync {
     fn save(&self, unit: &Identity, failure: Option<&FlushFailure>) -> io::Result<()>;
 }
 
-/// Flush failure of a backend, if any.
+/// Flush failure of a unit's backend, if any. It is shared by all stores of the unit: its data is
+/// also lost if the device was removed and has returned.
 #[derive(Debug, Default)]
-pub(super) struct FlushFailures {
+pub(crate) struct FlushFailures {
     inner: Arc<Inner>,
     /// Thread that saves the failure, until it is joined.
     saver: Mutex<Option<Box<dyn Spawned>>>,
@@ -94,7 +95,7 @@ impl Inner {
 }
 
 impl FlushFailures {
-    pub(super) fn failure(&self) -> Option<FlushFailure> {
+    pub(crate) fn failure(&self) -> Option<FlushFailure> {
         lock(&self.inner.record).failure().copied()
     }
 
@@ -116,13 +117,17 @@ impl FlushFailures {
     }
 
     /// Loads a saved failure for a unit, and saves future failures. If the saved state cannot be
-    /// read, this is treated as a failure at `date`.
+    /// read, this is treated as a failure at `date`. This has no effect if failures are already
+    /// saved, because the current state is newer than the saved one.
     pub(super) fn keep(
         &self,
         keeper: Arc<dyn FlushKeeper>,
         unit: &Identity,
         date: SystemTime,
     ) -> Option<FlushFailure> {
+        if lock(&self.inner.kept).is_some() {
+            return None;
+        }
         let loaded = keeper.load(unit).unwrap_or_else(|error| {
             let serial = &unit.serial;
             tracing::error!(serial, %error, "cannot read the record of failed flushes");

@@ -87,6 +87,7 @@ mod waiting;
 pub use cause::Cause;
 pub use driver::{Done, Driver, DriverFull};
 pub use file_id::FileId;
+pub(crate) use flush::FlushFailures;
 pub use flush::{FlushFailure, FlushKeeper};
 pub use health::{Failing, Space};
 #[cfg(test)]

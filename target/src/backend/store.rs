@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Instant, SystemTime};
 
 use riser_config::{Faults, Source, Spec};
@@ -48,7 +48,8 @@ pub struct Store {
     pub(super) medium: Medium,
     host: Arc<dyn Host>,
     pub(super) faults: Option<Arc<Faults>>,
-    flush: FlushFailures,
+    /// Created by the first access, unless it is shared with previous stores.
+    flush: OnceLock<Arc<FlushFailures>>,
     geometry: Geometry,
     /// Name in the configuration, for the log.
     name: String,
@@ -167,7 +168,7 @@ impl Store {
             medium,
             host,
             faults: spec.faults.clone(),
-            flush: FlushFailures::default(),
+            flush: OnceLock::new(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
             name: spec.name.clone(),
@@ -509,22 +510,33 @@ impl Store {
         self.space.get()
     }
 
+    fn flush(&self) -> &FlushFailures {
+        self.flush.get_or_init(Arc::default)
+    }
+
+    /// Uses the flush failures of previous stores for the same unit. Must be called before the
+    /// store is used.
+    pub(crate) fn share_flush_failures(&self, failures: Arc<FlushFailures>) {
+        let is_shared = self.flush.set(failures).is_ok();
+        debug_assert!(is_shared, "the store is already in use");
+    }
+
     /// Returns the flush failure that was not cleared, if any. Acknowledged writes may be lost.
     #[must_use]
     pub fn flush_failure(&self) -> Option<FlushFailure> {
-        self.flush.failure()
+        self.flush().failure()
     }
 
     /// Clears the flush failure, so that flushes can succeed again. Called after an administrator
     /// has handled the loss of data.
     pub fn clear_flush_failure(&self) -> Option<FlushFailure> {
-        self.flush.clear()
+        self.flush().clear()
     }
 
     /// Loads a saved flush failure for a unit, and saves future failures. If the saved state cannot
     /// be read, this is treated as a failure at `now`.
     pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity, now: Instant) {
-        if let Some(failure) = self.flush.keep(keeper, unit, self.host.date(now)) {
+        if let Some(failure) = self.flush().keep(keeper, unit, self.host.date(now)) {
             let error = io::Error::from_raw_os_error(failure.errno);
             tracing::error!(
                 backend = self.name,
@@ -537,37 +549,37 @@ impl Store {
 
     /// Waits until a flush failure is saved persistently.
     pub fn wait_flush_failure_saved(&self) {
-        self.flush.wait_saved();
+        self.flush().wait_saved();
     }
 
     /// Returns the number of flush failures that were cleared.
     pub(super) fn flush_clears(&self) -> u64 {
-        self.flush.clears()
+        self.flush().clears()
     }
 
     /// Called when a durable write has failed, and the next flush of its worker will report the
     /// error again if it is due to data of other writes.
     pub(super) fn begin_check(&self) {
-        self.flush.begin_check();
+        self.flush().begin_check();
     }
 
     /// Called when this flush has completed.
     pub(super) fn end_check(&self) {
-        self.flush.end_check();
+        self.flush().end_check();
     }
 
     /// Called when a worker has opened a descriptor for flushes. If another worker is checking an
     /// error, the kernel may not report it to this descriptor, so treat it as lost data.
     pub(super) fn on_flush_descriptor_opened(&self, now: Instant) {
-        if self.flush.is_checking() {
+        if self.flush().is_checking() {
             self.on_flush_failed(libc::EIO, now);
         }
     }
 
     /// Called when a flush has failed, so that all subsequent flushes fail.
-    pub(super) fn on_flush_failed(&self, errno: i32, now: Instant) {
+    pub(crate) fn on_flush_failed(&self, errno: i32, now: Instant) {
         let host = &self.host;
-        if self.flush.fail(errno, host.date(now), host.threads()) {
+        if self.flush().fail(errno, host.date(now), host.threads()) {
             let error = io::Error::from_raw_os_error(errno);
             tracing::error!(
                 backend = self.name,

@@ -13,7 +13,9 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
+use riser_scsi::config::Identity;
 use riser_scsi::lu::{LogicalUnit, UnitState};
+use rustc_hash::FxHashMap;
 
 pub(crate) use self::secrets::check_own;
 use self::secrets::{Secrets, check_secrets};
@@ -25,8 +27,8 @@ use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{
-    FileId, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, look, open_all, undo_all,
-    unit_config,
+    FileId, FlushFailures, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, look, open_all,
+    undo_all, unit_config,
 };
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::fabric::{Unit, UnitIdx};
@@ -168,6 +170,8 @@ pub(super) struct Builder {
     identities: Identities,
     /// State of removed units by backend name, to be restored if the backend has a LUN again.
     removed: BTreeMap<String, UnitState>,
+    /// Flush failures of units, and of removed units until they are cleared.
+    flush_failures: FxHashMap<Identity, Arc<FlushFailures>>,
     /// The error, if the stored names could not be read.
     unread: Option<String>,
     /// SRP portals without names because of this error.
@@ -583,6 +587,10 @@ impl Builder {
             _ => true,
         });
         let (units, unit_stores) = (&self.units, &self.unit_stores);
+        self.flush_failures.retain(|identity, failures| {
+            let mut all = units.values();
+            failures.failure().is_some() || all.any(|u| u.lu.config().identity == *identity)
+        });
         let in_use = |place: usize| {
             let mut all = units.values();
             all.any(|u| unit_stores[u.index.0 as usize] == place)
@@ -701,11 +709,20 @@ impl Builder {
             let subject = Subject::Backend(backend.name.clone());
             self.problems.remove(&subject);
         }
-        if let Some(keeper) = self.keepers.flushes.as_ref().filter(|_| !is_absent) {
-            let store = self.opened[place].as_ref().expect("just opened");
-            store.keep_flush_failures(Arc::clone(keeper), &lu.config().identity, Instant::now());
+        if !is_absent {
+            self.keep_flush_failures(place, &lu.config().identity);
         }
         Ok(self.enter_unit(config, backend, place, lu))
+    }
+
+    /// Uses the flush failures of previous stores for the same unit, or loads saved failures.
+    fn keep_flush_failures(&mut self, place: usize, identity: &Identity) {
+        let store = self.opened[place].as_ref().expect("just opened");
+        let failures = self.flush_failures.entry(identity.clone()).or_default();
+        store.share_flush_failures(Arc::clone(failures));
+        if let Some(keeper) = &self.keepers.flushes {
+            store.keep_flush_failures(Arc::clone(keeper), identity, Instant::now());
+        }
     }
 
     /// Returns the configuration of a backend's unit, using stored names. If these could not be

@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::time::Instant;
 use std::{fs, io};
 
 use riser_scsi::config::Identity;
@@ -11,7 +12,7 @@ use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 
 use super::LOCK_WAIT;
 use super::portals::tests::{Dir, problems, retry};
-use crate::backend::open_in_time;
+use crate::backend::{OpenedStores, open_in_time};
 use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
@@ -347,6 +348,59 @@ fn missing_disk_with_naa_is_not_created() {
         server.shutdown().unwrap();
         assert!(!is_served, "{naa}: an empty disk is served in its place");
     }
+}
+
+/// A device was removed, a flush has failed, and then the device is opened again. There may be no
+/// state directory, or the failure may not be saved yet.
+#[test]
+fn returning_disk_keeps_flush_failure() {
+    let dir = Dir::new("failed-flush");
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let mut server = Server::start(&config).unwrap();
+    let store = |server: &Server| {
+        let mut open = server.builder.open();
+        Arc::clone(open.next().unwrap().1)
+    };
+    let before = store(&server);
+    before.on_flush_failed(libc::EIO, Instant::now());
+    let failure = before.flush_failure();
+    away(&dir);
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let spec = &config.backends[0].spec;
+    let mut opened = OpenedStores::default();
+    opened.insert("a", spec, open_in_time(spec, false));
+    server.retry(opened).unwrap();
+    let after = store(&server);
+    assert!(!Arc::ptr_eq(&before, &after));
+    assert!(failure.is_some() && after.flush_failure() == failure);
+    // A request of the previous device may still fail.
+    assert_eq!(server.clear_flush_failure(None), 1);
+    assert_eq!(after.flush_failure(), None);
+    before.on_flush_failed(libc::EIO, Instant::now());
+    assert!(after.flush_failure().is_some());
+    server.shutdown().unwrap_err();
+}
+
+/// Removing a disk from the configuration is not a confirmation that the loss was handled.
+#[test]
+fn removed_disk_keeps_flush_failure() {
+    let dir = Dir::new("failed-removed");
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let mut server = Server::start(&config).unwrap();
+    let store = |server: &Server| server.builder.open().next().map(|(_, s)| Arc::clone(s));
+    let before = store(&server).unwrap();
+    before.on_flush_failed(libc::EIO, Instant::now());
+    drop(before);
+    let mut without = config.clone();
+    without.targets[0].luns.clear();
+    server.change(without).unwrap();
+    assert!(store(&server).is_none());
+    server.change(config).unwrap();
+    assert!(store(&server).unwrap().flush_failure().is_some());
+    assert_eq!(server.clear_flush_failure(None), 1);
+    server.shutdown().unwrap();
 }
 
 /// Returns whether the cache of a disk is still valid if its file was locked at startup.

@@ -1,7 +1,7 @@
 //! The flush protocol of a file, without I/O.
 //!
 //! Linux reports a write-back error once per open file description and then considers the pages
-//! clean, so the next `fdatasync` succeeds even though the data was lost. Three values ensure that
+//! clean, so the next `fdatasync` succeeds even though the data was lost. These values ensure that
 //! a flush never succeeds in this case:
 //!
 //! - [`FlushQueue`]: executes one flush at a time, so that two flushes cannot compete for an error.
@@ -12,13 +12,15 @@
 //!   for writes, and its error may be the only report of data lost by other writes (a *deferred
 //!   error*). A flush with a separate descriptor will receive this error as well, unless the
 //!   descriptor was opened after the error. The error must be recorded if this happens while it is
-//!   [checked](FlushRecord::begin_check).
+//!   [checked](FlushChecks).
 //!
 //! ```text
 //! flush:          join ─→ due ─→ start ─→ fdatasync ─→ complete ─→ record: failed or successful
 //! durable write:  error ─→ may the descriptor report it again? ─ yes ─→ join (as above)
 //!                                                              └ no ──→ record: failed
 //! ```
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use riser_state::{State, become_state};
 
@@ -164,8 +166,6 @@ impl<T: PartialEq> FlushQueue<T> {
 pub struct FlushRecord<E> {
     failure: Option<E>,
     clears: u64,
-    /// Deferred errors to be reported again by a flush that has not completed.
-    checks: usize,
 }
 
 impl<E> Default for FlushRecord<E> {
@@ -173,7 +173,6 @@ impl<E> Default for FlushRecord<E> {
         Self {
             failure: None,
             clears: 0,
-            checks: 0,
         }
     }
 }
@@ -207,26 +206,31 @@ impl<E> FlushRecord<E> {
     pub fn clears(&self) -> u64 {
         self.clears
     }
+}
 
+/// Deferred errors of an open file that are not known to be reported again yet.
+#[derive(Debug, Default)]
+pub struct FlushChecks {
+    active: AtomicUsize,
+}
+
+impl FlushChecks {
     /// Called when a durable write has failed, and the next flush will [report its error
     /// again](FlushDescriptor::reports_again).
-    pub fn begin_check(&mut self) {
-        self.checks += 1;
+    pub fn begin(&self) {
+        self.active.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Called when this flush has completed and its result was recorded.
-    ///
-    /// # Panics
-    /// Panics if there was no call of [`FlushRecord::begin_check`].
-    pub fn end_check(&mut self) {
-        self.checks = self.checks.checked_sub(1).expect("check in progress");
+    pub fn end(&self) {
+        self.active.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Returns whether the error of a durable write is being checked. A descriptor opened before
-    /// this call may not report the error, so a failure must be recorded.
+    /// Returns whether an error is being checked. A descriptor opened before this call may not
+    /// report it, so a failure must be recorded.
     #[must_use]
-    pub fn is_checking(&self) -> bool {
-        self.checks > 0
+    pub fn is_active(&self) -> bool {
+        self.active.load(Ordering::Acquire) > 0
     }
 }
 
@@ -470,6 +474,7 @@ mod tests {
     struct Model {
         file: File,
         record: FlushRecord<()>,
+        checks: FlushChecks,
         workers: [Worker; 2],
         /// Acknowledged data was lost since the last clear.
         is_lost: bool,
@@ -510,6 +515,7 @@ mod tests {
             Self {
                 file,
                 record: FlushRecord::default(),
+                checks: FlushChecks::default(),
                 workers,
                 is_lost: false,
             }
@@ -530,7 +536,7 @@ mod tests {
                 false => worker.writes,
             };
             worker.descriptor.renew(Some(handle), !can_open, clears);
-            if self.record.is_checking() {
+            if self.checks.is_active() {
                 self.record.record(());
             }
             true
@@ -576,7 +582,7 @@ mod tests {
                         let succeeds = !request.is_write && self.record.failure().is_none();
                         assert!(!(succeeds && request.must_fail), "lost data was flushed");
                         if request.is_check {
-                            self.record.end_check();
+                            self.checks.end();
                         }
                     }
                     worker.queue.recycle(served);
@@ -603,7 +609,7 @@ mod tests {
                             .descriptor
                             .reports_again(renewals, self.record.clears());
                         if is_check {
-                            self.record.begin_check();
+                            self.checks.begin();
                         } else {
                             self.record.record(());
                         }

@@ -9,8 +9,8 @@
 //! - [`Service`]: client connection or kernel queue that can be served on the device thread.
 //! - [`Workload`]: I/O load that can be run on the device thread; see [`drive`] if there may be no
 //!   thread.
-//! - [`FlushQueue`], [`FlushRecord`], [`FlushDescriptor`]: the flush protocol of a file, without
-//!   I/O.
+//! - [`FlushQueue`], [`FlushRecord`], [`FlushDescriptor`], [`FlushChecks`]: the flush protocol of a
+//!   file, without I/O.
 //! - [`task`]: executor used by exports for their requests: the thread that completes an operation
 //!   also continues the request, so there is no thread switch.
 //! - [`Mailbox`], [`mod@oneshot`], [`poll_fds`]: messages to a device thread, its results, and its
@@ -45,7 +45,7 @@ use std::task::{Poll, Waker};
 pub use buffer::{Buffer, BufferWaiters, SharedBuffer};
 pub use bytes::{ByteDevice, Span};
 pub use error::BlockError;
-pub use flush::{FlushDescriptor, FlushQueue, FlushRecord, FlushState};
+pub use flush::{FlushChecks, FlushDescriptor, FlushQueue, FlushRecord, FlushState};
 pub use lock::{RangeGuard, RangeLocks};
 pub use losses::LossCursor;
 pub use mailbox::Mailbox;

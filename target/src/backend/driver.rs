@@ -895,7 +895,7 @@ impl Driver {
                 let clears = attached.store.flush_clears();
                 request.is_checking = attached.sync.reports_again(request.renewals, clears);
                 match request.is_checking {
-                    true => attached.store.begin_check(),
+                    true => attached.store.flush_checks.begin(),
                     false => attached.store.on_flush_failed(errno, self.now),
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
@@ -1126,7 +1126,7 @@ impl Driver {
         self.free_bounce(index);
         let request = self.requests.complete(index);
         if request.is_checking {
-            self.stores[request.store.0].store.end_check();
+            self.stores[request.store.0].store.flush_checks.end();
         }
         if !matches!(result, StepResult::Failed(_)) {
             let store = &self.stores[request.store.0].store;

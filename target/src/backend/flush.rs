@@ -104,18 +104,6 @@ impl FlushFailures {
         lock(&self.inner.record).clears()
     }
 
-    pub(super) fn begin_check(&self) {
-        lock(&self.inner.record).begin_check();
-    }
-
-    pub(super) fn end_check(&self) {
-        lock(&self.inner.record).end_check();
-    }
-
-    pub(super) fn is_checking(&self) -> bool {
-        lock(&self.inner.record).is_checking()
-    }
-
     /// Loads a saved failure for a unit, and saves future failures. If the saved state cannot be
     /// read, this is treated as a failure at `date`. This has no effect if failures are already
     /// saved, because the current state is newer than the saved one.

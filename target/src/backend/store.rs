@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Instant, SystemTime};
 
+use riser_block::FlushChecks;
 use riser_config::{Faults, Source, Spec};
 use riser_reactor::Handle;
 use riser_reactor::simulated::Disk;
@@ -50,6 +51,8 @@ pub struct Store {
     pub(super) faults: Option<Arc<Faults>>,
     /// Created by the first access, unless it is shared with previous stores.
     flush: OnceLock<Arc<FlushFailures>>,
+    /// Errors of durable writes that are checked by a worker.
+    pub(super) flush_checks: FlushChecks,
     geometry: Geometry,
     /// Name in the configuration, for the log.
     name: String,
@@ -169,6 +172,7 @@ impl Store {
             host,
             faults: spec.faults.clone(),
             flush: OnceLock::new(),
+            flush_checks: FlushChecks::default(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
             name: spec.name.clone(),
@@ -557,21 +561,10 @@ impl Store {
         self.flush().clears()
     }
 
-    /// Called when a durable write has failed, and the next flush of its worker will report the
-    /// error again if it is due to data of other writes.
-    pub(super) fn begin_check(&self) {
-        self.flush().begin_check();
-    }
-
-    /// Called when this flush has completed.
-    pub(super) fn end_check(&self) {
-        self.flush().end_check();
-    }
-
     /// Called when a worker has opened a descriptor for flushes. If another worker is checking an
     /// error, the kernel may not report it to this descriptor, so treat it as lost data.
     pub(super) fn on_flush_descriptor_opened(&self, now: Instant) {
-        if self.flush().is_checking() {
+        if self.flush_checks.is_active() {
             self.on_flush_failed(libc::EIO, now);
         }
     }

@@ -2009,6 +2009,22 @@ fn new_worker_fails_during_error_check() {
     drop(other.run(&[]));
 }
 
+/// The previous store of a unit may be hanging.
+#[test]
+fn error_check_affects_only_its_store() {
+    let failures: Arc<super::FlushFailures> = Arc::default();
+    let [(gone, _), (back, _)] = [store_in_memory(), store_in_memory()];
+    for store in [&gone, &back] {
+        store.share_flush_failures(failures.clone());
+    }
+    let mut one = InMemory::new(&gone);
+    one.submit(DURABLE);
+    one.complete_operations(|| Outcome::Failed(libc::EIO));
+    let mut other = InMemory::new(&back);
+    assert_eq!(other.run(&[FLUSH]), [StepResult::Done]);
+    assert_eq!(back.flush_failure(), None);
+}
+
 const DURABLE: BlockOp = BlockOp::Write {
     offset: 8 << 20,
     len: 4096,

@@ -61,6 +61,9 @@ pub(super) struct Parts {
     pub(super) port: u8,
 }
 
+/// `IBV_LINK_LAYER_ETHERNET` of `infiniband/verbs.h`, where its enum has no name.
+pub(super) const LINK_LAYER_ETHERNET: u8 = 2;
+
 impl RdmaCoreDevice {
     /// Opens the device with this local address.
     ///
@@ -189,6 +192,12 @@ impl RdmaCoreDevice {
             .take_while(|i| i32::from(*i) < port.gid_tbl_len)
             .filter(|i| self.gid(self.port, (*i).into()).is_ok_and(|g| g == wanted))
             .min_by_key(|i| !self.is_roce_v2(*i))
+    }
+
+    /// Returns whether the link layer of our port is Ethernet.
+    pub(super) fn is_ethernet(&self) -> bool {
+        let port = self.port_attr(self.port);
+        port.is_ok_and(|port| port.link_layer == LINK_LAYER_ETHERNET)
     }
 
     fn is_roce_v2(&self, index: u8) -> bool {

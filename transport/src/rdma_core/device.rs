@@ -580,10 +580,14 @@ impl RdmaCm for RdmaCoreDevice {
 
 impl RdmaCoreDevice {
     /// Selects the GID of the address used to open the device, since a device can have many GIDs.
-    /// If the address was removed, any other GID would send from a different address.
+    /// If the address was removed from a RoCE device, any other GID would send from a different
+    /// address. The GIDs of an InfiniBand port don't depend on its IP addresses.
     fn choose_gid(&self, attr: &mut ibv_ah_attr) -> Result<(), VerbsError> {
-        let index = self.gid_index();
-        attr.grh.sgid_index = index.ok_or(VerbsError::InvalidParameter("sgid_index"))?;
+        match self.gid_index() {
+            Some(index) => attr.grh.sgid_index = index,
+            None if self.is_ethernet() => return Err(VerbsError::InvalidParameter("sgid_index")),
+            None => {}
+        }
         Ok(())
     }
 
@@ -660,6 +664,9 @@ mod tests {
         // The attribute has eight bits.
         table.insert(0, other);
         assert_eq!(create(table), missing);
+        // The address of an IPoIB interface is not in the table.
+        library(|library| library.link_layer = 1);
+        assert_eq!(create(vec![other, other]), Ok(0));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::ptr;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::{Cm, RdmaCore, Verbs as Functions};
 
-use super::context::{Parts, RdmaCoreDevice};
+use super::context::{LINK_LAYER_ETHERNET, Parts, RdmaCoreDevice};
 use super::shared::Seat;
 use crate::verbs::{
     CqId, DeviceAttr, Gid, QpCap, QpId, QpInitAttr, QpType, RKey, RecvWr, RemoteAddr, SendFlags,
@@ -50,6 +50,7 @@ pub(super) struct Library {
     pub(super) sgid_index: u8,
     /// GID table of the port.
     pub(super) gids: Vec<IpAddr>,
+    pub(super) link_layer: u8,
     /// Number of windows that have been allocated.
     windows: u32,
 }
@@ -242,9 +243,12 @@ unsafe extern "C" fn query_port(
     _: u8,
     attr: *mut _compat_ibv_port_attr,
 ) -> c_int {
-    let count = library(|library| library.gids.len());
     // SAFETY: the provider passes the larger version of this structure.
-    unsafe { (*attr.cast::<ibv_port_attr>()).gid_tbl_len = count as c_int };
+    let attr = unsafe { &mut *attr.cast::<ibv_port_attr>() };
+    library(|library| {
+        attr.gid_tbl_len = library.gids.len() as c_int;
+        attr.link_layer = library.link_layer;
+    });
     0
 }
 
@@ -453,6 +457,7 @@ impl RdmaCoreDevice {
                 comp_fd,
                 room: usize::MAX,
                 gids: vec![Ipv4Addr::LOCALHOST.into()],
+                link_layer: LINK_LAYER_ETHERNET,
                 ..Library::default()
             }
         });

@@ -194,10 +194,13 @@ impl RdmaCoreDevice {
             .min_by_key(|i| !self.is_roce_v2(*i))
     }
 
-    /// Returns whether the link layer of our port is Ethernet.
-    pub(super) fn is_ethernet(&self) -> bool {
+    /// Returns whether our port uses RoCE. The link layer of an iWARP port is Ethernet as well.
+    pub(super) fn is_roce(&self) -> bool {
+        // SAFETY: an open context has a device.
+        let transport = unsafe { (*(*self.context).device).transport_type };
         let port = self.port_attr(self.port);
-        port.is_ok_and(|port| port.link_layer == LINK_LAYER_ETHERNET)
+        transport == IBV_TRANSPORT_IB
+            && port.is_ok_and(|port| port.link_layer == LINK_LAYER_ETHERNET)
     }
 
     fn is_roce_v2(&self, index: u8) -> bool {

@@ -581,11 +581,11 @@ impl RdmaCm for RdmaCoreDevice {
 impl RdmaCoreDevice {
     /// Selects the GID of the address used to open the device, since a device can have many GIDs.
     /// If the address was removed from a RoCE device, any other GID would send from a different
-    /// address. The GIDs of an InfiniBand port don't depend on its IP addresses.
+    /// address. The GIDs of InfiniBand and iWARP ports don't depend on their IP addresses.
     fn choose_gid(&self, attr: &mut ibv_ah_attr) -> Result<(), VerbsError> {
         match self.gid_index() {
             Some(index) => attr.grh.sgid_index = index,
-            None if self.is_ethernet() => return Err(VerbsError::InvalidParameter("sgid_index")),
+            None if self.is_roce() => return Err(VerbsError::InvalidParameter("sgid_index")),
             None => {}
         }
         Ok(())
@@ -667,6 +667,18 @@ mod tests {
         // The address of an IPoIB interface is not in the table.
         library(|library| library.link_layer = 1);
         assert_eq!(create(vec![other, other]), Ok(0));
+    }
+
+    /// The only GID of an iWARP port is its MAC address.
+    #[test]
+    fn iwarp_device_needs_no_gid() {
+        let mut device = RdmaCoreDevice::fake();
+        // SAFETY: the device is valid and only used by this thread.
+        unsafe { (*(*device.context).device).transport_type = IBV_TRANSPORT_IWARP };
+        library(|library| library.gids = vec![IpAddr::from([10, 0, 0, 3])]);
+        let pd = device.alloc_pd().unwrap();
+        let attr = AhAttr::new(Gid::from(IpAddr::from([10, 0, 0, 2])));
+        device.create_ah(pd, attr).unwrap();
     }
 
     #[test]

@@ -465,6 +465,8 @@ impl RdmaCoreDevice {
         // valid value.
         let (mut context, mut comp): (Box<ibv_context>, Box<ibv_comp_channel>) =
             unsafe { (Box::new(zeroed()), Box::new(zeroed())) };
+        // SAFETY: same as above.
+        context.device = Box::into_raw(Box::new(unsafe { zeroed() }));
         context.ops.poll_cq = Some(poll_cq);
         context.ops.req_notify_cq = Some(req_notify_cq);
         context.ops.post_send = Some(post_send);

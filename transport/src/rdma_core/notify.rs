@@ -157,7 +157,12 @@ impl CqTable {
     /// Requests an event for the next completion. This will return whether completions are already
     /// available.
     pub(super) fn request_notice(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
-        let arming = self.table.get(cq)?.arming;
+        let entry = self.table.get(cq)?;
+        if entry.overrun {
+            // There won't be an event, so the user must poll the queue to get the error.
+            return Ok(true);
+        }
+        let arming = entry.arming;
         match notify {
             // We are already waiting for any completion, which must not be changed by this call
             // (IBTA 11.4.2.2).
@@ -451,6 +456,17 @@ mod tests {
             assert_eq!(polled, Err(VerbsError::CqOverrun));
             device.progress(Instant::now());
             assert_eq!(device.poll_cq_event(), None);
+        }
+    }
+
+    /// The queue has overrun before the user waits for it.
+    #[test]
+    fn overrun_queue_has_completions_when_armed() {
+        let mut device = RdmaCoreDevice::fake();
+        let (cq, _) = device.fake_queues();
+        device.cqs.fail(cq);
+        for notify in [Notify::Next, Notify::Solicited] {
+            assert_eq!(device.req_notify_cq(cq, notify), Ok(true));
         }
     }
 

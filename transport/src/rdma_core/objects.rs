@@ -59,7 +59,7 @@ pub(super) enum SlotQueue {
     Send(QpId),
     Recv(QpId),
     Shared(SrqId),
-    /// Shared queue, and the receive was used by a QP that has been destroyed.
+    /// Shared queue, and the receive was used by a QP before it was reset or destroyed.
     Orphaned(SrqId),
 }
 

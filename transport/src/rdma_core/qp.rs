@@ -130,12 +130,12 @@ impl RdmaCoreDevice {
         self.release_requests(id);
         let Ok(qp) = self.qps.remove(id) else { return };
         self.qpns.remove(&qp.qpn);
-        self.orphan_receives(&qp);
         self.use_parts(&qp.init, -1);
     }
 
-    /// Releases the requests of a QP that is being reset or destroyed. If there are still
-    /// completions for them, they won't match a slot.
+    /// Releases the requests of a QP that has been reset or destroyed. If there are still completions
+    /// for them, they won't match a slot. Shared receives are returned to the owner, but without the
+    /// QP.
     pub(super) fn release_requests(&mut self, qp: QpId) {
         let Ok(entry) = self.qps.get_mut(qp) else {
             return;
@@ -143,31 +143,34 @@ impl RdmaCoreDevice {
         for slot in entry.sent.drain(..).chain(entry.received.drain(..)) {
             let _ = self.slots.remove(slot);
         }
+        let (init, qpn) = (entry.init, entry.qpn);
+        self.orphan_receives(&init, qpn);
     }
 }
 
 impl RdmaCoreDevice {
-    /// Marks all shared receives used by a destroyed QP that have not been polled yet. Their
-    /// completions only contain its number, which the device can use again for a new QP.
-    fn orphan_receives(&mut self, qp: &Qp) {
-        let cqs: Vec<CqId> = match qp.init.qp_type {
+    /// Marks all shared receives used by a QP that have not been polled yet. Their completions only
+    /// contain its number, which is the same after a reset, and which the device can use again for a
+    /// new QP if it was destroyed.
+    fn orphan_receives(&mut self, init: &QpInitAttr, qpn: u32) {
+        let cqs: Vec<CqId> = match init.qp_type {
             QpType::XrcTgt => {
                 let xrc = self.srqs.iter().filter_map(|(_, srq)| srq.xrc);
-                xrc.filter(|(xrcd, _)| qp.init.xrcd == Some(*xrcd))
+                xrc.filter(|(xrcd, _)| init.xrcd == Some(*xrcd))
                     .map(|(_, cq)| cq)
                     .collect()
             }
-            _ => qp.init.srq.map(|_| qp.init.recv_cq).into_iter().collect(),
+            _ => init.srq.map(|_| init.recv_cq).into_iter().collect(),
         };
         for cq in cqs {
-            // Remove everything from the library, since a new QP could add to its queue. If it has
-            // failed, there are no more completions.
+            // Remove everything from the library, since the next use of the number could add to its
+            // queue. If it has failed, there are no more completions.
             let _ = self.cqs.peek(cq, usize::MAX);
             let Ok(entry) = self.cqs.table.get(cq) else {
                 continue;
             };
             let peeked = entry.peeked.borrow();
-            for wc in peeked.iter().filter(|wc| wc.qp_num == qp.qpn) {
+            for wc in peeked.iter().filter(|wc| wc.qp_num == qpn) {
                 if let Ok(slot) = self.slots.get_mut(SlotId(unpack(wc.wr_id)))
                     && let SlotQueue::Shared(srq) = slot.queue
                 {
@@ -207,10 +210,8 @@ mod tests {
         assert_eq!(out.iter().map(|c| c.wr_id.0).collect::<Vec<_>>(), [5]);
     }
 
-    /// The device can use the number of a destroyed QP again while completions are still in the
-    /// queue.
-    #[test]
-    fn stale_receive_does_not_name_new_qp() {
+    /// Creates a device with a CQ and an SRQ, and returns the attributes of a QP using them.
+    fn fake_shared() -> (RdmaCoreDevice, CqId, SrqId, QpInitAttr) {
         let mut device = RdmaCoreDevice::fake();
         let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(8).unwrap();
@@ -222,6 +223,14 @@ mod tests {
         let srq = device.create_srq(pd, attr).unwrap();
         let mut init = QpInitAttr::new(pd, cq, QpType::Rc, QpCap::new(8, 8));
         init.srq = Some(srq);
+        (device, cq, srq, init)
+    }
+
+    /// The device can use the number of a destroyed QP again while completions are still in the
+    /// queue.
+    #[test]
+    fn stale_receive_does_not_name_new_qp() {
+        let (mut device, cq, srq, init) = fake_shared();
         let old = device.create_qp(&init).unwrap();
         device.post_srq_recv(srq, &[1, 2].map(receive)).unwrap();
         let [first, second] = library(|library| [library.posted[0], library.posted[1]]);
@@ -234,6 +243,23 @@ mod tests {
         let mut out = Vec::new();
         device.poll_cq(cq, 8, &mut out).unwrap();
         let found: Vec<_> = out.iter().map(|c| (c.wr_id.0, c.qp == new)).collect();
+        assert_eq!(found, [(1, false), (2, true)]);
+        assert_eq!(device.slots.len(), 0);
+    }
+
+    /// The messages were sent by the previous peer.
+    #[test]
+    fn stale_receive_does_not_name_reset_qp() {
+        let (mut device, cq, srq, init) = fake_shared();
+        let qp = device.create_qp(&init).unwrap();
+        device.post_srq_recv(srq, &[1, 2].map(receive)).unwrap();
+        let [first, second] = library(|library| [library.posted[0], library.posted[1]]);
+        device.fake_completion(cq, first);
+        device.modify_qp(qp, &QpAttr::to(QpState::Reset)).unwrap();
+        device.fake_completion(cq, second);
+        let mut out = Vec::new();
+        device.poll_cq(cq, 8, &mut out).unwrap();
+        let found: Vec<_> = out.iter().map(|c| (c.wr_id.0, c.qp == qp)).collect();
         assert_eq!(found, [(1, false), (2, true)]);
         assert_eq!(device.slots.len(), 0);
     }

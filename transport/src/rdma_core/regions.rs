@@ -492,6 +492,16 @@ impl RegionTable {
         window.is_ok_and(|window| window.mw_type == MwType::Type1)
     }
 
+    /// Returns the region of a window for use by the library, and the address of `segment` in it.
+    fn base(&self, base: MrId, segment: &MemSlice) -> Option<(*mut ibv_mr, u64)> {
+        match self.regions.get(base).ok()? {
+            Region::Plain {
+                ptr, mr, memory, ..
+            } => Some((*ptr, mr.addr + (segment.addr() - memory.addr()))),
+            Region::Null { .. } | Region::Window(_) => None,
+        }
+    }
+
     pub(super) fn bind(
         &self,
         mr: MrId,
@@ -505,18 +515,13 @@ impl RegionTable {
         let Some((base, segment)) = &w.mapped else {
             return Err(PostReason::InvalidKey);
         };
-        let Ok(Region::Plain {
-            ptr, mr, memory, ..
-        }) = self.regions.get(*base)
-        else {
-            return Err(PostReason::InvalidKey);
-        };
+        let (ptr, addr) = self.base(*base, segment).ok_or(PostReason::InvalidKey)?;
         Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
             mw: w.ptr,
             rkey: key.0,
             bind_info: ibv_mw_bind_info {
-                mr: *ptr,
-                addr: mr.addr + (segment.addr() - memory.addr()),
+                mr: ptr,
+                addr,
                 length: segment.len() as u64,
                 // A window sets the access rights of the peer. Local access depends on its region.
                 mw_access_flags: convert::access_flags(access & Access::REMOTE)
@@ -572,6 +577,14 @@ impl RegionTable {
     pub(super) fn on_posted(&mut self, op: &SendOp) {
         match *op {
             SendOp::RegMr { mr, key, access } => {
+                let addr = match self.regions.get(mr) {
+                    Ok(Region::Window(w)) if !access.contains(Access::ZERO_BASED) => {
+                        let (base, segment) = w.mapped.as_ref().expect("checked when posting");
+                        self.base(*base, segment)
+                            .map_or(w.mr.addr, |(_, addr)| addr)
+                    }
+                    _ => 0,
+                };
                 if let Ok(Region::Window(w)) = self.regions.get_mut(mr) {
                     // If the peer invalidates the window, it will use the new key.
                     self.rkeys.remove(&w.mr.rkey.0);
@@ -582,9 +595,7 @@ impl RegionTable {
                     unsafe { (*w.ptr).rkey = key.0 };
                     w.access = access;
                     w.valid = true;
-                    if access.contains(Access::ZERO_BASED) {
-                        w.mr.addr = 0;
-                    }
+                    w.mr.addr = addr;
                 }
             }
             SendOp::BindMw(bind) => {
@@ -737,5 +748,15 @@ mod tests {
         };
         device.post_send(qp, &[SendWr::new(1, op, &[])]).unwrap();
         assert_eq!(addr(&device), 0);
+        // The mapping does not change when it is invalidated.
+        let op = SendOp::LocalInv(key);
+        device.post_send(qp, &[SendWr::new(2, op, &[])]).unwrap();
+        let op = SendOp::RegMr {
+            mr: fast.id,
+            key: key.next(),
+            access: Access::empty(),
+        };
+        device.post_send(qp, &[SendWr::new(3, op, &[])]).unwrap();
+        assert_eq!(addr(&device), iova + 4096);
     }
 }

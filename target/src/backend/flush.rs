@@ -50,6 +50,8 @@ pub(crate) struct FlushFailures {
     inner: Arc<Inner>,
     /// Thread that saves the failure, until it is joined.
     saver: Mutex<Option<Box<dyn Spawned>>>,
+    /// Cloned by each store that uses this record.
+    users: Arc<()>,
 }
 
 #[derive(Debug, Default)]
@@ -95,6 +97,18 @@ impl Inner {
 }
 
 impl FlushFailures {
+    /// Returns a token to be owned by a store that uses this record.
+    pub(super) fn user(&self) -> Arc<()> {
+        Arc::clone(&self.users)
+    }
+
+    /// Returns whether the record is needed: there is a failure, or a store that could add one. A
+    /// removed store is in use until all of its requests have completed.
+    pub(crate) fn is_needed(&self) -> bool {
+        // Check this first, because the last store could add a failure in between.
+        Arc::strong_count(&self.users) > 1 || self.failure().is_some()
+    }
+
     pub(crate) fn failure(&self) -> Option<FlushFailure> {
         lock(&self.inner.record).failure().copied()
     }

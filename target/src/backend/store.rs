@@ -49,8 +49,9 @@ pub struct Store {
     pub(super) medium: Medium,
     host: Arc<dyn Host>,
     pub(super) faults: Option<Arc<Faults>>,
-    /// Created by the first access, unless it is shared with previous stores.
-    flush: OnceLock<Arc<FlushFailures>>,
+    /// The record and our user token. They are created by the first access, unless the record is
+    /// shared with previous stores.
+    flush: OnceLock<(Arc<FlushFailures>, Arc<()>)>,
     /// Errors of durable writes that are checked by a worker.
     pub(super) flush_checks: FlushChecks,
     geometry: Geometry,
@@ -515,13 +516,14 @@ impl Store {
     }
 
     fn flush(&self) -> &FlushFailures {
-        self.flush.get_or_init(Arc::default)
+        &self.flush.get_or_init(Default::default).0
     }
 
     /// Uses the flush failures of previous stores for the same unit. Must be called before the
     /// store is used.
     pub(crate) fn share_flush_failures(&self, failures: Arc<FlushFailures>) {
-        let is_shared = self.flush.set(failures).is_ok();
+        let user = failures.user();
+        let is_shared = self.flush.set((failures, user)).is_ok();
         debug_assert!(is_shared, "the store is already in use");
     }
 

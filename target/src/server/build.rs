@@ -170,7 +170,8 @@ pub(super) struct Builder {
     identities: Identities,
     /// State of removed units by backend name, to be restored if the backend has a LUN again.
     removed: BTreeMap<String, UnitState>,
-    /// Flush failures of units, and of removed units until they are cleared.
+    /// Flush failures of units, and of removed units while they may still fail, or until they are
+    /// cleared.
     flush_failures: FxHashMap<Identity, Arc<FlushFailures>>,
     /// The error, if the stored names could not be read.
     unread: Option<String>,
@@ -586,11 +587,9 @@ impl Builder {
             Subject::Backend(name) => self.absent.contains_key(name),
             _ => true,
         });
+        self.flush_failures
+            .retain(|_, failures| failures.is_needed());
         let (units, unit_stores) = (&self.units, &self.unit_stores);
-        self.flush_failures.retain(|identity, failures| {
-            let mut all = units.values();
-            failures.failure().is_some() || all.any(|u| u.lu.config().identity == *identity)
-        });
         let in_use = |place: usize| {
             let mut all = units.values();
             all.any(|u| unit_stores[u.index.0 as usize] == place)

@@ -403,6 +403,27 @@ fn removed_disk_keeps_flush_failure() {
     server.shutdown().unwrap();
 }
 
+/// A flush of a hanging device fails after its LUN was removed.
+#[test]
+fn removed_disk_keeps_late_flush_failure() {
+    let dir = Dir::new("failed-late");
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let mut server = Server::start(&config).unwrap();
+    let store = |server: &Server| server.builder.open().next().map(|(_, s)| Arc::clone(s));
+    let before = store(&server).unwrap();
+    let mut without = config.clone();
+    without.targets[0].luns.clear();
+    server.change(without.clone()).unwrap();
+    before.on_flush_failed(libc::EIO, Instant::now());
+    drop(before);
+    server.change(without).unwrap();
+    server.change(config).unwrap();
+    assert!(store(&server).unwrap().flush_failure().is_some());
+    assert_eq!(server.clear_flush_failure(None), 1);
+    server.shutdown().unwrap();
+}
+
 /// Returns whether the cache of a disk is still valid if its file was locked at startup.
 /// `meanwhile` is called before the file is opened.
 fn keeps_cache(

@@ -4,7 +4,8 @@
 //! between the network and the disk. A command never owns the buffer. It only uses [`DataAccess`]
 //! to copy bytes from and to the buffer when it has to decide on the next step. We cannot create a
 //! reference to the buffer contents, because a device could write to it at any time. Block data is
-//! never accessed here, except to compare it or to write a pattern.
+//! only accessed here to compare it, to combine it (ORWRITE), to write a pattern, and to calculate
+//! or check protection information.
 
 /// Number of bytes to process at once when a command needs to access more data.
 const PIECE: usize = 4096;

@@ -25,7 +25,7 @@ use crate::protection::{ExpectedTuple, MaskedTag, ProtectionError, Tuple, guard,
 use crate::sense::{Sense, SenseKey};
 
 /// Max size of a logical block, in bytes.
-const BLOCK_MAX: usize = 4096;
+pub(super) const BLOCK_MAX: usize = 4096;
 
 /// Size of a logical block on the medium and in transferred data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

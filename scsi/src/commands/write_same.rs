@@ -1,6 +1,6 @@
 //! WRITE SAME (10), (16) and (32) (SBC-3 5.48, 5.49, SBC-4 5.53).
 
-use super::integrity::{Integrity, Span, read_tuple};
+use super::integrity::{BLOCK_MAX, Integrity, Span, read_tuple};
 use super::plan::{Context, Next, Plan, PlanResult, Planner, Room, Steps, Transfer};
 use crate::access::is_zero;
 use crate::cdb::Cdb;
@@ -161,8 +161,8 @@ impl WriteSame {
 
     /// Fills the buffer with copies of the first block.
     fn fill(&self, context: &mut Context<'_>, block: u32) {
-        // Large enough for any block size. We use the stack here to avoid an allocation.
-        let mut pattern = [0; 4096];
+        // We use the stack here to avoid an allocation.
+        let mut pattern = [0; BLOCK_MAX];
         let pattern = &mut pattern[..block as usize];
         context.data.read(0, pattern);
         for at in (block..self.segment.len).step_by(block as usize) {

@@ -24,7 +24,8 @@
 //! be available before the first step that is not [`Step::Respond`]. To abort a command, just drop
 //! it between two steps.
 //!
-//! We don't allocate any memory for reads and writes.
+//! We don't allocate any memory for READ and WRITE commands if the LU does not have protection
+//! information.
 
 use crate::access::DataAccess;
 use crate::commands::machine::Machine;

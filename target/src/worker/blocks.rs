@@ -227,8 +227,9 @@ impl Blocks {
 
     /// Starts to flush all backends of a catalog to stable storage.
     ///
-    /// A previous flush may still be in flight if the server stopped waiting for the result. Its
-    /// requests are added to this flush, which reports the result for both.
+    /// A previous flush may still be in flight if the server stopped waiting for the result. The
+    /// requests it is still waiting for are added to this flush. Results of its other requests are
+    /// ignored.
     pub(super) fn begin_flush(&mut self, ring: &mut Ring, catalog: &Catalog, number: u64) {
         let mut flush = Flush {
             number,

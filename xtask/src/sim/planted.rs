@@ -1,11 +1,10 @@
-//! `cargo xtask sim --planted`: adds known defects that were found in reviews to the code, one at a
-//! time. Each must be detected by the simulator or by the tests listed in its patch.
+//! `cargo xtask sim --planted`: adds known defects to the code, one at a time. Each must be detected
+//! by the simulator or by the tests listed in its patch.
 //!
-//! A patch in `tests/sim/planted` starts with a description of the defect and lines `expects:
-//! WORDS`. The failure must contain the words of at least one such line. If the defect is not
-//! possible in the simulator, a line `judge: WORDS` selects the tests to run
-//! ([`Judge::named`]). The patches are maintained along with the code, so it's an error if a patch
-//! doesn't apply.
+//! A patch in `tests/sim/planted` starts with a description of the defect and lines `expects: WORDS`.
+//! The failure must contain the words of at least one such line. If the defect is not possible in the
+//! simulator, a line `judge: WORDS` selects the tests to run ([`Judge::named`]). The patches are
+//! maintained along with the code, so it's an error if a patch doesn't apply.
 
 use std::collections::BTreeMap;
 use std::fs;

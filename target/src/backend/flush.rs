@@ -171,7 +171,7 @@ impl FlushFailures {
 
     /// Waits until the failure is saved. If this failed before, for example because the file system
     /// was full, this tries again.
-    pub(super) fn wait_saved(&self) {
+    pub(crate) fn wait_saved(&self) {
         if let Some(saver) = lock(&self.saver).take() {
             // If it panicked, the failure wasn't saved.
             saver.join();

@@ -553,11 +553,6 @@ impl Store {
         }
     }
 
-    /// Waits until a flush failure is saved persistently.
-    pub fn wait_flush_failure_saved(&self) {
-        self.flush().wait_saved();
-    }
-
     /// Returns the number of flush failures that were cleared.
     pub(super) fn flush_clears(&self) -> u64 {
         self.flush().clears()

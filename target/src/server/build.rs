@@ -724,6 +724,12 @@ impl Builder {
         }
     }
 
+    /// Waits until all flush failures are saved persistently, also those of removed units.
+    pub(super) fn wait_flush_failures_saved(&self) {
+        let all = self.flush_failures.values();
+        all.for_each(|failures| failures.wait_saved());
+    }
+
     /// Returns the configuration of a backend's unit, using stored names. If these could not be
     /// read, it does not have a name.
     fn unit_config(

@@ -147,11 +147,9 @@ impl Server {
         };
         let until = result.is_err().then(|| Instant::now() + LAST_EXIT);
         self.abandon(until);
-        let catalog = self.shared.registry.catalog();
         // If the process exits before a flush failure is stored, the next start would trust the
         // disk.
-        let stores = catalog.stores.iter().flatten();
-        stores.for_each(|store| store.wait_flush_failure_saved());
+        self.builder.wait_flush_failures_saved();
         self.failed.take().map_or(result, Err)
     }
 }

@@ -12,7 +12,7 @@ use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 
 use super::LOCK_WAIT;
 use super::portals::tests::{Dir, problems, retry};
-use crate::backend::{OpenedStores, open_in_time};
+use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time};
 use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
@@ -422,6 +422,55 @@ fn removed_disk_keeps_late_flush_failure() {
     assert!(store(&server).unwrap().flush_failure().is_some());
     assert_eq!(server.clear_flush_failure(None), 1);
     server.shutdown().unwrap();
+}
+
+/// State directory without space.
+#[derive(Debug, Default)]
+struct FullFlushes {
+    is_full: AtomicBool,
+    attempts: AtomicU16,
+    saved: AtomicBool,
+}
+
+impl FlushKeeper for FullFlushes {
+    fn load(&self, _: &Identity) -> io::Result<Option<FlushFailure>> {
+        Ok(None)
+    }
+
+    fn save(&self, _: &Identity, failure: Option<&FlushFailure>) -> io::Result<()> {
+        let is_full = self.is_full.load(Ordering::Relaxed);
+        self.attempts.fetch_add(1, Ordering::Relaxed);
+        if is_full {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.saved.store(failure.is_some(), Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[test]
+fn removed_disk_saves_flush_failure_at_shutdown() {
+    let dir = Dir::new("failed-unsaved");
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let flushes = Arc::new(FullFlushes::default());
+    let keepers = Keepers {
+        flushes: Some(flushes.clone()),
+        ..Keepers::default()
+    };
+    let mut server = start(&config, &keepers);
+    flushes.is_full.store(true, Ordering::Relaxed);
+    let (_, store) = server.builder.open().next().unwrap();
+    store.on_flush_failed(libc::EIO, Instant::now());
+    while flushes.attempts.load(Ordering::Relaxed) == 0 {
+        std::thread::yield_now();
+    }
+    let mut without = config.clone();
+    without.targets[0].luns.clear();
+    server.change(without).unwrap();
+    flushes.is_full.store(false, Ordering::Relaxed);
+    server.shutdown().unwrap();
+    assert!(flushes.saved.load(Ordering::Relaxed));
 }
 
 /// Returns whether the cache of a disk is still valid if its file was locked at startup.

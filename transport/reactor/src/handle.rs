@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use io_uring::types;
 
-use crate::objects::{self, File, Listener, Socket};
+use crate::objects::{self, Disk, File, Listener, Socket};
 
 /// A reference-counted file or socket that operations can use. Operations in flight hold a clone,
 /// so a descriptor cannot be closed, and its number reused, while it is in use.
@@ -72,6 +72,18 @@ impl Handle {
         match &*self.object {
             Object::Fd(_) => None,
             Object::Simulated(object) => Some(object),
+        }
+    }
+
+    /// Returns the disk of a simulated file.
+    ///
+    /// # Panics
+    /// Panics if this is not a simulated file.
+    #[must_use]
+    pub fn disk(&self) -> &Disk {
+        match self.simulated() {
+            Some(objects::Object::File(file)) => file.disk(),
+            _ => panic!("{self:?} is not a simulated file"),
         }
     }
 

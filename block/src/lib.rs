@@ -7,6 +7,7 @@
 //!   registered with a NIC. [`BufferPool`]: pool of buffers in a single mapping.
 //! - [`ByteDevice`]: adds support for requests with any byte offset and length.
 //! - [`Service`]: client connection or kernel queue that can be served on the device thread.
+//! - [`Command`]: an operation without its data, as executed by the backend of a device.
 //! - [`Workload`]: I/O load that can be run on the device thread; see [`drive`] if there may be no
 //!   thread.
 //! - [`FlushQueue`], [`FlushRecord`], [`FlushDescriptor`], [`FlushChecks`]: the flush protocol of a
@@ -24,6 +25,7 @@
 
 mod buffer;
 mod bytes;
+mod command;
 mod error;
 mod flush;
 mod lock;
@@ -44,6 +46,7 @@ use std::task::{Poll, Waker};
 
 pub use buffer::{Buffer, BufferWaiters, SharedBuffer};
 pub use bytes::{ByteDevice, Span};
+pub use command::{Command, CommandKind};
 pub use error::BlockError;
 pub use flush::{FlushChecks, FlushDescriptor, FlushQueue, FlushRecord, FlushState};
 pub use lock::{RangeGuard, RangeLocks};

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use riser_scsi::step::{BackendError, BlockOp};
+use riser_scsi::step::BackendError;
 
 /// Request types affected by a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,18 +23,6 @@ pub enum FaultOn {
     Flush,
     /// Requests that free blocks.
     Discard,
-}
-
-impl FaultOn {
-    fn includes(self, op: &BlockOp) -> bool {
-        match self {
-            Self::Any => true,
-            Self::Read => matches!(op, BlockOp::Read { .. }),
-            Self::Write => matches!(op, BlockOp::Write { .. } | BlockOp::WriteZeroes { .. }),
-            Self::Flush => matches!(op, BlockOp::Flush { .. }),
-            Self::Discard => matches!(op, BlockOp::Discard { .. }),
-        }
-    }
 }
 
 /// An injected fault.
@@ -58,40 +46,17 @@ pub struct Fault {
 #[derive(Debug, Default)]
 pub struct Faults {
     list: Mutex<Vec<Fault>>,
-    hold: Mutex<Option<Range>>,
+    /// Held requests: type, offset and length.
+    hold: Mutex<Option<(FaultOn, u64, u64)>>,
     /// Maximum bytes per transfer; 0 for no limit.
     short: AtomicUsize,
 }
 
-/// Range of held requests: request type and byte range.
-#[derive(Debug, Clone, Copy)]
-struct Range {
-    on: FaultOn,
-    offset: u64,
-    len: u64,
-}
-
-impl Range {
-    fn includes(&self, op: &BlockOp) -> bool {
-        let (offset, len) = range(op);
-        self.on.includes(op)
-            && offset < self.offset.saturating_add(self.len)
-            && self.offset < offset.saturating_add(len.max(1))
-    }
-}
-
-/// Returns the offset and length of a request in bytes. Reservation updates have no range.
-fn range(op: &BlockOp) -> (u64, u64) {
-    match *op {
-        BlockOp::Read { offset, len, .. } | BlockOp::Write { offset, len, .. } => {
-            (offset, u64::from(len))
-        }
-        BlockOp::Flush { offset, len }
-        | BlockOp::Discard { offset, len }
-        | BlockOp::WriteZeroes { offset, len, .. }
-        | BlockOp::Status { offset, len } => (offset, len),
-        BlockOp::ChangeReservations(_) => (0, 0),
-    }
+/// Returns true if a fault on this type and byte range affects a request.
+fn affects((on, start, most): (FaultOn, u64, u64), kind: FaultOn, offset: u64, len: u64) -> bool {
+    (on == FaultOn::Any || on == kind)
+        && offset < start.saturating_add(most)
+        && start < offset.saturating_add(len.max(1))
 }
 
 impl PartialEq for Faults {
@@ -126,7 +91,7 @@ impl Faults {
     /// [`Self::release`] is called. As with a device that hangs, held requests cannot be canceled,
     /// and will be executed on release.
     pub fn hold(&self, on: FaultOn, offset: u64, len: u64) {
-        *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = Some(Range { on, offset, len });
+        *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = Some((on, offset, len));
     }
 
     /// Resumes held requests.
@@ -140,11 +105,12 @@ impl Faults {
         self.short.store(bytes, Ordering::Relaxed);
     }
 
-    /// Returns true if this request should be held.
+    /// Returns true if a request should be held. `kind` is [`FaultOn::Any`] if there is no other
+    /// type for it.
     #[must_use]
-    pub fn holds(&self, op: &BlockOp) -> bool {
+    pub fn holds(&self, kind: FaultOn, offset: u64, len: u64) -> bool {
         let hold = self.hold.lock().unwrap_or_else(PoisonError::into_inner);
-        hold.is_some_and(|range| range.includes(op))
+        hold.is_some_and(|held| affects(held, kind, offset, len))
     }
 
     /// Returns the maximum number of bytes per transfer.
@@ -156,14 +122,16 @@ impl Faults {
         }
     }
 
-    /// Returns the fault for this request: a delay, and optionally an error.
+    /// Returns the fault for a request, as in [`Self::holds`]: a delay, and optionally an error.
     #[must_use]
-    pub fn strike(&self, op: &BlockOp) -> Option<(Duration, Option<BackendError>)> {
+    pub fn strike(
+        &self,
+        kind: FaultOn,
+        offset: u64,
+        len: u64,
+    ) -> Option<(Duration, Option<BackendError>)> {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        let strikes = |f: &Fault| {
-            let (on, offset, len) = (f.on, f.offset, f.len);
-            Range { on, offset, len }.includes(op)
-        };
+        let strikes = |f: &Fault| affects((f.on, f.offset, f.len), kind, offset, len);
         let index = list.iter().position(strikes)?;
         let fault = &mut list[index];
         let answer = (fault.delay, fault.error);
@@ -191,27 +159,14 @@ mod tests {
             delay: Duration::ZERO,
             error: Some(BackendError::NoSpace),
         }]);
-        let read = |offset, len| BlockOp::Read {
-            offset,
-            len,
-            buffer_offset: 0,
-            tags: None,
-            fua: false,
-        };
-        assert!(faults.strike(&read(0, 4096)).is_none());
-        assert!(faults.strike(&read(8192, 512)).is_none());
-        assert!(
-            faults
-                .strike(&BlockOp::Flush {
-                    offset: 0,
-                    len: 8192
-                })
-                .is_none()
-        );
-        assert!(faults.strike(&read(8191, 1)).is_some());
+        let strike = |kind, offset, len| faults.strike(kind, offset, len).is_some();
+        assert!(!strike(FaultOn::Read, 0, 4096));
+        assert!(!strike(FaultOn::Read, 8192, 512));
+        assert!(!strike(FaultOn::Flush, 0, 8192));
+        assert!(strike(FaultOn::Read, 8191, 1));
         assert!(!faults.is_spent());
-        assert!(faults.strike(&read(0, 65536)).is_some());
+        assert!(strike(FaultOn::Read, 0, 65536));
         assert!(faults.is_spent());
-        assert!(faults.strike(&read(4096, 512)).is_none());
+        assert!(!strike(FaultOn::Read, 4096, 512));
     }
 }

@@ -11,7 +11,6 @@ use rustix::io::Errno;
 
 use super::cause::Cause;
 use super::health::Failing;
-use super::medium::Medium;
 use super::medium_faults::too_small;
 use super::store::{Store, is_same};
 
@@ -21,11 +20,11 @@ impl Store {
     /// # Errors
     /// Returns I/O errors. In this case, the results of the previous inspection are kept.
     pub(super) fn inspect(&self) -> io::Result<()> {
-        let Medium::File { file, device, .. } = &self.medium else {
+        // A disk in memory doesn't have a path.
+        let (Some(file), Some(path)) = (self.open_file(), self.path()) else {
             return Ok(());
         };
-        // A disk in memory doesn't have a path.
-        let (Some(fd), Some(path)) = (file.fd(), self.path()) else {
+        let Some(fd) = file.handle.fd() else {
             return Ok(());
         };
         let open = fstat(fd)?;
@@ -35,10 +34,10 @@ impl Store {
             Err(error) => return Err(error.into()),
         };
         let mut faults = Vec::new();
-        if let Some(cause) = path_fault(&open, at_path.as_ref(), *device) {
+        if let Some(cause) = path_fault(&open, at_path.as_ref(), file.device.is_some()) {
             faults.push((cause, describe(cause, path, fd)));
         }
-        let (served, found) = (self.capacity(), self.size(file, *device)?);
+        let (served, found) = (self.capacity(), self.size(file)?);
         if found < served {
             faults.push((Cause::Truncated, too_small(path, found, served)));
         }

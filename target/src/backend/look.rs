@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 
 use riser_config::Spec;
 
-use super::medium::Medium;
 use super::open_error::OpenError;
 use super::store::{Resized, Store};
 use super::sys;
@@ -150,7 +149,7 @@ impl Store {
     /// Returns file system errors, or an error with kind `TimedOut` if the file system is not
     /// responding.
     pub fn examine(self: &Arc<Self>) -> io::Result<()> {
-        if !matches!(self.medium, Medium::File { .. }) {
+        if self.open_file().is_none() {
             return Ok(());
         }
         let examine = |store: &Self| {
@@ -174,12 +173,8 @@ impl Store {
 
     /// Measures the space of a file, or discards the last measurement if this fails.
     pub(super) fn measure_space(&self) -> io::Result<()> {
-        match &self.medium {
-            Medium::File {
-                file,
-                device: false,
-                ..
-            } => sys::space(file)
+        match self.open_file() {
+            Some(file) if file.device.is_none() => sys::space(&file.handle)
                 .map(|space| self.space.set(space))
                 .inspect_err(|_| self.space.clear()),
             _ => Ok(()),
@@ -225,7 +220,7 @@ impl Store {
         spec: &Spec,
         until: Instant,
     ) -> Result<Option<u64>, OpenError> {
-        if !matches!(self.medium, Medium::File { .. }) {
+        if self.open_file().is_none() {
             return self.grow(spec);
         }
         let spec = spec.clone();

@@ -4,11 +4,11 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use riser_config::{Direct, Source, Spec};
-use riser_memory::{MappedFile, Memory};
+use riser_file::{Align, Device, OpenFile, can_punch, enable_direct};
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, SECTOR};
 
@@ -17,7 +17,7 @@ use super::hints;
 use super::made::Made;
 use super::open_error::{OpenError, io_error};
 use super::ram::Ram;
-use super::sys::{self, Align, Lock};
+use super::sys::{self, Lock};
 use crate::holder;
 use crate::patience;
 
@@ -49,22 +49,7 @@ pub struct Geometry {
 #[derive(Debug)]
 pub(super) enum Medium {
     /// A file or device.
-    File {
-        file: Handle,
-        /// Alignment, if direct I/O is used.
-        align: Option<Align>,
-        device: bool,
-        /// Minimum size for zeroing and discarding, in bytes.
-        unit: u64,
-        /// The device can discard and zero ranges. Otherwise the kernel would write zeroes to the
-        /// whole range in a single call, which may take long and cannot be cancelled. For a file,
-        /// we try it.
-        can_zero: bool,
-        /// The file system is stored in memory.
-        in_memory: bool,
-        /// Mapping to read the file without system calls.
-        mapped: Option<MappedFile>,
-    },
+    File(OpenFile),
     /// Memory of this process.
     Ram(Arc<Ram>),
     /// Null device: reads return zeroes and writes are ignored.
@@ -289,14 +274,14 @@ pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
     let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
     // Beyond the end of the file, where punching a hole doesn't affect any data.
     let beyond = metadata.len().next_multiple_of(u64::from(granularity));
-    let punch = !spec.read_only && sys::can_punch(file.as_fd(), beyond, granularity.into());
+    let punch = !spec.read_only && can_punch(file.as_fd(), beyond, granularity.into());
     let geometry = Geometry {
         physical_block: granularity.min(4096).max(spec.block_size),
         unmap_granularity: punch.then_some(granularity),
         direct: align.is_some(),
         ..plain(spec, metadata.len())
     };
-    Ok((medium(file, align, None, true), geometry))
+    Ok((Medium::File(OpenFile::new(file, align, None)), geometry))
 }
 
 pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
@@ -322,25 +307,22 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
     // `O_EXCL` excludes mounts and other exclusive users, but not users that open the device
     // without this flag.
     lock(&file, spec, path)?;
-    let size = sys::device_size(file.as_fd()).map_err(io_error(path, "measure it"))?;
-    // Continue if this isn't supported, because it's only a hint for initiators.
-    let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
-    let queue = Queue::of(metadata.rdev());
+    let device = Device::of(&file).map_err(io_error(path, "measure it"))?;
     let align = direct(spec, path, &file)?;
-    // The kernel returns 0 if a device doesn't support this. Punching a hole requires both: a
-    // discard, after which the blocks read as zeroes.
-    let can_zero = queue.number("write_zeroes_max_bytes") > 0;
-    let unmap = !spec.read_only && can_zero && queue.number("discard_max_bytes") > 0;
-    let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
+    // Punching a hole requires both: a discard, after which the blocks read as zeroes.
+    let unmap = !spec.read_only && device.can_zero && device.can_discard;
+    let granularity = device.discard_granularity.max(spec.block_size);
     let geometry = Geometry {
-        physical_block: physical.clamp(spec.block_size, 1 << 20),
-        unmap_granularity: unmap.then_some(granularity.max(spec.block_size)),
-        rotational: queue.number("rotational") == 1,
+        physical_block: device.physical_block.clamp(spec.block_size, 1 << 20),
+        unmap_granularity: unmap.then_some(granularity),
+        rotational: device.is_rotational,
         direct: align.is_some(),
-        ..plain(spec, size)
+        ..plain(spec, device.size)
     };
-    let logical = sys::device_logical_block(file.as_fd()).unwrap_or(4096);
-    Ok((medium(file, align, Some(logical), can_zero), geometry))
+    Ok((
+        Medium::File(OpenFile::new(file, align, Some(device))),
+        geometry,
+    ))
 }
 
 /// Creates the medium for a disk in memory that replaces the file or device in the specification.
@@ -381,41 +363,21 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         offset: SECTOR as u32,
     };
     let align = is_direct.then_some(sector);
-    let device = matches!(spec.source, Source::Device { .. });
+    let device = matches!(spec.source, Source::Device { .. }).then_some(Device {
+        logical_block: SECTOR as u32,
+        can_zero: true,
+        ..Device::default()
+    });
     let geometry = Geometry {
         physical_block: 4096,
         unmap_granularity: (!spec.read_only).then_some(4096),
         direct: align.is_some(),
         ..plain(spec, disk.len())
     };
-    let medium = Medium::File {
-        file,
-        align,
-        device,
-        unit: if device { SECTOR } else { 1 },
-        can_zero: true,
-        // Operations must complete asynchronously, as determined by the simulation.
-        in_memory: false,
-        mapped: None,
-    };
-    Ok((medium, geometry))
-}
-
-/// Creates the medium. `logical_block` is the block size of a device in bytes. Ranges of a file do
-/// not have to be aligned.
-fn medium(file: File, align: Option<Align>, logical_block: Option<u32>, can_zero: bool) -> Medium {
-    let device = logical_block.is_some();
-    // The special file of a device may be stored on a file system in memory.
-    let in_memory = !device && sys::is_in_memory(file.as_fd());
-    Medium::File {
-        in_memory,
-        mapped: in_memory.then(|| sys::map(&file)).flatten(),
-        file: OwnedFd::from(file).into(),
-        align,
-        device,
-        unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),
-        can_zero,
-    }
+    Ok((
+        Medium::File(OpenFile::simulated(file, align, device)),
+        geometry,
+    ))
 }
 
 /// Enables direct I/O if configured and supported. Returns `None` to use the page cache.
@@ -423,70 +385,20 @@ fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenEr
     if spec.direct == Direct::Off {
         return Ok(None);
     }
-    match try_direct(spec.block_size, file) {
-        Ok(align) => Ok(Some(align)),
-        Err(reason) => {
-            // Continue without direct I/O. If this fails, it wasn't enabled.
-            let _ = sys::set_direct(file.as_fd(), false);
-            match spec.direct {
-                Direct::On => Err(OpenError::Direct {
-                    path: path.to_owned(),
-                    reason,
-                }),
-                Direct::Auto | Direct::Off => Ok(None),
-            }
-        }
-    }
-}
-
-fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
-    let fd = file.as_fd();
-    sys::set_direct(fd, true).map_err(|e| format!("rejected by the file system: {e}"))?;
-    let align = sys::direct_alignment(fd)
-        .map_err(|e| e.to_string())?
-        .ok_or("the file system does not support it for this file")?;
-    // Otherwise a write of a single block would be a read-modify-write, and two workers could
-    // overwrite each other's data.
-    if !block_size.is_multiple_of(align.offset) {
-        return Err(format!(
-            "it requires blocks of {} bytes, but the unit has blocks of {block_size} bytes",
-            align.offset
-        ));
-    }
-    // Some file systems accept the flag, but then all requests fail.
-    let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
-    let block = block.whole().slice(0..align.offset as usize);
-    sys::probe_read(fd, &block.expect("as long as the mapping at least"))
-        .map_err(|e| format!("the first read failed: {e}"))?;
-    Ok(align)
-}
-
-/// Queue attributes of a block device.
-struct Queue(Option<PathBuf>);
-
-impl Queue {
-    fn of(rdev: u64) -> Self {
-        let (major, minor) = (libc::major(rdev), libc::minor(rdev));
-        let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-        // For a partition, the queue of its disk is in the parent directory.
-        let found = [device.join("queue"), device.join("../queue")]
-            .into_iter()
-            .find(|p| p.is_dir());
-        Self(found)
-    }
-
-    /// Returns the value of an attribute, or 0 if it does not exist.
-    fn number(&self, name: &str) -> u64 {
-        self.0
-            .as_ref()
-            .and_then(|p| std::fs::read_to_string(p.join(name)).ok())
-            .and_then(|s| s.trim().parse().ok())
-            .unwrap_or(0)
+    match (enable_direct(file, spec.block_size, 4096), spec.direct) {
+        (Ok(align), _) => Ok(Some(align)),
+        (Err(reason), Direct::On) => Err(OpenError::Direct {
+            path: path.to_owned(),
+            reason,
+        }),
+        // Continue without direct I/O.
+        (Err(_), Direct::Auto | Direct::Off) => Ok(None),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::thread;
     use std::time::Duration;
 

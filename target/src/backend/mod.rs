@@ -1,19 +1,14 @@
 //! Backends: storage for logical units.
 //!
-//! A logical unit requests block operations ([`riser_scsi::step::BlockOp`]). This module executes
-//! them on a file, a block device, memory, or a null device, using the worker's
-//! [`Ring`](riser_reactor::Ring).
+//! A logical unit requests block operations ([`riser_scsi::step::BlockOp`]). A worker executes them
+//! on a file, a block device, memory, or a null device, using a [`Driver`] of [`riser_file`].
 //!
 //! # Modules
 //! - `store`: [`Store`], an open backend shared by all workers: size, lock, alignment.
-//! - `driver`: [`Driver`], executes requests for a worker: receives requests, submits ring
-//!   operations, and returns results.
-//! - `request`: an active request (`RequestState`), the results of its operations, and
-//!   its windows on the command's memory. `requests`: all requests of a driver.
+//! - `served`: [`Served`], a store as used by the driver of a worker: its operations, errors, log
+//!   and injected faults.
 //! - `execute`: operations on media that are not files.
-//! - `plan`: ring operations for a request, step by step, without I/O.
 //! - `flush`: failed flushes, shared by all workers and saved. The protocol is in [`riser_block`].
-//! - `turns`: prevents concurrent reads and changes of the same blocks.
 //! - `ram`: sparse memory of a RAM disk.
 //! - `file_id`: file identifiers that do not depend on the path.
 //! - `health`: counts failures and measures available space. `inspection`: checks the medium of an
@@ -35,32 +30,14 @@
 //!   operations that completed before a successful flush. A FUA read flushes the unit's cached data
 //!   first. After a failed flush, all flushes fail until an administrator clears this, because data
 //!   acknowledged before may be lost.
-//! - **No partial results.** A short read or write is resumed until the range is complete. If a
-//!   file was truncated by another program, reading past its end is a medium error, and we never
-//!   make up data.
-//! - **Whole blocks.** A read never returns a block with parts of two writes.
 //! - **Exclusive access.** A file or device that is served for writing is locked against all other
 //!   `riserd` processes, and against other backends of this process.
-//! - **Limits.** The number of requests in flight, their scatter lists and the bounce memory are
-//!   limited when a driver is created.
 //!
-//! # Direct I/O and small blocks
-//! `O_DIRECT` transfers whole device blocks. If a unit has 512-byte blocks but the file system
-//! requires 4096, a small write would be a read-modify-write. This is not atomic, so two workers
-//! could overwrite each other's data. Therefore such a unit uses the page cache: `direct: auto`
-//! falls back, and `direct: on` is rejected with the reason. Insufficiently aligned memory is not a
-//! problem, because we can use a bounce buffer.
-//!
-//! # Discard
-//! We always discard by punching holes, even on block devices, because the kernel guarantees zeroes
-//! afterwards, as we do to the initiator. `BLKDISCARD` does not guarantee this. If the medium does
-//! not support holes, UNMAP does not change any blocks, and a unit on a device without holes does
-//! not support UNMAP. If the logical blocks of a device are larger than the unit's blocks, only
-//! whole device blocks are discarded and the remaining blocks are unchanged. If zeroes are
-//! required, they are written to the remaining blocks.
+//! [`riser_file`] adds guarantees about blocks and limits. If direct I/O requires larger blocks than
+//! those of the unit, `direct: auto` uses the page cache, and `direct: on` is rejected with the
+//! reason. We guarantee zeroes after a discard, so a device without holes does not support UNMAP.
 
 mod cause;
-mod driver;
 mod errno;
 mod execute;
 mod file_id;
@@ -74,18 +51,14 @@ mod medium;
 mod medium_faults;
 mod open_error;
 mod opening;
-mod plan;
 mod ram;
-mod request;
-mod requests;
+mod served;
 mod store;
 mod sys;
-mod turns;
 mod unit;
 mod waiting;
 
 pub use cause::Cause;
-pub use driver::{Done, Driver, DriverFull};
 pub use file_id::FileId;
 pub(crate) use flush::FlushFailures;
 pub use flush::{FlushFailure, FlushKeeper};
@@ -97,10 +70,18 @@ pub use open_error::OpenError;
 pub use opening::{OpenRequest, OpenedStores, open_all, open_each, open_in_time, undo_all};
 pub use ram::Ram;
 pub(crate) use ram::random_generation;
-pub use request::{DriverConfig, StoreId};
 pub use riser_config::{Direct, Fault, FaultOn, Faults, Source, Spec};
+pub use riser_file::{DriverConfig, DriverFull, StoreId};
+pub use served::Served;
+pub(crate) use served::command;
 pub use store::{Resized, Store};
 pub use unit::unit_config;
+
+/// Executes block operations for a worker.
+pub type Driver = riser_file::Driver<Served>;
+
+/// A completed block operation, so that the worker can respond to its command.
+pub type Done = riser_file::Done<riser_scsi::step::StepResult>;
 
 #[cfg(test)]
 mod tests;

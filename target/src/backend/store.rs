@@ -4,17 +4,17 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Instant, SystemTime};
 
-use riser_block::FlushChecks;
 use riser_config::{Faults, Source, Spec};
+use riser_file::OpenFile;
 use riser_reactor::Handle;
 use riser_reactor::simulated::Disk;
 use riser_scsi::config::Identity;
 use riser_scsi::step::BackendError;
-use rustix::fs::{FileType, Stat, fstat, stat};
+use rustix::fs::{FileType, SeekFrom, Stat, fstat, seek, stat};
 
 use super::cause::Cause;
 use super::file_id::FileId;
@@ -29,7 +29,6 @@ use super::medium_faults::{MediumFaults, too_small};
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
-use super::turns::Turns;
 use super::waiting::{Waiting, is_waiting};
 use crate::host::{Host, SystemHost};
 
@@ -52,9 +51,7 @@ pub struct Store {
     /// The record and our user token. They are created by the first access, unless the record is
     /// shared with previous stores.
     flush: OnceLock<(Arc<FlushFailures>, Arc<()>)>,
-    /// Errors of durable writes that are checked by a worker.
-    pub(super) flush_checks: FlushChecks,
-    geometry: Geometry,
+    pub(super) geometry: Geometry,
     /// Name in the configuration, for the log.
     name: String,
     /// Description of the source for users.
@@ -63,11 +60,6 @@ pub struct Store {
     path: Option<PathBuf>,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
-    /// Requests that read or change a file using the page cache.
-    pub(super) turns: Arc<Turns>,
-    /// Number of long changes to a file in memory that are in a ring. The kernel executes them
-    /// sequentially, and deallocates gigabytes in a single call.
-    pub(super) changing: AtomicUsize,
     errors: Errors,
     pub(super) medium_faults: MediumFaults,
     pub(super) space: Measured,
@@ -173,7 +165,6 @@ impl Store {
             host,
             faults: spec.faults.clone(),
             flush: OnceLock::new(),
-            flush_checks: FlushChecks::default(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
             name: spec.name.clone(),
@@ -184,8 +175,6 @@ impl Store {
             },
             path: spec.source.path().map(Path::to_owned),
             made: Mutex::new(made),
-            turns: Arc::default(),
-            changing: AtomicUsize::new(0),
             errors: Errors::default(),
             medium_faults: MediumFaults::default(),
             space: Measured::default(),
@@ -234,31 +223,24 @@ impl Store {
         &*self.host
     }
 
+    /// Returns the open file or device, unless it is another medium.
+    pub(super) fn open_file(&self) -> Option<&OpenFile> {
+        match &self.medium {
+            Medium::File(file) => Some(file),
+            Medium::Ram(_) | Medium::Null | Medium::Absent => None,
+        }
+    }
+
     /// Returns whether this is a disk in memory, which never hangs.
     pub(super) fn is_simulated(&self) -> bool {
-        matches!(&self.medium, Medium::File { file, .. } if file.fd().is_none())
+        self.open_file()
+            .is_some_and(|file| file.handle.fd().is_none())
     }
 
     /// Returns notes for the administrator, created when the backend was opened.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
-    }
-
-    /// Returns whether reads never return a block with a mix of old and new data. Disks do not
-    /// split their own blocks, but the page cache does, and file systems may use it for direct I/O
-    /// as well.
-    pub(super) fn keeps_blocks_whole(&self) -> bool {
-        let least = match self.medium {
-            Medium::File {
-                align: Some(_),
-                device: true,
-                unit,
-                ..
-            } => unit,
-            _ => 0,
-        };
-        u64::from(self.geometry.block_size) <= least
     }
 
     /// Returns the geometry with the current capacity.
@@ -277,7 +259,7 @@ impl Store {
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
             Medium::Ram(ram) => ram.generation(),
-            Medium::File { .. } | Medium::Null | Medium::Absent => self.host.boot(),
+            Medium::File(_) | Medium::Null | Medium::Absent => self.host.boot(),
         }
     }
 
@@ -286,7 +268,7 @@ impl Store {
     pub fn ram(&self) -> Option<Arc<Ram>> {
         match &self.medium {
             Medium::Ram(ram) => Some(Arc::clone(ram)),
-            Medium::File { .. } | Medium::Null | Medium::Absent => None,
+            Medium::File(_) | Medium::Null | Medium::Absent => None,
         }
     }
 
@@ -310,24 +292,22 @@ impl Store {
             let error = io::Error::new(io::ErrorKind::TimedOut, why);
             return Err(io_error(path, "release it")(error));
         }
-        let (
-            Medium::File { file, device, .. },
-            Source::File { path, .. } | Source::Device { path },
-        ) = (&self.medium, &spec.source)
+        let (Medium::File(file), Source::File { path, .. } | Source::Device { path }) =
+            (&self.medium, &spec.source)
         else {
             return Ok(());
         };
         // A disk in memory doesn't have a path, so it can't be replaced.
-        let Some(fd) = file.fd() else {
+        let Some(fd) = file.handle.fd() else {
             return Ok(());
         };
         check_mount(&spec.source)?;
         let open = fstat(fd).map_err(|errno| io_error(path, "examine it")(errno.into()))?;
         let found = stat(path).map_err(|errno| io_error(path, "find it again")(errno.into()))?;
-        if !is_same(&open, &found, *device) {
+        if !is_same(&open, &found, file.device.is_some()) {
             return Err(OpenError::Moved { path: path.clone() });
         }
-        let actual = sys::file_size(file).map_err(io_error(path, "examine it"))?;
+        let actual = sys::file_size(&file.handle).map_err(io_error(path, "examine it"))?;
         match spec.source {
             Source::File {
                 size: Some(wanted),
@@ -358,7 +338,8 @@ impl Store {
     pub fn grow(&self, spec: &Spec) -> Result<Option<u64>, OpenError> {
         let from = self.capacity();
         let to = match (&self.medium, &spec.source) {
-            (Medium::File { file, device, .. }, Source::File { path, size, create }) => {
+            (Medium::File(file), Source::File { path, size, create }) => {
+                let (device, file) = (file.device.is_some(), &file.handle);
                 let error = |action| io_error(path, action);
                 let actual = sys::file_size(file).map_err(error("examine it"))?;
                 // A file that is longer than configured is served as it is, because we never shrink
@@ -417,15 +398,9 @@ impl Store {
     }
 
     fn file_id(&self) -> Option<FileId> {
-        let Medium::File {
-            file,
-            device: false,
-            ..
-        } = &self.medium
-        else {
-            return None;
-        };
-        let file = File::from(file.fd()?.try_clone_to_owned().ok()?);
+        let file = self.open_file()?;
+        let fd = file.handle.fd().filter(|_| file.device.is_none())?;
+        let file = File::from(fd.try_clone_to_owned().ok()?);
         FileId::of(&file).ok()
     }
 
@@ -558,14 +533,6 @@ impl Store {
         self.flush().clears()
     }
 
-    /// Called when a worker has opened a descriptor for flushes. If another worker is checking an
-    /// error, the kernel may not report it to this descriptor, so treat it as lost data.
-    pub(super) fn on_flush_descriptor_opened(&self, now: Instant) {
-        if self.flush_checks.is_active() {
-            self.on_flush_failed(libc::EIO, now);
-        }
-    }
-
     /// Called when a flush has failed, so that all subsequent flushes fail.
     pub(crate) fn on_flush_failed(&self, errno: i32, now: Instant) {
         let host = &self.host;
@@ -620,18 +587,18 @@ impl Store {
     /// # Errors
     /// Fails if the file or device cannot be measured.
     pub fn measure(&self) -> io::Result<Option<Resized>> {
-        let Medium::File { file, device, .. } = &self.medium else {
+        let Some(file) = self.open_file() else {
             return Ok(None);
         };
-        let (from, to) = (self.capacity(), self.size(file, *device)?);
+        let (from, to) = (self.capacity(), self.size(file)?);
         Ok((from != to).then_some(Resized { from, to }))
     }
 
     /// Measures the file or device, rounded down to whole blocks.
-    pub(super) fn size(&self, file: &Handle, is_device: bool) -> io::Result<u64> {
-        let size = match file.fd() {
-            Some(fd) if is_device => sys::device_size(fd)?,
-            _ => sys::file_size(file)?,
+    pub(super) fn size(&self, file: &OpenFile) -> io::Result<u64> {
+        let size = match file.handle.fd() {
+            Some(fd) if file.device.is_some() => seek(fd, SeekFrom::End(0))?,
+            _ => sys::file_size(&file.handle)?,
         };
         Ok(size - size % u64::from(self.geometry.block_size))
     }

@@ -17,7 +17,6 @@ use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 use riser_testkit::eventually;
 use riser_testkit::skip::skip;
 
-use super::medium::Medium;
 use super::*;
 use crate::host::SimulatedHost;
 
@@ -94,7 +93,7 @@ impl Rig {
 
     fn with(store: Arc<Store>, ring: RingConfig, driver: DriverConfig) -> Self {
         let mut ring = Ring::new(ring).unwrap();
-        let mut driver = Driver::new(&mut ring, Instant::now(), driver).unwrap();
+        let mut driver = Driver::new(ring.waker(), &mut ring, Instant::now(), driver).unwrap();
         let id = driver.attach(&mut ring, store);
         Self {
             ring,
@@ -107,7 +106,7 @@ impl Rig {
     fn submit(&mut self, op: BlockOp, data: &[MemSlice], user: u64) {
         self.driver.begin_round(Instant::now());
         self.driver
-            .submit(&mut self.ring, self.id, op, data, user)
+            .submit(&mut self.ring, self.id, command(op), data, user)
             .unwrap();
     }
 
@@ -415,7 +414,7 @@ fn concurrent_requests_access_their_blocks() {
         }
         let full = rig
             .driver
-            .submit(&mut rig.ring, rig.id, read(0, 512), &[], 0);
+            .submit(&mut rig.ring, rig.id, command(read(0, 512)), &[], 0);
         assert_eq!(full, Err(DriverFull));
         let done = rig.wait(200);
         assert!(done.iter().all(|d| d.result == StepResult::Done));
@@ -447,7 +446,7 @@ fn hanging_backend_leaves_buffers_and_helpers() {
         let mut rig = Rig::new(open("one"));
         let hung = rig.id;
         rig.id = rig.driver.attach(&mut rig.ring, open("other"));
-        let release = rig.driver.hang(&rig.ring, hung);
+        let release = rig.driver.hang(hung);
         let m = Memory::new(1 << 16).unwrap();
         // Misaligned, so direct I/O requires a bounce buffer. Several requests wait for it.
         let slots = [7, 8199, 16391, 24583].map(|at| m.slice(at..at + 4096).unwrap());
@@ -566,7 +565,7 @@ fn file_in_memory_is_accessed_synchronously() {
     rig.driver.begin_round(Instant::now());
     let (ring, id) = (&mut rig.ring, rig.id);
     for user in 0..9 {
-        let op = read(0, 128 << 10);
+        let op = command(read(0, 128 << 10));
         rig.driver.submit(ring, id, op, &whole, user).unwrap();
         assert_eq!(ring.in_flight(), usize::from(user == 8));
     }
@@ -630,15 +629,33 @@ fn synchronous_access_waits_for_its_turn() {
     let m = Memory::new(4096).unwrap();
     for (other, op) in [(true, read(4096, 4096)), (false, write(4096, 4096))] {
         let waker = rig.ring.waker();
-        let turn = store.turns.join(4608..5120, other, || waker);
+        let turn = store
+            .open_file()
+            .unwrap()
+            .turns
+            .join(4608..5120, other, || waker);
         rig.submit(op, &[m.whole()], 1);
         assert!(rig.driver.poll_done(&mut rig.ring).is_none(), "{op:?}");
         assert_eq!(rig.run(read(8192, 4096), &[m.whole()]), StepResult::Done);
         drop(turn);
         assert_eq!(rig.wait(1)[0].user, 1);
         // It has left the queue as well.
-        assert!(store.turns.try_join(4096..8192, !other).is_some());
-        assert!(store.turns.try_join(4096..8192, other).is_some());
+        assert!(
+            store
+                .open_file()
+                .unwrap()
+                .turns
+                .try_join(4096..8192, !other)
+                .is_some()
+        );
+        assert!(
+            store
+                .open_file()
+                .unwrap()
+                .turns
+                .try_join(4096..8192, other)
+                .is_some()
+        );
     }
 }
 
@@ -655,7 +672,14 @@ fn failed_synchronous_access_becomes_request() {
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), beyond);
     assert!(rig.driver.has_ended_requests());
     // No requests are blocked.
-    assert!(store.turns.try_join(0..8192, true).is_some());
+    assert!(
+        store
+            .open_file()
+            .unwrap()
+            .turns
+            .try_join(0..8192, true)
+            .is_some()
+    );
     assert_eq!(rig.run(write(0, 8192), &[m.whole()]), StepResult::Done);
     assert_eq!(rig.run(read(0, 8192), &[m.whole()]), StepResult::Done);
 }
@@ -861,7 +885,7 @@ fn long_fill_is_not_reported_as_hanging() {
         fua: false,
     };
     rig.driver
-        .submit(&mut rig.ring, rig.id, zeroes, &[], 1)
+        .submit(&mut rig.ring, rig.id, command(zeroes), &[], 1)
         .unwrap();
     loop {
         rig.driver.begin_round(now);
@@ -1716,7 +1740,7 @@ fn hanging_store_leaves_room_for_others() {
     }]);
     let m = Memory::new(4096).unwrap();
     let submit = |rig: &mut Rig, store, user| {
-        let op = write(0, 4096);
+        let op = command(write(0, 4096));
         let data = [m.whole()];
         rig.driver
             .submit(&mut rig.ring, store, op, &data, user)
@@ -1742,7 +1766,7 @@ fn hanging_store_leaves_room_for_others() {
 /// flush. Fields are dropped in order of their dependencies.
 struct FullDevice {
     store: Arc<Store>,
-    _device: Loop,
+    device: Loop,
     _mount: Mount,
     _dir: Dir,
 }
@@ -1769,7 +1793,7 @@ impl FullDevice {
         });
         Ok(Self {
             store: store.unwrap(),
-            _device: device,
+            device,
             _mount: mount,
             _dir: dir,
         })
@@ -1820,11 +1844,8 @@ fn workers_receive_flush_errors_independently() {
     };
     let store = &full.store;
     let (mut one, mut other) = (Rig::new(store.clone()), Rig::new(store.clone()));
-    let Medium::File { file, .. } = &store.medium else {
-        unreachable!("it is a device");
-    };
-    let reopen = || sys::reopen(file).unwrap();
-    let before = reopen();
+    let open = || File::open(&full.device.0).unwrap();
+    let before = open();
     let m = Memory::new(4096).unwrap();
     m.fill(0, 4096, 0xaa);
     assert_eq!(one.run(write(0, 4096), &[m.whole()]), StepResult::Done);
@@ -1840,9 +1861,9 @@ fn workers_receive_flush_errors_independently() {
     );
     // The kernel reports the error to other descriptors as well, but not to a descriptor opened
     // after this.
-    let after = reopen();
-    assert!(rustix::fs::fdatasync(before.fd().unwrap()).is_err());
-    rustix::fs::fdatasync(after.fd().unwrap()).unwrap();
+    let after = open();
+    assert!(before.sync_data().is_err());
+    after.sync_data().unwrap();
     // After it was cleared, no worker reports the failure again.
     assert!(store.clear_flush_failure().is_some());
     assert_eq!(other.run(FLUSH, &[]), StepResult::Done);
@@ -1862,12 +1883,14 @@ fn durable_write_error_may_reveal_lost_data() {
     let source = file("/in/memory".into(), 16 << 20);
     let store = Store::on_disk(&spec(source), &disk, host).unwrap();
     let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
-    let mut driver = Driver::new(&mut ring, now, DriverConfig::default()).unwrap();
+    let mut driver = Driver::new(ring.waker(), &mut ring, now, DriverConfig::default()).unwrap();
     let id = driver.attach(&mut ring, store.clone());
     let m = Memory::new(4096).unwrap();
     // Executes a write. The first ring operation has this outcome, and all others succeed.
     let mut run = |op, outcome| {
-        driver.submit(&mut ring, id, op, &[m.whole()], 1).unwrap();
+        driver
+            .submit(&mut ring, id, command(op), &[m.whole()], 1)
+            .unwrap();
         let mut outcomes = std::iter::once(outcome).chain(std::iter::repeat(Outcome::Whole));
         let mut completions = Vec::new();
         loop {
@@ -2065,7 +2088,8 @@ impl InMemory {
     fn new(store: &Arc<Store>) -> Self {
         let now = Instant::now();
         let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
-        let mut driver = Driver::new(&mut ring, now, DriverConfig::default()).unwrap();
+        let mut driver =
+            Driver::new(ring.waker(), &mut ring, now, DriverConfig::default()).unwrap();
         let id = driver.attach(&mut ring, store.clone());
         let memory = Memory::new(4096).unwrap();
         Self {
@@ -2081,7 +2105,7 @@ impl InMemory {
     fn submit(&mut self, op: BlockOp) {
         let data = [self.memory.whole()];
         self.driver
-            .submit(&mut self.ring, self.id, op, &data, 1)
+            .submit(&mut self.ring, self.id, command(op), &data, 1)
             .unwrap();
         self.ring.submit().unwrap();
     }

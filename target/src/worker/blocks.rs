@@ -17,7 +17,7 @@ use super::conns::Conns;
 use super::fabrics::Fabric;
 use super::slots::Slots;
 use super::work::Owner;
-use crate::backend::{Driver, DriverConfig, StoreId};
+use crate::backend::{Driver, DriverConfig, StoreId, command};
 use crate::fabric::{Unit, UnitIdx};
 use crate::sessions::catalog::Catalog;
 use crate::worker::mail::OldestRequest;
@@ -83,7 +83,7 @@ impl Blocks {
             depth: Slots::of(ring.capacity()).blocks,
             ..DriverConfig::default()
         };
-        let mut driver = Driver::new(ring, now, config)?;
+        let mut driver = Driver::new(ring.waker(), ring, now, config)?;
         let attach = |store: &Option<_>| Some(driver.attach(ring, Arc::clone(store.as_ref()?)));
         let stores = catalog.stores.iter().map(attach).collect();
         Ok(Self {
@@ -218,8 +218,8 @@ impl Blocks {
             *known = since.min(*known);
         }
         let requests = oldest.into_iter().map(|(store, since)| OldestRequest {
-            store: Arc::downgrade(self.driver.store(store)),
-            backend: self.driver.store(store).label().to_owned(),
+            store: Arc::downgrade(&self.driver.store(store).store),
+            backend: self.driver.store(store).store.label().to_owned(),
             since,
         });
         requests.collect()
@@ -248,7 +248,7 @@ impl Blocks {
                 offset: 0,
                 len: store.capacity(),
             };
-            match self.driver.submit(ring, id, op, &[], FLUSH) {
+            match self.driver.submit(ring, id, command(op), &[], FLUSH) {
                 Ok(()) => flush.left += 1,
                 Err(error) => flush.failed = Some(error.to_string()),
             }
@@ -280,7 +280,7 @@ fn submit(
     if let Some(buffer) = conn.fabric.data_buffer(owner.task) {
         buffer.put_slices(slices);
     }
-    let is_taken = driver.submit(ring, store, op, slices, owner.user());
+    let is_taken = driver.submit(ring, store, command(op), slices, owner.user());
     // The driver has its own handles: the buffer is returned to the pool when they are dropped.
     slices.clear();
     is_taken.is_ok()

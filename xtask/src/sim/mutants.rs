@@ -151,6 +151,7 @@ mod tests {
         let crates = [
             "block",
             "exports",
+            "file",
             "initiator",
             "scsi",
             "target",

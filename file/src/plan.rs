@@ -2,40 +2,10 @@
 
 use std::ops::Range;
 
+use riser_block::{Command, CommandKind};
 use riser_memory::MemSlice;
-use riser_scsi::step::BlockOp;
 
 use super::sys::Align;
-
-/// These operations are handled by the worker.
-const NOT_OF_THE_MEDIUM: &str = "a change of reservations is no operation on the medium";
-
-/// Returns the offset and length of an operation's range on the medium.
-pub(super) fn range(op: &BlockOp) -> (u64, u64) {
-    match *op {
-        BlockOp::Read { offset, len, .. } | BlockOp::Write { offset, len, .. } => {
-            (offset, u64::from(len))
-        }
-        BlockOp::Flush { offset, len }
-        | BlockOp::Discard { offset, len }
-        | BlockOp::WriteZeroes { offset, len, .. }
-        | BlockOp::Status { offset, len } => (offset, len),
-        BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
-    }
-}
-
-/// Returns the name of an operation for the log.
-pub(super) fn name(op: &BlockOp) -> &'static str {
-    match op {
-        BlockOp::Read { .. } => "read",
-        BlockOp::Write { .. } => "write",
-        BlockOp::Flush { .. } => "flush",
-        BlockOp::Discard { .. } => "discard",
-        BlockOp::WriteZeroes { .. } => "write zeroes",
-        BlockOp::Status { .. } => "block status",
-        BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
-    }
-}
 
 /// Stage of a request. Reads and writes transfer the data window by window. All other operations
 /// are a single call, with optional calls before or after it.
@@ -44,10 +14,10 @@ pub(super) fn name(op: &BlockOp) -> &'static str {
 /// Read   ─→ Transfer ─(fua, cache)→ SyncLast ─→ done
 /// Write  ─→ Transfer ─→ done
 /// Flush  ─→ SyncLast ─→ done
-/// Discard ─→ Punch ─→ SyncLast → done
+/// Discard ─(zeroes)→ Punch ─→ SyncLast → done
 /// WriteZeroes ─(unmap)→ Punch ─(unsupported)→ Zero ─(unsupported)→ Fill ─→ SyncLast → done
 ///               └─ else Zero …    └──────────────┴─(not whole units)→ Edges ─┘
-/// Status ─→ Extent → done
+/// Status, Discard ─→ Call → done
 /// ```
 /// A device discards and zeroes its own logical blocks, which may be larger than the unit's blocks.
 /// `Punch` and `Zero` only apply to whole device blocks within the range. Zeroes are written to the
@@ -70,8 +40,8 @@ pub(super) enum Stage {
     Edges,
     /// Makes all changes durable.
     SyncLast,
-    /// Queries the state of an extent.
-    Extent,
+    /// Executes a call on the helper thread.
+    Call,
 }
 
 /// Operations not supported by the medium.
@@ -82,24 +52,23 @@ pub(super) struct Lacks {
 }
 
 /// Returns the first stage of a request.
-pub(super) fn first_stage(op: &BlockOp, lacks: Lacks) -> Stage {
-    match op {
-        BlockOp::Read { .. } | BlockOp::Write { .. } => Stage::Transfer,
-        BlockOp::Flush { .. } => Stage::SyncLast,
-        BlockOp::Discard { .. } => Stage::Punch,
+pub(super) fn first_stage(op: &Command, lacks: Lacks) -> Stage {
+    match op.kind {
+        CommandKind::Read | CommandKind::Write => Stage::Transfer,
+        CommandKind::Flush => Stage::SyncLast,
+        CommandKind::Discard { zeroes: true } => Stage::Punch,
         // UNMAP permits deallocating blocks, so the file doesn't use more space than necessary.
-        BlockOp::WriteZeroes { unmap: true, .. } if !lacks.punch => Stage::Punch,
-        BlockOp::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
-        BlockOp::WriteZeroes { .. } => Stage::Fill,
-        BlockOp::Status { .. } => Stage::Extent,
-        BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
+        CommandKind::WriteZeroes { unmap: true, .. } if !lacks.punch => Stage::Punch,
+        CommandKind::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
+        CommandKind::WriteZeroes { .. } => Stage::Fill,
+        CommandKind::Discard { zeroes: false } | CommandKind::Status => Stage::Call,
     }
 }
 
 /// Returns the start and length of the next piece of a stage, after `done` bytes. `unit` is the
 /// minimum size for discarding and zeroing on the medium, in bytes.
-pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u64) {
-    let (start, len) = range(op);
+pub(super) fn piece(op: &Command, stage: Stage, unit: u64, done: u64) -> (u64, u64) {
+    let (start, len) = (op.offset, op.len);
     let end = start + len;
     let (first, last) = whole_units(start, end, unit);
     match stage {
@@ -115,10 +84,9 @@ pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u
 
 /// Returns the piece of a range that contains the next byte to fill with zeroes. Reads can be
 /// executed between pieces of `most` bytes, so that they do not have to wait for long ranges.
-pub(super) fn fill_piece(op: &BlockOp, done: u64, most: u64) -> Range<u64> {
-    let (start, len) = range(op);
-    let begin = start + done - done % most;
-    begin..(begin + most).min(start + len)
+pub(super) fn fill_piece(op: &Command, done: u64, most: u64) -> Range<u64> {
+    let begin = op.offset + done - done % most;
+    begin..(begin + most).min(op.offset + op.len)
 }
 
 /// Returns the part of a range that consists of whole units, or an empty range at its end.
@@ -134,33 +102,32 @@ fn whole_units(start: u64, end: u64, unit: u64) -> (u64, u64) {
 
 /// Returns the stage after a completed one, or `None` if the request is complete. `volatile` is set
 /// if completed writes may still be in a cache.
-pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<Stage> {
+pub(super) fn next_stage(op: &Command, stage: Stage, volatile: bool) -> Option<Stage> {
     match stage {
         // For a read with FUA, the data must be on the medium (SBC-3 5.10), so flush it.
-        Stage::Transfer if volatile && matches!(op, BlockOp::Read { fua: true, .. }) => {
+        Stage::Transfer if volatile && op.fua && op.kind == CommandKind::Read => {
             Some(Stage::SyncLast)
         }
-        Stage::Transfer | Stage::SyncLast | Stage::Extent => None,
+        Stage::Transfer | Stage::SyncLast | Stage::Call => None,
         // A discard can leave the edges unchanged, but zeroing must include every byte.
-        Stage::Punch | Stage::Zero if matches!(op, BlockOp::WriteZeroes { .. }) => {
+        Stage::Punch | Stage::Zero if matches!(op.kind, CommandKind::WriteZeroes { .. }) => {
             Some(Stage::Edges)
         }
         Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges => {
-            let fua = matches!(op, BlockOp::WriteZeroes { fua: true, .. });
-            (fua || !volatile).then_some(Stage::SyncLast)
+            (op.fua || !volatile).then_some(Stage::SyncLast)
         }
     }
 }
 
 /// Returns true if the writes of an operation must be durable on completion.
-pub(super) fn is_durable(op: &BlockOp, volatile: bool) -> bool {
-    !volatile || matches!(op, BlockOp::Write { fua: true, .. })
+pub(super) fn is_durable(op: &Command, volatile: bool) -> bool {
+    !volatile || (op.fua && op.kind == CommandKind::Write)
 }
 
 /// Returns true for a write that is on stable storage on completion. Its descriptor may report lost
 /// write-backs.
-pub(super) fn is_durable_write(op: &BlockOp, volatile: bool) -> bool {
-    matches!(op, BlockOp::Write { .. }) && is_durable(op, volatile)
+pub(super) fn is_durable_write(op: &Command, volatile: bool) -> bool {
+    op.kind == CommandKind::Write && is_durable(op, volatile)
 }
 
 /// Limits for a ring operation.
@@ -240,6 +207,16 @@ pub(super) fn cut_window(
     Window { len: got, aligned }
 }
 
+/// Sets `out` to the part of the caller's buffer that an operation transfers.
+///
+/// # Panics
+/// Panics if the buffer is too short for the operation.
+pub fn cut_buffer(op: &Command, data: &[MemSlice], out: &mut Vec<MemSlice>) {
+    let (pieces, bytes) = (usize::MAX, op.len as usize);
+    let bounds = Bounds { pieces, bytes };
+    cut_window(data, op.buffer_offset, bytes, None, bounds, out);
+}
+
 /// Removes `excess` bytes from the end.
 fn trim(list: &mut Vec<MemSlice>, mut excess: usize) {
     while excess > 0 {
@@ -253,27 +230,19 @@ fn trim(list: &mut Vec<MemSlice>, mut excess: usize) {
     }
 }
 
-/// Copies data between the pieces of a window and a bounce buffer.
+/// Copies data between the pieces of a window and a bounce buffer, which may be shorter.
 pub(super) fn copy_pieces(pieces: &[MemSlice], bounce: &MemSlice, into_bounce: bool) {
     let mut at = 0;
-    for p in pieces {
-        let (from, from_at, to, to_at) = if into_bounce {
-            (
-                p.memory(),
-                p.offset(),
-                bounce.memory(),
-                bounce.offset() + at,
-            )
-        } else {
-            (
-                bounce.memory(),
-                bounce.offset() + at,
-                p.memory(),
-                p.offset(),
-            )
+    for piece in pieces {
+        let len = piece.len().min(bounce.len() - at);
+        let piece = (piece.memory(), piece.offset());
+        let place = (bounce.memory(), bounce.offset() + at);
+        let ((from, from_at), (to, to_at)) = match into_bounce {
+            true => (piece, place),
+            false => (place, piece),
         };
-        riser_memory::Memory::copy(from, from_at, to, to_at, p.len());
-        at += p.len();
+        riser_memory::Memory::copy(from, from_at, to, to_at, len);
+        at += len;
     }
 }
 
@@ -290,25 +259,18 @@ mod tests {
 
     #[test]
     fn stages_depend_on_durability() {
-        let read = BlockOp::Read {
-            offset: 0,
-            len: 512,
-            buffer_offset: 0,
-            tags: None,
-            fua: true,
+        let op = |kind, fua| Command {
+            fua,
+            ..Command::new(kind, 0, 512)
         };
+        let read = op(CommandKind::Read, true);
         assert_eq!(first_stage(&read, Lacks::default()), Stage::Transfer);
         assert_eq!(
             next_stage(&read, Stage::Transfer, true),
             Some(Stage::SyncLast)
         );
         assert_eq!(next_stage(&read, Stage::Transfer, false), None);
-        let zero = |unmap, fua| BlockOp::WriteZeroes {
-            offset: 0,
-            len: 512,
-            unmap,
-            fua,
-        };
+        let zero = |unmap, fua| op(CommandKind::WriteZeroes { unmap, fast: false }, fua);
         assert_eq!(
             first_stage(&zero(true, false), Lacks::default()),
             Stage::Punch
@@ -334,10 +296,7 @@ mod tests {
             next_stage(&zero(true, true), Stage::Edges, true),
             Some(Stage::SyncLast)
         );
-        let discard = BlockOp::Discard {
-            offset: 0,
-            len: 512,
-        };
+        let discard = op(CommandKind::Discard { zeroes: true }, false);
         assert_eq!(
             next_stage(&discard, Stage::Punch, false),
             Some(Stage::SyncLast)
@@ -346,12 +305,9 @@ mod tests {
 
     #[test]
     fn zeroing_writes_edges_of_whole_units() {
-        let zero = |offset, len| BlockOp::WriteZeroes {
-            offset,
-            len,
-            unmap: false,
-            fua: false,
-        };
+        let (unmap, fast) = (false, false);
+        let zero =
+            |offset, len| Command::new(CommandKind::WriteZeroes { unmap, fast }, offset, len);
         // All pieces of both stages, in order.
         let pieces = |op, unit| {
             let mut pieces = Vec::new();

@@ -7,9 +7,9 @@
 //! the same bytes if either of them changes the data. Changes do not wait for each other, because
 //! the kernel serializes writes to a file.
 //!
-//! A disk does not split its own blocks, and memory has separate locks (`ram`), so turns are not
-//! required for direct I/O on a device. They are required for all files, because some file systems
-//! use the page cache for direct I/O as well.
+//! A disk does not split its own blocks, so turns are not required for direct I/O on a device.
+//! They are required for all files, because some file systems use the page cache for direct I/O as
+//! well.
 //!
 //! A request only checks requests of the other kind, when joining and leaving. Reads therefore do
 //! not have to check anything if there are no changes.
@@ -21,11 +21,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use riser_reactor::Waker;
 use slab::Slab;
 
-/// Active requests of all workers that read or change the medium of a store.
+/// Active requests of all threads that read or change the medium of a store.
 #[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<Line>);
+pub struct Turns(Mutex<Line>);
 
-/// Limited by the number of requests of all workers.
+/// Limited by the number of requests of all threads.
 #[derive(Debug, Default)]
 struct Line {
     next: u64,
@@ -59,7 +59,7 @@ impl Place {
 /// Position of a request that does not have to wait and completes synchronously. This does not
 /// require any other state. Dropping it leaves the queue.
 #[derive(Debug)]
-pub(super) struct ShortTurn<'a> {
+pub struct ShortTurn<'a> {
     turns: &'a Arc<Turns>,
     key: usize,
     changes: bool,
@@ -67,7 +67,7 @@ pub(super) struct ShortTurn<'a> {
 
 /// Position of a request in the queue. Dropping it leaves the queue.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub struct Turn {
     turns: Arc<Turns>,
     key: usize,
     changes: bool,
@@ -78,7 +78,7 @@ pub(super) struct Turn {
 impl Turns {
     /// Adds a request that reads or changes these bytes to the queue. If it has to wait, its worker
     /// is woken when it may continue.
-    pub(super) fn join(
+    pub fn join(
         self: &Arc<Self>,
         bytes: Range<u64>,
         changes: bool,
@@ -109,11 +109,7 @@ impl Turns {
     }
 
     /// Same as [`Turns::join`], but only if it does not have to wait for an older request.
-    pub(super) fn try_join(
-        self: &Arc<Self>,
-        bytes: Range<u64>,
-        changes: bool,
-    ) -> Option<ShortTurn<'_>> {
+    pub fn try_join(self: &Arc<Self>, bytes: Range<u64>, changes: bool) -> Option<ShortTurn<'_>> {
         let mut line = self.line();
         let number = line.next;
         let (own, others) = line.sides(changes);

@@ -1,33 +1,26 @@
-//! [`Driver`]: executes block operations for a worker.
+//! [`Driver`]: executes the operations of a thread.
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use riser_block::{FlushDescriptor, FlushQueue};
+use riser_block::{Command, CommandKind, FlushDescriptor, FlushQueue};
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::{
-    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, Token,
+    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, Token, Waker,
 };
-use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 use slab::Slab;
 
-use super::errno::from_errno;
-use super::execute::Progress;
-use super::medium::Medium;
-use super::plan::{self, Bounds, Lacks, Stage};
+use super::plan::{self, Lacks, Stage};
 use super::request::{
-    BlockCommand, Bounce, DriverConfig, MAX_OPERATION, Outcome, RequestState, StoreId,
-    buffer_range, cut_transfer, fill_window, uncut,
+    Bounce, DriverConfig, MAX_OPERATION, Outcome, Request, RequestState, StoreId, cut_transfer,
+    fill_window, uncut,
 };
 use super::requests::Requests;
-use super::store::Store;
+use super::storage::{Failure, Fault, Storage};
 use super::sys;
 use super::turns::Turn;
-use crate::log::RateLimit;
-use crate::warn_limited;
 
 /// The driver has reached its maximum number of requests in total or for this store. The request
 /// was not accepted.
@@ -35,17 +28,20 @@ use crate::warn_limited;
 #[error("the request queue of the backend driver is full")]
 pub struct DriverFull;
 
-/// A completed request, so that the worker can respond to its command.
+/// A completed request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Done {
+pub struct Done<R> {
     /// Identifier provided by the caller.
     pub user: u64,
-    /// Result for the logical unit.
-    pub result: StepResult,
+    /// Result for the user.
+    pub result: R,
 }
 
-struct Attached {
-    store: Arc<Store>,
+/// Result of a call on the helper thread.
+type Called<S> = Result<<S as Storage>::Extents, <S as Storage>::Error>;
+
+struct Attached<S: Storage> {
+    storage: S,
     handle: Option<Handle>,
     sync: FlushDescriptor<Handle>,
     /// Requests waiting for a flush. The first request of a flush determines its token.
@@ -54,11 +50,9 @@ struct Attached {
     requests: usize,
     /// A separate bounce buffer, because a hanging store may be using all shared ones.
     bounce: OwnBounce,
-    /// Rate limit for logging failures.
-    complaints: RateLimit,
     /// Helper thread for blocking calls, if it was required before. These calls may never return if
     /// the store is hanging.
-    helper: Option<Offload<io::Result<(bool, u64)>>>,
+    helper: Option<Offload<Called<S>>>,
 }
 
 /// Separate bounce buffer of a store.
@@ -69,18 +63,21 @@ enum OwnBounce {
     InUse,
 }
 
-/// Executes block operations for a worker using the ring, and returns the results.
+/// Executes operations of attached stores using the ring of the calling thread, and returns the
+/// results.
 ///
-/// Every accepted request results in exactly one [`Done`]. In its loop, the worker must call
+/// Every accepted request results in exactly one [`Done`]. In its loop, the thread must call
 /// [`begin_round`](Driver::begin_round) with the current time, [`submit`](Driver::submit) for new
 /// requests, [`handle_completion`](Driver::handle_completion) for every completion with the
 /// driver's tag, and then [`poll_done`](Driver::poll_done) until it returns `None`.
-pub struct Driver {
+pub struct Driver<S: Storage> {
     config: DriverConfig,
-    stores: Slab<Attached>,
-    requests: Requests,
+    /// Wakes the thread when a request can continue.
+    waker: Waker,
+    stores: Slab<Attached<S>>,
+    requests: Requests<S::Error>,
     /// Limited to `depth`.
-    done: VecDeque<Done>,
+    done: VecDeque<Done<S::Result>>,
     /// The ring was full when submitting a flush.
     flush_stalled: bool,
     /// Shared bounce buffers.
@@ -88,7 +85,7 @@ pub struct Driver {
     zeroes: MemSlice,
     /// Stores with a helper thread.
     helped: Vec<usize>,
-    /// Start time of the worker's current round.
+    /// Start time of the current round.
     now: Instant,
     /// Remaining number of bytes to transfer synchronously in this round.
     at_once: u64,
@@ -117,7 +114,7 @@ impl OwnBounce {
     }
 }
 
-impl std::fmt::Debug for Driver {
+impl<S: Storage> std::fmt::Debug for Driver<S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Driver")
             .field("stores", &self.stores.len())
@@ -128,52 +125,54 @@ impl std::fmt::Debug for Driver {
 
 /// Opens a descriptor for flushes. Returns true if it is the same as for writes, because `/proc` is
 /// not available or the process has reached its limit.
-fn open_sync(store: &Store, now: Instant) -> (Option<Handle>, bool) {
-    let opened = match &store.medium {
-        Medium::File { file, .. } => match sys::reopen(file) {
-            Ok(own) => (Some(own), false),
-            Err(_) => (Some(file.clone()), true),
-        },
-        Medium::Ram(_) | Medium::Null | Medium::Absent => (None, false),
+fn open_sync<S: Storage>(storage: &mut S, now: Instant) -> (Option<Handle>, bool) {
+    let Some(file) = storage.file() else {
+        return (None, false);
     };
-    store.on_flush_descriptor_opened(now);
+    let opened = match sys::reopen(&file.handle) {
+        Ok(own) => (Some(own), false),
+        Err(_) => (Some(file.handle.clone()), true),
+    };
+    // If another thread is checking an error, the kernel may not report it to this descriptor, so
+    // treat it as lost data.
+    if file.flush_checks.is_active() {
+        storage.on_flush_failed(libc::EIO, now);
+    }
     opened
-}
-
-/// Minimum time between log messages about failures of a backend. A command with several
-/// operations, such as a write to a full file system, would cause a message for each operation
-/// otherwise.
-const COMPLAINT_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Called for a successful operation of a store. Returns true if this clears a failure.
-fn note_success(store: &Store, now: Instant, op: &BlockOp) -> bool {
-    store.note_success(now, matches!(op, BlockOp::Write { .. }))
 }
 
 /// Size of a buffer with zeroes, for media that do not support zeroing.
 const ZEROES: usize = 64 << 10;
 
 /// Maximum number of bytes to read or write synchronously in a round, on files in memory. The
-/// worker cannot serve other clients during this time.
+/// thread cannot serve other clients during this time.
 const AT_ONCE: u64 = 1 << 20;
 
 /// Maximum length of a synchronous read or write in bytes.
 const LONGEST_AT_ONCE: u64 = 128 << 10;
+
+/// Only their requests are put into the ring, and use it.
+const ONLY_FILES: &str = "only files reach the ring";
 
 /// Returns the maximum number of bytes to fill with zeroes in a single ring operation.
 fn fill_piece(config: &DriverConfig) -> u64 {
     (ZEROES * config.pieces.min(16)).min(MAX_OPERATION) as u64
 }
 
-impl Driver {
-    /// Creates a driver for the worker that owns the ring.
+impl<S: Storage> Driver<S> {
+    /// Creates a driver for the thread that owns the ring. `waker` wakes this thread.
     ///
     /// # Errors
     /// Fails if bounce memory cannot be mapped.
     ///
     /// # Panics
     /// Panics if a configured size is zero or not a multiple as specified.
-    pub fn new(ring: &mut Ring, now: Instant, mut config: DriverConfig) -> io::Result<Self> {
+    pub fn new(
+        waker: Waker,
+        ring: &mut Ring,
+        now: Instant,
+        mut config: DriverConfig,
+    ) -> io::Result<Self> {
         // The ring would reject a longer list, which is handled like a failure of the ring below.
         config.pieces = config.pieces.min(ring.max_slices());
         assert!(config.depth > 0 && config.pieces > 0 && config.bounces > 0);
@@ -185,6 +184,7 @@ impl Driver {
         let _ = ring.register_memory(&zeroes);
         Ok(Self {
             config,
+            waker,
             stores: Slab::new(),
             requests: Requests::new(config.depth),
             done: VecDeque::with_capacity(config.depth),
@@ -199,41 +199,35 @@ impl Driver {
         })
     }
 
-    /// Sets the start time of the worker's round, to be used until the next call.
+    /// Sets the start time of a round, to be used until the next call.
     pub fn begin_round(&mut self, now: Instant) {
         self.now = now;
         self.at_once = AT_ONCE;
     }
 
     /// Attaches a store, and registers its file with the ring if possible.
-    pub fn attach(&mut self, ring: &mut Ring, store: Arc<Store>) -> StoreId {
-        let handle = match &store.medium {
-            Medium::File { file, .. } => {
-                Some(ring.register_file(file).unwrap_or_else(|_| file.clone()))
-            }
-            Medium::Ram(_) | Medium::Null | Medium::Absent => None,
-        };
+    pub fn attach(&mut self, ring: &mut Ring, store: impl Into<S>) -> StoreId {
+        let mut storage = store.into();
+        let handle = storage.file().map(|file| &file.handle);
+        let handle = handle.map(|file| ring.register_file(file).unwrap_or_else(|_| file.clone()));
         // Read this before opening the descriptor. If a failure is cleared in between, the next
         // flush opens a descriptor unnecessarily.
-        let clears = store.flush_clears();
-        let (sync, is_shared) = open_sync(&store, self.now);
-        let lacks = match store.medium {
-            Medium::File { can_zero, .. } => Lacks {
-                punch: !can_zero,
-                zero: !can_zero,
-            },
-            Medium::Ram(_) | Medium::Null | Medium::Absent => Lacks::default(),
-        };
+        let clears = storage.flush_clears();
+        let (sync, is_shared) = open_sync(&mut storage, self.now);
+        let device = storage.file().and_then(|file| file.device.as_ref());
+        let is_refused = device.is_some_and(|device| !device.can_zero);
         StoreId(self.stores.insert(Attached {
-            store,
             handle,
             sync: FlushDescriptor::new(sync, is_shared, clears),
             flushes: FlushQueue::default(),
-            lacks,
+            lacks: Lacks {
+                punch: is_refused,
+                zero: is_refused,
+            },
             requests: 0,
             bounce: OwnBounce::None,
-            complaints: RateLimit::new(1, COMPLAINT_INTERVAL),
             helper: None,
+            storage,
         }))
     }
 
@@ -257,8 +251,8 @@ impl Driver {
     /// # Panics
     /// Panics if the store is not attached.
     #[must_use]
-    pub fn store(&self, id: StoreId) -> &Arc<Store> {
-        &self.stores[id.0].store
+    pub fn store(&self, id: StoreId) -> &S {
+        &self.stores[id.0].storage
     }
 
     /// Returns the number of accepted requests with results that were not returned yet.
@@ -279,11 +273,11 @@ impl Driver {
         (token.0 >> 56) as u8 == self.config.tag
     }
 
-    /// Submits a block operation. `data` is the whole buffer of the command, which is kept alive
-    /// until the operation completes. The operation determines the part to be transferred. `user`
-    /// is returned in [`Done`].
+    /// Submits an operation. `data` is the whole buffer of the caller, which is kept alive until the
+    /// operation completes. The operation determines the part to be transferred. `user` is returned
+    /// in [`Done`].
     ///
-    /// Requests complete immediately on memory and null backends, and usually on files in memory.
+    /// Requests complete immediately on media that are not files, and usually on files in memory.
     /// In this case the result is also returned by [`poll_done`](Driver::poll_done).
     ///
     /// # Errors
@@ -292,84 +286,95 @@ impl Driver {
     ///
     /// # Panics
     /// Panics if the store is not attached, if the range does not consist of whole blocks, or if
-    /// the buffer is too short for the operation. The logical unit must ensure all this.
+    /// the buffer is too short for the operation. The caller must ensure all this.
     pub fn submit(
         &mut self,
         ring: &mut Ring,
         store: StoreId,
-        op: BlockOp,
+        op: Command,
         data: &[MemSlice],
         user: u64,
     ) -> Result<(), DriverFull> {
         if !self.has_room(store) {
             return Err(DriverFull);
         }
-        let block = u64::from(self.stores[store.0].store.geometry().block_size);
-        let (offset, len) = plan::range(&op);
-        // The block size is a power of two, see `Store::open`.
+        let storage = &self.stores[store.0].storage;
+        let block = u64::from(storage.block_size());
         assert!(
-            (offset | len) & (block - 1) == 0,
+            (op.offset | op.len) & (block - 1) == 0,
             "{op:?} is not in whole blocks"
         );
-        match self.move_at_once(store, &op, data) {
+        // Do this before the request can complete in any other way, so that faults with a limited
+        // count affect the same requests in each run.
+        let fault = storage.fault(&op);
+        let moved = match fault {
+            None => self.move_at_once(store, &op, data),
+            Some(_) => Err(None),
+        };
+        match moved {
             Ok(()) => {
-                let result = StepResult::Done;
+                let result = S::result(Ok(None));
                 self.done.push_back(Done { user, result });
             }
-            Err(turn) => self.accept(ring, store, op, data, (user, turn)),
+            Err(turn) => {
+                let index = self.accept(store, op, data, (user, turn));
+                self.begin_request(ring, index, fault);
+            }
         }
         Ok(())
     }
 
-    /// Creates and starts a request for an operation, with its turn if it already has one.
+    /// Creates a request for an operation, with its turn if it already has one. Every exit from
+    /// this point must use `finish`, which updates the count.
     fn accept(
         &mut self,
-        ring: &mut Ring,
         store: StoreId,
-        op: BlockOp,
+        op: Command,
         data: &[MemSlice],
         (user, turn): (u64, Option<Turn>),
-    ) {
-        let offset = plan::range(&op).0;
-        // The request is accepted. From this point, every exit must use `finish`, which updates the
-        // count.
+    ) -> usize {
         let attached = &mut self.stores[store.0];
         attached.requests += 1;
-        // Do this before the request can complete in any other way, so that faults with a limited
-        // count affect the same requests in each run.
-        let strike = attached.store.faults.as_ref().and_then(|f| f.strike(&op));
         let mut kept = self.requests.spare_list();
-        // These slices keep the memory mapped, because the command may be aborted and its
+        // These slices keep the memory mapped, because the operation may be aborted and its
         // connection closed while the kernel is still accessing the memory.
         kept.extend_from_slice(data);
         let lists = (kept, self.requests.spare_list());
         let stage = plan::first_stage(&op, attached.lacks);
-        let index = self.requests.insert(BlockCommand {
+        self.requests.insert(Request {
             renewals: attached.sync.renewals(),
             turn,
-            ..BlockCommand::new(user, store, self.now, op, lists, stage)
-        });
+            ..Request::new(user, store, self.now, op, lists, stage)
+        })
+    }
+
+    /// Starts or delays an accepted request.
+    fn begin_request(&mut self, ring: &mut Ring, index: usize, fault: Option<Fault<S::Error>>) {
+        let request = &mut self.requests[index];
+        let storage = &self.stores[request.store.0].storage;
         // Don't retry after a failed flush. The kernel reports a lost page only once, so the next
         // `fsync` would succeed without the data. This is checked before injected faults, so that
         // they can't hide it.
-        let failure = match op {
-            BlockOp::Flush { .. } => self.stores[store.0].store.flush_failure(),
-            _ => None,
+        if request.op.kind == CommandKind::Flush
+            && let Some(errno) = storage.flush_failure()
+        {
+            let error = S::error(Failure::Errno(errno), request.op.offset);
+            return self.finish(index, Err(error));
+        }
+        let Some(Fault { delay, error, most }) = fault else {
+            return self.start(ring, index);
         };
-        if let Some(failure) = failure {
-            let error = from_errno(failure.errno, offset);
-            return self.finish(index, StepResult::Failed(error));
+        request.most = most.min(MAX_OPERATION);
+        if storage.holds(&request.op) {
+            return self.requests.change_state(index, RequestState::Held);
         }
-        match strike {
-            _ if self.is_held(index) => self.requests.change_state(index, RequestState::Held),
-            Some((delay, error)) if !delay.is_zero() => {
-                let until = self.now + delay;
-                let delayed = RequestState::Delayed { until, error };
-                self.requests.change_state(index, delayed);
-            }
-            Some((_, Some(error))) => self.fail_on_purpose(index, error),
-            _ => self.start(ring, index),
+        request.injected = error;
+        if delay.is_zero() {
+            return self.start(ring, index);
         }
+        let until = self.now + delay;
+        self.requests
+            .change_state(index, RequestState::Delayed { until });
     }
 
     /// Reads or writes synchronously without creating a request, if possible: for a file in memory,
@@ -382,51 +387,39 @@ impl Driver {
     fn move_at_once(
         &mut self,
         store: StoreId,
-        op: &BlockOp,
+        op: &Command,
         data: &[MemSlice],
     ) -> Result<(), Option<Turn>> {
-        let id = store;
-        let store = &self.stores[id.0].store;
-        let Medium::File {
-            file,
-            align,
-            in_memory: true,
-            mapped,
-            ..
-        } = &store.medium
-        else {
-            return Err(None);
-        };
-        let is_write = matches!(op, BlockOp::Write { .. });
+        let storage = &mut self.stores[store.0].storage;
+        let file = storage.file().filter(|file| file.is_in_memory);
+        let file = file.ok_or(None)?;
+        let is_write = op.kind == CommandKind::Write;
         // Durable operations require additional steps, or their errors require special handling.
-        match op {
-            BlockOp::Read { fua: false, .. } => {}
-            BlockOp::Write { .. } if !plan::is_durable(op, store.geometry().write_cache) => {}
+        match op.kind {
+            CommandKind::Read if !op.fua => {}
+            CommandKind::Write if !plan::is_durable(op, storage.has_write_cache()) => {}
             _ => return Err(None),
         }
-        let (at, len) = plan::range(op);
-        // A write would block the worker if there are active long changes. Injected faults only
-        // affect requests.
-        let is_held_up = is_write && store.changing.load(Ordering::Relaxed) > 0;
-        if len > LONGEST_AT_ONCE.min(self.at_once) || is_held_up || store.faults.is_some() {
+        // A write would block the thread if there are active long changes.
+        let is_held_up = is_write && file.changing.load(Ordering::Relaxed) > 0;
+        if op.len > LONGEST_AT_ONCE.min(self.at_once) || is_held_up {
             return Err(None);
         }
         let mut part = None;
-        let list = uncut(op, data, *align, &mut part).ok_or(None)?;
-        let turn = store.turns.try_join(at..at + len, is_write).ok_or(None)?;
+        let list = uncut(op, data, file.align, &mut part).ok_or(None)?;
+        let bytes = op.offset..op.offset + op.len;
+        let turn = file.turns.try_join(bytes, is_write).ok_or(None)?;
         let moved = match is_write {
-            true => sys::write_now(file, at, list, false),
-            false => sys::read_now(file, mapped.as_ref(), at, list),
+            true => sys::write_now(&file.handle, op.offset, list, false),
+            false => sys::read_now(&file.handle, file.mapped.as_ref(), op.offset, list),
         };
-        if moved != Some(Ok(len as usize)) {
+        if moved != Some(Ok(op.len as usize)) {
             // The request will do this again in the same turn, and handles any errors.
             return Err(Some(turn.into_turn()));
         }
         drop(turn);
-        self.at_once -= len;
-        if note_success(store, self.now, op) {
-            self.report_recovery(id);
-        }
+        self.at_once -= op.len;
+        storage.on_success(op, self.now);
         Ok(())
     }
 
@@ -469,12 +462,12 @@ impl Driver {
                 RequestState::Flush => {
                     // Other requests are also waiting for a flush in flight.
                     if self.stores[store].flushes.remove(&index) {
-                        self.finish(index, StepResult::Failed(BackendError::Aborted));
+                        self.cancel_request(index);
                     }
                 }
                 RequestState::Stalled | RequestState::Delayed { .. } | RequestState::Turn => {
                     self.requests.unlist(index);
-                    self.finish(index, StepResult::Failed(BackendError::Aborted));
+                    self.cancel_request(index);
                 }
                 RequestState::New | RequestState::Done => {
                     unreachable!("a request in flight waits for something")
@@ -483,11 +476,16 @@ impl Driver {
         }
     }
 
+    fn cancel_request(&mut self, index: usize) {
+        let request = &self.requests[index];
+        let at = request.op.offset + request.done;
+        self.finish(index, Err(S::error(Failure::Cancelled, at)));
+    }
+
     /// Handles a completion of a ring operation of this driver.
     ///
     /// # Panics
-    /// Panics if the token is not from this driver. The worker must use [`owns`](Driver::owns) to
-    /// check this.
+    /// Panics if the token is not from this driver, see [`owns`](Driver::owns).
     pub fn handle_completion(&mut self, ring: &mut Ring, completion: &Completion) {
         assert!(self.owns(completion.token), "a completion of another's");
         // The slab index identifies the request without a generation, because it isn't reused until
@@ -502,7 +500,7 @@ impl Driver {
 
     /// Returns the next completed request. Also resumes requests that were waiting for space, for
     /// the helper thread or for a delay, so this must be called after every park.
-    pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done> {
+    pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done<S::Result>> {
         self.resume_waiting(ring);
         self.done.pop_front()
     }
@@ -526,12 +524,12 @@ impl Driver {
     fn resume_waiting(&mut self, ring: &mut Ring) {
         for at in 0..self.helped.len() {
             let store = self.helped[at];
-            let poll = |stores: &mut Slab<Attached>| {
+            let poll = |stores: &mut Slab<Attached<S>>| {
                 let helper = stores[store].helper.as_mut();
                 helper.and_then(Offload::poll_result)
             };
             while let Some((token, result)) = poll(&mut self.stores) {
-                self.on_extent(token.0 as usize, result);
+                self.on_called(token.0 as usize, result);
             }
         }
         if self.requests.has_delayed() {
@@ -539,18 +537,16 @@ impl Driver {
             // Take the whole list, because `start` may delay a request again. It would be processed
             // again in this round, so a long operation in memory would block all other requests.
             for index in self.requests.take_delayed() {
-                let state = self.requests[index].state;
-                let waits = match state {
-                    RequestState::Delayed { until, .. } => until > now,
-                    RequestState::Held => self.is_held(index),
-                    _ => !self.takes_turn(ring, index),
+                let request = &self.requests[index];
+                let storage = &self.stores[request.store.0].storage;
+                let waits = match request.state {
+                    RequestState::Delayed { until } => until > now,
+                    RequestState::Held => storage.holds(&request.op),
+                    _ => !self.takes_turn(index),
                 };
-                match state {
-                    _ if waits => self.requests.keep_delayed(index),
-                    RequestState::Delayed {
-                        error: Some(error), ..
-                    } => self.fail_on_purpose(index, error),
-                    _ => self.start(ring, index),
+                match waits {
+                    true => self.requests.keep_delayed(index),
+                    false => self.start(ring, index),
                 }
             }
         }
@@ -570,51 +566,39 @@ impl Driver {
 
     /// Starts a request on its medium.
     fn start(&mut self, ring: &mut Ring, index: usize) {
-        let request = &self.requests[index];
-        let medium = &self.stores[request.store.0].store.medium;
+        let request = &mut self.requests[index];
+        if let Some(error) = request.injected {
+            return self.fail_on_purpose(index, error);
+        }
+        let storage = &self.stores[request.store.0].storage;
         // Operations on a file complete asynchronously. All others are executed below.
-        if let Medium::File { .. } = medium {
+        if storage.file().is_some() {
             self.follow_renewals(index);
             return self.issue(ring, index);
         }
-        if medium.needs_memory(&request.op) {
-            self.cut_all(index);
-        }
-        let request = &self.requests[index];
-        let store = &self.stores[request.store.0].store;
-        let writes = matches!(
-            request.op,
-            BlockOp::Write { .. } | BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. }
-        );
-        debug_assert!(
-            !(writes && store.geometry().read_only),
-            "the unit refuses these"
-        );
-        let (op, memory) = (&request.op, &request.window);
-        match store.medium.execute(op, request.done, memory) {
-            Progress::Partial(done) => self.yield_to_others(index, done),
-            Progress::Done(result) => self.finish(index, result),
+        let (done, window) = (&mut request.done, &mut request.window);
+        match storage.execute(&request.op, done, &request.data, window) {
+            None => self.yield_to_others(index),
+            Some(result) => self.finish(index, result),
         }
     }
 
     /// Returns whether a request that reads or changes the medium does not have to wait for older
     /// requests for the same bytes.
-    fn takes_turn(&mut self, ring: &Ring, index: usize) -> bool {
+    fn takes_turn(&mut self, index: usize) -> bool {
         let request = &mut self.requests[index];
-        let store = &self.stores[request.store.0].store;
-        if store.keeps_blocks_whole() {
+        let storage = &self.stores[request.store.0].storage;
+        let file = storage.file().expect(ONLY_FILES);
+        if file.keeps_blocks_whole(storage.block_size()) {
             return true;
         }
-        let changes = !matches!(request.op, BlockOp::Read { .. });
-        let turns = &store.turns;
+        let op = &request.op;
+        let changes = op.kind != CommandKind::Read;
         let bytes = match request.stage {
-            Stage::Fill => plan::fill_piece(&request.op, request.done, fill_piece(&self.config)),
-            _ => {
-                let (offset, len) = plan::range(&request.op);
-                offset..offset + len
-            }
+            Stage::Fill => plan::fill_piece(op, request.done, fill_piece(&self.config)),
+            _ => op.offset..op.offset + op.len,
         };
-        let join = || turns.join(bytes, changes, || ring.waker());
+        let join = || file.turns.join(bytes, changes, || self.waker.clone());
         request.turn.get_or_insert_with(join).has_come()
     }
 
@@ -628,67 +612,49 @@ impl Driver {
     }
 
     /// Delays a long operation in memory after each piece, in order to serve other commands.
-    fn yield_to_others(&mut self, index: usize, done: u64) {
-        let request = &mut self.requests[index];
-        request.done = done;
-        request.since = self.now;
-        let (until, error) = (self.now, None);
-        let delayed = RequestState::Delayed { until, error };
-        self.requests.change_state(index, delayed);
-    }
-
-    fn is_held(&self, index: usize) -> bool {
-        let request = &self.requests[index];
-        let faults = &self.stores[request.store.0].store.faults;
-        faults.as_ref().is_some_and(|f| f.holds(&request.op))
+    fn yield_to_others(&mut self, index: usize) {
+        self.requests[index].since = self.now;
+        let until = self.now;
+        self.requests
+            .change_state(index, RequestState::Delayed { until });
     }
 
     /// Returns whether a request was created and completed, because this keeps its lists for the
     /// next request.
-    #[cfg(test)]
-    pub(super) fn has_ended_requests(&self) -> bool {
+    #[cfg(feature = "testing")]
+    pub fn has_ended_requests(&self) -> bool {
         self.requests.has_spare_lists()
     }
 
     /// Simulates a hanging store with requests that use all shared bounce buffers, the store's own
     /// buffer, and its helper.
-    #[cfg(test)]
-    pub(super) fn hang(&mut self, ring: &Ring, id: StoreId) -> std::sync::mpsc::Sender<()> {
+    ///
+    /// # Panics
+    /// Panics if there are no threads.
+    #[cfg(feature = "testing")]
+    pub fn hang(&mut self, id: StoreId) -> std::sync::mpsc::Sender<()> {
         self.idle_bounces.clear();
         let store = &mut self.stores[id.0];
         store.bounce = OwnBounce::InUse;
         let (release, hangs) = std::sync::mpsc::channel();
-        let mut helper = Offload::new(1, ring.waker(), &riser_reactor::SystemThreads).unwrap();
+        let threads = store.storage.threads();
+        let mut helper = Offload::new(1, self.waker.clone(), threads).unwrap();
         let job = move || {
             let _ = hangs.recv();
-            Ok((true, 0))
+            Err(S::error(Failure::Cancelled, 0))
         };
         helper.submit(Token(0), job).unwrap();
         store.helper = Some(helper);
         release
     }
 
-    fn fail_on_purpose(&mut self, index: usize, error: BackendError) {
+    fn fail_on_purpose(&mut self, index: usize, error: S::Error) {
         let request = &self.requests[index];
-        if let BlockOp::Flush { .. } = request.op {
-            self.stores[request.store.0]
-                .store
-                .on_flush_failed(libc::EIO, self.now);
+        if request.op.kind == CommandKind::Flush {
+            let storage = &mut self.stores[request.store.0].storage;
+            storage.on_flush_failed(libc::EIO, self.now);
         }
         self.fail(index, error, &"a fault on purpose");
-    }
-
-    /// Sets the window to the part of the buffer to be read or written.
-    fn cut_all(&mut self, index: usize) {
-        let request = &mut self.requests[index];
-        let (start, len) = buffer_range(&request.op);
-        let bounds = Bounds {
-            pieces: usize::MAX,
-            bytes: len,
-        };
-        if len > 0 {
-            plan::cut_window(&request.data, start, len, None, bounds, &mut request.window);
-        }
     }
 
     /// Submits the next ring operation of a request, or delays the request.
@@ -698,27 +664,16 @@ impl Driver {
             self.requests[index].stage,
             Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
         );
-        if moves && !self.takes_turn(ring, index) {
+        if moves && !self.takes_turn(index) {
             return self.requests.change_state(index, RequestState::Turn);
         }
         let token = self.token(index);
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
-        let Medium::File {
-            file,
-            align,
-            device,
-            unit,
-            in_memory,
-            mapped,
-            ..
-        } = &attached.store.medium
-        else {
-            unreachable!("only files reach the ring");
-        };
+        let file = attached.storage.file().expect(ONLY_FILES);
         let handle = attached.handle.as_ref().expect("files have handles");
-        let (offset, len) = plan::range(&request.op);
-        let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
+        let op = &request.op;
+        let (at, left) = plan::piece(op, request.stage, file.unit(), request.done);
         // If the range is within a device block, there is nothing to punch or zero, and
         // fallocate(2) fails for a length of zero. If the medium is known not to support holes, a
         // discard leaves the blocks unchanged.
@@ -726,10 +681,11 @@ impl Driver {
         if (left == 0 && moves) || is_refused {
             return self.after_stage(ring, index);
         }
-        let durable = match plan::is_durable(&request.op, attached.store.geometry().write_cache) {
+        let durable = match plan::is_durable(op, attached.storage.has_write_cache()) {
             true => Durability::Durable,
             false => Durability::Cached,
         };
+        let (len, is_read) = (op.len, op.kind == CommandKind::Read);
         let queued = match request.stage {
             // Don't submit this separately, because a single flush serves all waiting requests of
             // the store.
@@ -743,26 +699,28 @@ impl Driver {
             }
             Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
             Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
+            Stage::Fill if matches!(op.kind, CommandKind::WriteZeroes { fast: true, .. }) => {
+                let error = S::error(Failure::Errno(libc::EOPNOTSUPP), op.offset);
+                return self.finish(index, Err(error));
+            }
             Stage::Fill | Stage::Edges => {
                 // The list contains the same zeroes several times, to reduce the number of
                 // operations for a long range. Durability isn't required for each one, because the
                 // flush after this stage includes all of them.
                 let most = fill_piece(&self.config);
                 let left = match request.stage {
-                    Stage::Fill => plan::fill_piece(&request.op, request.done, most).end - at,
+                    Stage::Fill => plan::fill_piece(op, request.done, most).end - at,
                     _ => left.min(most),
                 };
                 fill_window(&self.zeroes, left, &mut request.window);
                 ring.submit_write(handle, at, &request.window, Durability::Cached, token)
             }
             Stage::Transfer => {
-                let faults = attached.store.faults.as_ref();
-                let config = (self.config, faults.map_or(usize::MAX, |f| f.most()));
                 let (shared, own) = (&mut self.idle_bounces, &mut attached.bounce);
                 // Most requests don't require a bounce buffer. It's only allocated if the memory
                 // isn't suitable for direct I/O.
                 let idle = || own.take_or(shared, self.config.bounce);
-                let Some(memory) = cut_transfer(request, *align, config, idle) else {
+                let Some(memory) = cut_transfer(request, file.align, self.config, idle) else {
                     return self.requests.change_state(index, RequestState::Stalled);
                 };
                 let list = memory
@@ -770,46 +728,42 @@ impl Driver {
                     .map_or(&request.window[..], std::slice::from_ref);
                 // Copy the data synchronously if this takes no longer than using the ring, because
                 // the kernel uses a separate thread for writes. However, a write would block the
-                // worker if there are active long changes.
-                let is_read = matches!(request.op, BlockOp::Read { .. });
-                let waits = || !is_read && attached.store.changing.load(Ordering::Relaxed) > 0;
-                if *in_memory && len <= LONGEST_AT_ONCE.min(self.at_once) && !waits() {
+                // thread if there are active long changes.
+                let waits = || !is_read && file.changing.load(Ordering::Relaxed) > 0;
+                if file.is_in_memory && len <= LONGEST_AT_ONCE.min(self.at_once) && !waits() {
                     let is_durable = durable == Durability::Durable;
                     let moved = match is_read {
-                        true => sys::read_now(file, mapped.as_ref(), at, list),
-                        false => sys::write_now(file, at, list, is_durable),
+                        true => sys::read_now(&file.handle, file.mapped.as_ref(), at, list),
+                        false => sys::write_now(&file.handle, at, list, is_durable),
                     };
                     if let Some(moved) = moved {
                         self.at_once -= len;
                         return self.on_result(ring, index, moved);
                     }
                 }
-                match request.op {
-                    BlockOp::Read { .. } => ring.submit_read(handle, at, list, token),
-                    _ => ring.submit_write(handle, at, list, durable, token),
+                match is_read {
+                    true => ring.submit_read(handle, at, list, token),
+                    false => ring.submit_write(handle, at, list, durable, token),
                 }
             }
             // A block device doesn't report which blocks are in use, so all of them are considered
             // mapped.
-            Stage::Extent if *device => {
-                let result = StepResult::Status {
-                    allocation: Allocation::Mapped,
-                    len,
-                };
-                return self.finish(index, result);
+            Stage::Call if file.device.is_some() && op.kind == CommandKind::Status => {
+                let extents = S::unknown_extents(op);
+                return self.finish(index, Ok(Some(extents)));
             }
-            Stage::Extent => {
-                let file = file.clone();
-                // io_uring doesn't support lseek(2), and the call may block on the file system.
-                return self.submit_to_helper(ring, index, file, offset, len);
-            }
+            // io_uring doesn't support these calls, and they may block on the file system.
+            Stage::Call => return self.submit_to_helper(index),
         };
         match queued {
             Ok(()) => {
                 let is_long = request.stage != Stage::Transfer || len > LONGEST_AT_ONCE;
-                let changes = moves && is_long && !matches!(request.op, BlockOp::Read { .. });
-                if *in_memory && changes && !std::mem::replace(&mut request.is_changing, true) {
-                    attached.store.changing.fetch_add(1, Ordering::Relaxed);
+                let changes = moves && is_long && !is_read;
+                if file.is_in_memory
+                    && changes
+                    && !std::mem::replace(&mut request.is_changing, true)
+                {
+                    file.changing.fetch_add(1, Ordering::Relaxed);
                 }
                 self.requests.change_state(index, RequestState::Ring);
             }
@@ -820,7 +774,7 @@ impl Driver {
                 self.requests.change_state(index, RequestState::Stalled);
             }
             // Lists and lengths are within the limits of the ring, so the ring itself has failed.
-            Err(_) => self.finish(index, StepResult::Failed(BackendError::Internal)),
+            Err(_) => self.finish(index, Err(S::error(Failure::Ring, at))),
         }
     }
 
@@ -842,25 +796,19 @@ impl Driver {
         let is_suspect = result.is_err_and(|errno| self.may_report_a_loss(index, errno));
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
+        let file = attached.storage.file().expect(ONLY_FILES);
         if std::mem::take(&mut request.is_changing) {
-            attached.store.changing.fetch_sub(1, Ordering::Relaxed);
+            file.changing.fetch_sub(1, Ordering::Relaxed);
         }
         // These bytes can't be read until the request completes.
-        if let Medium::File {
-            unit,
-            mapped: Some(mapped),
-            ..
-        } = &attached.store.medium
+        if let Some(mapped) = &file.mapped
             && matches!(request.stage, Stage::Punch | Stage::Zero)
         {
-            let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
+            let (at, left) = plan::piece(&request.op, request.stage, file.unit(), request.done);
             mapped.forget(at..at + left);
         }
-        let block = attached.store.geometry().block_size as usize;
-        let least = match &attached.store.medium {
-            Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
-            Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
-        };
+        let block = attached.storage.block_size() as usize;
+        let least = file.align.map_or(1, |align| align.offset as usize);
         match request.outcome(result, (block, least), is_suspect) {
             Outcome::Moved(moved) => {
                 self.finish_bounce(index, moved);
@@ -868,13 +816,13 @@ impl Driver {
                 self.leave_filled_piece(index);
                 self.requests[index].since = self.now;
                 if self.requests[index].cancelled {
-                    self.finish(index, StepResult::Failed(BackendError::Aborted));
+                    self.cancel_request(index);
                 } else {
                     self.issue(ring, index);
                 }
             }
             Outcome::Truncated(at) => {
-                let error = BackendError::Medium { offset: Some(at) };
+                let error = S::error(Failure::Truncated, at);
                 self.fail(index, error, &"the file is shorter");
             }
             Outcome::Flushed(errno) => {
@@ -892,21 +840,18 @@ impl Driver {
                 self.issue(ring, index);
             }
             Outcome::Suspect(errno) => {
-                let clears = attached.store.flush_clears();
+                let clears = attached.storage.flush_clears();
+                let file = attached.storage.file().expect(ONLY_FILES);
                 request.is_checking = attached.sync.reports_again(request.renewals, clears);
                 match request.is_checking {
-                    true => attached.store.flush_checks.begin(),
-                    false => attached.store.on_flush_failed(errno, self.now),
+                    true => file.flush_checks.begin(),
+                    false => attached.storage.on_flush_failed(errno, self.now),
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
                 self.free_bounce(index);
                 self.issue(ring, index);
             }
-            Outcome::Failed(errno) => {
-                let at = plan::range(&request.op).0 + request.done;
-                let error = io::Error::from_raw_os_error(errno);
-                self.fail(index, from_errno(errno, at), &error);
-            }
+            Outcome::Failed(errno) => self.fail_with(index, errno),
         }
     }
 
@@ -916,10 +861,10 @@ impl Driver {
     /// flushes will report it again, so it is remembered.
     fn may_report_a_loss(&self, index: usize, errno: i32) -> bool {
         let request = &self.requests[index];
-        let store = &self.stores[request.store.0].store;
-        plan::is_durable_write(&request.op, store.geometry().write_cache)
+        let storage = &self.stores[request.store.0].storage;
+        plan::is_durable_write(&request.op, storage.has_write_cache())
             && errno != libc::ECANCELED
-            && store.flush_failure().is_none()
+            && storage.flush_failure().is_none()
     }
 
     /// Opens another descriptor for flushes if a failure was cleared, or if the descriptor is the
@@ -927,9 +872,9 @@ impl Driver {
     /// does not report, so their errors are treated as lost data.
     fn renew_sync(&mut self, store: StoreId) {
         let attached = &mut self.stores[store.0];
-        let clears = attached.store.flush_clears();
+        let clears = attached.storage.flush_clears();
         if attached.sync.is_outdated(clears) {
-            let (sync, is_shared) = open_sync(&attached.store, self.now);
+            let (sync, is_shared) = open_sync(&mut attached.storage, self.now);
             attached.sync.renew(sync, is_shared, clears);
         }
     }
@@ -938,7 +883,7 @@ impl Driver {
     fn follow_renewals(&mut self, index: usize) {
         let request = &self.requests[index];
         let store = request.store;
-        let volatile = self.stores[store.0].store.geometry().write_cache;
+        let volatile = self.stores[store.0].storage.has_write_cache();
         if plan::is_durable_write(&request.op, volatile) {
             self.renew_sync(store);
         }
@@ -960,7 +905,8 @@ impl Driver {
             // As for all other operations, the ring has failed.
             Err(_) => {
                 for index in attached.flushes.take_waiting() {
-                    self.finish(index, StepResult::Failed(BackendError::Internal));
+                    let error = S::error(Failure::Ring, self.requests[index].op.offset);
+                    self.finish(index, Err(error));
                 }
             }
         }
@@ -973,27 +919,22 @@ impl Driver {
         // Store the failure before completing any requests, so that a concurrent flush by another
         // worker isn't considered successful.
         if let Some(errno) = errno {
-            let why = std::io::Error::from_raw_os_error(errno);
-            attached
-                .store
-                .count_error(self.now, from_errno(errno, 0), &why);
-            attached.store.on_flush_failed(errno, self.now);
+            let why = io::Error::from_raw_os_error(errno);
+            let error = S::error(Failure::Errno(errno), 0);
+            attached.storage.on_failure(None, error, &why, self.now);
+            attached.storage.on_flush_failed(errno, self.now);
         }
         // Check this even after a success, because the error may have been reported to the
         // descriptor of another worker.
-        let failure = attached.store.flush_failure();
+        let failure = attached.storage.flush_failure();
         for index in served.drain(..) {
             let request = &self.requests[index];
-            let at = plan::range(&request.op).0;
             match (request.failed, failure) {
-                (Some(errno), _) => {
-                    let why = io::Error::from_raw_os_error(errno);
-                    self.fail(index, from_errno(errno, at + request.done), &why);
-                }
+                (Some(errno), _) => self.fail_with(index, errno),
                 (None, None) => self.after_stage(ring, index),
-                (None, Some(failure)) => {
-                    let error = from_errno(failure.errno, at);
-                    self.finish(index, StepResult::Failed(error));
+                (None, Some(errno)) => {
+                    let error = S::error(Failure::Errno(errno), request.op.offset);
+                    self.finish(index, Err(error));
                 }
             }
         }
@@ -1004,12 +945,10 @@ impl Driver {
     /// Continues with the next stage of a request, or completes it.
     fn after_stage(&mut self, ring: &mut Ring, index: usize) {
         let request = &mut self.requests[index];
-        let volatile = self.stores[request.store.0].store.geometry().write_cache;
+        let volatile = self.stores[request.store.0].storage.has_write_cache();
         match plan::next_stage(&request.op, request.stage, volatile) {
-            None => self.finish(index, StepResult::Done),
-            Some(_) if request.cancelled => {
-                self.finish(index, StepResult::Failed(BackendError::Aborted));
-            }
+            None => self.finish(index, Ok(None)),
+            Some(_) if request.cancelled => self.cancel_request(index),
             Some(stage) => {
                 request.stage = stage;
                 request.done = 0;
@@ -1018,74 +957,46 @@ impl Driver {
         }
     }
 
-    fn submit_to_helper(&mut self, ring: &Ring, index: usize, file: Handle, offset: u64, len: u64) {
-        let store = self.requests[index].store.0;
+    fn submit_to_helper(&mut self, index: usize) {
+        let request = &self.requests[index];
+        let (op, store) = (request.op, request.store.0);
         let attached = &mut self.stores[store];
         let helper = &mut attached.helper;
         if helper.is_none() {
             // Use a separate helper for each store, with a queue for all requests, so that a
             // hanging file system only blocks its own thread.
-            let threads = attached.store.host().threads();
-            *helper = Offload::new(self.config.depth, ring.waker(), threads).ok();
+            let threads = attached.storage.threads();
+            *helper = Offload::new(self.config.depth, self.waker.clone(), threads).ok();
             self.helped.extend(helper.is_some().then_some(store));
         }
-        let job = move || sys::extent(&file, offset, len);
+        let file = attached.storage.file().expect(ONLY_FILES).handle.clone();
+        let block_size = attached.storage.block_size();
+        let job = move || S::call(&file, &op, block_size);
         let asked = helper
             .as_mut()
             .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());
         if asked {
             self.requests.change_state(index, RequestState::Helper);
         } else {
-            // No helper is available. A backend may always report this range as mapped.
-            self.on_extent(index, Ok((true, len)));
+            // No helper is available.
+            self.on_called(index, Ok(S::unknown_extents(&op)));
         }
     }
 
-    fn on_extent(&mut self, index: usize, result: io::Result<(bool, u64)>) {
-        let request = &self.requests[index];
-        let (offset, len) = plan::range(&request.op);
-        let block = u64::from(self.stores[request.store.0].store.geometry().block_size);
-        let answer = match result {
-            _ if request.cancelled => StepResult::Failed(BackendError::Aborted),
-            Ok((true, extent)) => StepResult::Status {
-                allocation: Allocation::Mapped,
-                len: extent.next_multiple_of(block).min(len),
-            },
-            // A block is mapped if any part of it contains data.
-            Ok((false, extent)) if extent < block => StepResult::Status {
-                allocation: Allocation::Mapped,
-                len: block.min(len),
-            },
-            Ok((false, extent)) => StepResult::Status {
-                allocation: Allocation::Deallocated,
-                len: extent - extent % block,
-            },
-            // Not supported by some file systems.
-            Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
-                StepResult::Status {
-                    allocation: Allocation::Mapped,
-                    len,
-                }
-            }
-            Err(e) => StepResult::Failed(from_errno(e.raw_os_error().unwrap_or(libc::EIO), offset)),
-        };
-        self.finish(index, answer);
+    fn on_called(&mut self, index: usize, result: Called<S>) {
+        match self.requests[index].cancelled {
+            true => self.cancel_request(index),
+            false => self.finish(index, result.map(Some)),
+        }
     }
 
     /// Copies data from the bounce buffer for a read, and releases the bounce buffer.
     fn finish_bounce(&mut self, index: usize, moved: usize) {
         let request = &mut self.requests[index];
-        if let (Some(bounce), BlockOp::Read { .. }) = (&request.bounce, request.op) {
-            let mut left = moved;
+        if let (Some(bounce), CommandKind::Read) = (&request.bounce, request.op.kind) {
             // A short read only fills the beginning of the window. The remaining part of the buffer
             // is unchanged until the next operation.
-            let mut pieces = Vec::new();
-            for piece in &request.window {
-                let take = piece.len().min(left);
-                pieces.extend(piece.slice(0..take));
-                left -= take;
-            }
-            plan::copy_pieces(&pieces, &bounce.first(moved), false);
+            plan::copy_pieces(&request.window, &bounce.first(moved), false);
         }
         self.free_bounce(index);
     }
@@ -1099,45 +1010,37 @@ impl Driver {
         }
     }
 
-    /// Completes a request that has failed on the medium, and logs the failure.
-    fn fail(&mut self, index: usize, error: BackendError, why: &dyn std::fmt::Display) {
+    /// Completes a request that has failed on the medium with this error number.
+    fn fail_with(&mut self, index: usize, errno: i32) {
         let request = &self.requests[index];
-        let attached = &mut self.stores[request.store.0];
-        if attached.store.count_error(self.now, error, why) {
-            let (offset, len) = plan::range(&request.op);
-            let (backend, op) = (attached.store.name(), plan::name(&request.op));
-            let now = self.now;
-            warn_limited!(attached.complaints, now, backend, op, offset, len, %why, "backend failed");
-        }
-        self.finish(index, StepResult::Failed(error));
+        let at = request.op.offset + request.done;
+        let why = io::Error::from_raw_os_error(errno);
+        self.fail(index, S::error(Failure::Errno(errno), at), &why);
     }
 
-    /// Logs that a store works again, at most once every ten seconds, with the number of failures
-    /// that were not logged.
-    fn report_recovery(&mut self, id: StoreId) {
-        let attached = &mut self.stores[id.0];
-        let suppressed = attached.complaints.take_suppressed();
-        let suppressed = (suppressed > 0).then_some(suppressed);
-        let backend = attached.store.name();
-        tracing::info!(backend, suppressed, "backend recovered");
+    /// Completes a request that has failed on the medium.
+    fn fail(&mut self, index: usize, error: S::Error, why: &dyn std::fmt::Display) {
+        let request = &self.requests[index];
+        let storage = &mut self.stores[request.store.0].storage;
+        storage.on_failure(Some(&request.op), error, why, self.now);
+        self.finish(index, Err(error));
     }
 
-    fn finish(&mut self, index: usize, result: StepResult) {
+    fn finish(&mut self, index: usize, result: Result<Option<S::Extents>, S::Error>) {
         self.free_bounce(index);
         let request = self.requests.complete(index);
+        let attached = &mut self.stores[request.store.0];
         if request.is_checking {
-            self.stores[request.store.0].store.flush_checks.end();
+            let file = attached.storage.file().expect(ONLY_FILES);
+            file.flush_checks.end();
         }
-        if !matches!(result, StepResult::Failed(_)) {
-            let store = &self.stores[request.store.0].store;
-            if note_success(store, self.now, &request.op) {
-                self.report_recovery(request.store);
-            }
+        if result.is_ok() {
+            attached.storage.on_success(&request.op, self.now);
         }
-        self.stores[request.store.0].requests -= 1;
+        attached.requests -= 1;
         self.done.push_back(Done {
             user: request.user,
-            result,
+            result: S::result(result),
         });
     }
 }

@@ -9,15 +9,15 @@ use riser_memory::MemSlice;
 use riser_state::become_state;
 use slab::Slab;
 
-use super::request::{BlockCommand, RequestState};
+use super::request::{Request, RequestState};
 
 /// Interval to retry requests held by an injected fault.
 const HELD: Duration = Duration::from_millis(2);
 
 /// Active requests of a driver, by index. The lists always correspond to the states: see
 /// [`Requests::change_state`].
-pub(super) struct Requests {
-    slab: Slab<BlockCommand>,
+pub(super) struct Requests<E> {
+    slab: Slab<Request<E>>,
     /// Requests in [`RequestState::Stalled`], oldest first. Limited to the depth of the driver.
     stalled: VecDeque<usize>,
     /// Requests in [`RequestState::Delayed`], [`RequestState::Held`] and [`RequestState::Turn`].
@@ -26,21 +26,21 @@ pub(super) struct Requests {
     spare: Vec<Vec<MemSlice>>,
 }
 
-impl Index<usize> for Requests {
-    type Output = BlockCommand;
+impl<E> Index<usize> for Requests<E> {
+    type Output = Request<E>;
 
-    fn index(&self, index: usize) -> &BlockCommand {
+    fn index(&self, index: usize) -> &Request<E> {
         &self.slab[index]
     }
 }
 
-impl IndexMut<usize> for Requests {
-    fn index_mut(&mut self, index: usize) -> &mut BlockCommand {
+impl<E> IndexMut<usize> for Requests<E> {
+    fn index_mut(&mut self, index: usize) -> &mut Request<E> {
         &mut self.slab[index]
     }
 }
 
-impl Requests {
+impl<E> Requests<E> {
     /// Creates the lists for up to `depth` requests.
     pub(super) fn new(depth: usize) -> Self {
         Self {
@@ -55,7 +55,7 @@ impl Requests {
         self.slab.len()
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &BlockCommand)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &Request<E>)> {
         self.slab.iter()
     }
 
@@ -65,13 +65,13 @@ impl Requests {
     }
 
     /// Returns whether a request has completed, because this keeps its lists for the next request.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn has_spare_lists(&self) -> bool {
         !self.spare.is_empty()
     }
 
     /// Adds a request in state [`RequestState::New`].
-    pub(super) fn insert(&mut self, request: BlockCommand) -> usize {
+    pub(super) fn insert(&mut self, request: Request<E>) -> usize {
         self.slab.insert(request)
     }
 
@@ -139,12 +139,12 @@ impl Requests {
     }
 
     /// Removes a completed request, and keeps the memory of its lists.
-    pub(super) fn complete(&mut self, index: usize) -> BlockCommand {
+    pub(super) fn complete(&mut self, index: usize) -> Request<E> {
         let mut request = self.slab.remove(index);
         become_state(&mut request.state, RequestState::Done);
         for list in [&mut request.data, &mut request.window] {
             let mut list = std::mem::take(list);
-            // Drop the references to the command's memory now instead of when the list is reused,
+            // Drop the references to the caller's memory now instead of when the list is reused,
             // because the buffers of a session would outlive it.
             list.clear();
             self.spare.push(list);
@@ -155,20 +155,20 @@ impl Requests {
 
 #[cfg(test)]
 mod tests {
-    use riser_scsi::step::BlockOp;
+    use riser_block::{Command, CommandKind};
 
     use super::super::plan::Stage;
     use super::super::request::StoreId;
     use super::*;
 
-    fn requests() -> (Requests, Instant) {
+    fn requests() -> (Requests<()>, Instant) {
         (Requests::new(8), Instant::now())
     }
 
-    fn insert(requests: &mut Requests, now: Instant) -> usize {
-        let op = BlockOp::Flush { offset: 0, len: 0 };
+    fn insert(requests: &mut Requests<()>, now: Instant) -> usize {
+        let op = Command::new(CommandKind::Flush, 0, 0);
         let lists = (requests.spare_list(), requests.spare_list());
-        let request = BlockCommand::new(7, StoreId(0), now, op, lists, Stage::SyncLast);
+        let request = Request::new(7, StoreId(0), now, op, lists, Stage::SyncLast);
         requests.insert(request)
     }
 
@@ -200,8 +200,7 @@ mod tests {
         requests.change_state(held, RequestState::Held);
         assert_eq!(requests.deadline(now), Some(now + HELD));
         let until = now + HELD / 2;
-        let error = None;
-        requests.change_state(delayed, RequestState::Delayed { until, error });
+        requests.change_state(delayed, RequestState::Delayed { until });
         assert_eq!(requests.deadline(now), Some(until));
     }
 

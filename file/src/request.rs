@@ -1,10 +1,10 @@
-//! An active block command: its states, the results of its operations, and the memory for its next
-//! ring operation. Without I/O: see [`Driver`](super::Driver).
+//! An active request: its states, the results of its operations, and the memory for its next ring
+//! operation. Without I/O: see [`Driver`](super::Driver).
 
 use std::time::Instant;
 
+use riser_block::{Command, CommandKind};
 use riser_memory::MemSlice;
-use riser_scsi::step::{BackendError, BlockOp};
 use riser_state::State;
 
 use super::plan::{self, Bounds, Stage};
@@ -42,25 +42,25 @@ impl Default for DriverConfig {
     }
 }
 
-/// A store attached to a driver.
+/// A storage attached to a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StoreId(pub(super) usize);
 
-#[cfg(test)]
+#[cfg(feature = "testing")]
 impl StoreId {
     /// Creates an identifier without a driver.
-    pub(crate) fn test(index: usize) -> Self {
+    pub fn test(index: usize) -> Self {
         Self(index)
     }
 }
 
-/// An active block command. It has at most one operation in the ring at a time.
-pub(super) struct BlockCommand {
+/// An active request. It has at most one operation in the ring at a time.
+pub(super) struct Request<E> {
     pub(super) user: u64,
     pub(super) store: StoreId,
     /// Time of submission or of the last progress.
     pub(super) since: Instant,
-    pub(super) op: BlockOp,
+    pub(super) op: Command,
     pub(super) data: Vec<MemSlice>,
     pub(super) stage: Stage,
     /// Number of bytes completed in the current stage.
@@ -73,18 +73,22 @@ pub(super) struct BlockCommand {
     /// This flush will report the error again. Other workers must not miss it in the meantime.
     pub(super) is_checking: bool,
     /// Number of times that the descriptor for flushes had been replaced at the start of this
-    /// command.
+    /// request.
     pub(super) renewals: u32,
-    /// Bounce buffer in use, which replaces a part of the command's memory.
+    /// Bounce buffer in use, which replaces a part of the caller's memory.
     pub(super) bounce: Option<Bounce>,
     /// It is counted as one of the long changes of the store in a ring.
     pub(super) is_changing: bool,
     /// Position among requests for the same bytes, if required.
     pub(super) turn: Option<Turn>,
     pub(super) window: Vec<MemSlice>,
+    /// Error of an injected fault, after its delay.
+    pub(super) injected: Option<E>,
+    /// Maximum number of bytes in a ring operation, reduced by an injected fault.
+    pub(super) most: usize,
 }
 
-/// State of a block command, which determines what it waits for.
+/// State of a request, which determines what it waits for.
 ///
 /// ```text
 ///  New ─┬─→ Held, Delayed (injected faults) ─┐
@@ -106,10 +110,7 @@ pub(super) enum RequestState {
     Held,
     /// Waiting for the delay of an injected fault, or for other requests between two pieces of a
     /// long operation in memory.
-    Delayed {
-        until: Instant,
-        error: Option<BackendError>,
-    },
+    Delayed { until: Instant },
     /// Waiting for older requests for the same bytes.
     Turn,
     /// Waiting for space in the ring or for a bounce buffer.
@@ -163,13 +164,13 @@ pub(super) enum Outcome {
     Failed(i32),
 }
 
-impl BlockCommand {
-    /// Creates a request. `data` is the memory of the command, and `window` an empty list.
+impl<E> Request<E> {
+    /// Creates a request. `data` is the caller's memory, and `window` an empty list.
     pub(super) fn new(
         user: u64,
         store: StoreId,
         since: Instant,
-        op: BlockOp,
+        op: Command,
         (data, window): (Vec<MemSlice>, Vec<MemSlice>),
         stage: Stage,
     ) -> Self {
@@ -190,6 +191,8 @@ impl BlockCommand {
             is_changing: false,
             turn: None,
             window,
+            injected: None,
+            most: MAX_OPERATION,
         }
     }
 
@@ -207,7 +210,7 @@ impl BlockCommand {
             (Stage::Transfer | Stage::Fill | Stage::Edges, Ok(moved)) => {
                 let unit = if moved < block { least } else { block };
                 match moved - moved % unit {
-                    0 => Outcome::Truncated(plan::range(&self.op).0 + self.done),
+                    0 => Outcome::Truncated(self.op.offset + self.done),
                     moved => Outcome::Moved(moved),
                 }
             }
@@ -218,34 +221,21 @@ impl BlockCommand {
             // This includes a canceled ring operation (ECANCELED), which was aborted and didn't
             // fail.
             (_, Err(errno)) => Outcome::Failed(errno),
-            (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
+            (Stage::Call, Ok(_)) => unreachable!("calls are the helper's"),
         }
     }
 }
 
-/// Returns the part of the command's buffer used by an operation: start and length.
-pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
-    match *op {
-        BlockOp::Read {
-            len, buffer_offset, ..
-        }
-        | BlockOp::Write {
-            len, buffer_offset, ..
-        } => (buffer_offset as usize, len as usize),
-        _ => (0, 0),
-    }
-}
-
-/// Returns the part of a command's buffer used by an operation, if this does not require creating a
+/// Returns the part of the caller's buffer used by an operation, if this does not require creating a
 /// list: either the whole buffer, or a part of its first piece, which is stored in `part`. Returns
 /// `None` if a list is required, or if direct I/O is not possible with this memory.
 pub(super) fn uncut<'a>(
-    op: &BlockOp,
+    op: &Command,
     data: &'a [MemSlice],
     align: Option<Align>,
     part: &'a mut Option<MemSlice>,
 ) -> Option<&'a [MemSlice]> {
-    let (start, len) = buffer_range(op);
+    let (start, len) = (op.buffer_offset, op.len as usize);
     let is_whole = start == 0 && data.iter().map(MemSlice::len).sum::<usize>() == len;
     let list = if is_whole {
         data
@@ -262,7 +252,7 @@ pub(super) fn uncut<'a>(
     list.iter().all(fits).then_some(list)
 }
 
-/// Aligned memory that replaces a command's memory.
+/// Aligned memory that replaces the caller's memory.
 #[derive(Debug)]
 pub(super) struct Bounce {
     pub(super) memory: MemSlice,
@@ -278,23 +268,23 @@ impl Bounce {
     }
 }
 
-/// Sets the next window of a read or write, up to `most` bytes. Returns `None` if it requires a
+/// Sets the next window of a read or write. Returns `None` if it requires a
 /// bounce buffer and none is available. Otherwise returns the bounce memory to use, if required.
 #[allow(
     clippy::option_option,
     reason = "waiting and not needing are different answers"
 )]
-pub(super) fn cut_transfer(
-    request: &mut BlockCommand,
+pub(super) fn cut_transfer<E>(
+    request: &mut Request<E>,
     align: Option<Align>,
-    (config, most): (DriverConfig, usize),
+    config: DriverConfig,
     idle: impl FnOnce() -> Option<Bounce>,
 ) -> Option<Option<MemSlice>> {
-    let (start, len) = buffer_range(&request.op);
-    let (start, left) = (start + request.done as usize, len - request.done as usize);
+    let start = request.op.buffer_offset + request.done as usize;
+    let left = (request.op.len - request.done) as usize;
     let mut bounds = Bounds {
         pieces: config.pieces,
-        bytes: MAX_OPERATION.min(most),
+        bytes: request.most,
     };
     let out = &mut request.window;
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
@@ -303,12 +293,12 @@ pub(super) fn cut_transfer(
     }
     let bounce = idle()?;
     // Set the window again, because it must fit in the bounce buffer.
-    bounds.bytes = config.bounce.min(most);
+    bounds.bytes = config.bounce.min(request.most);
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
     let slice = bounce.first(window.len);
     request.bounce = Some(bounce);
     // For a read, the data is copied on completion.
-    if let BlockOp::Write { .. } = request.op {
+    if request.op.kind == CommandKind::Write {
         plan::copy_pieces(out, &slice, true);
     }
     Some(Some(slice))
@@ -333,8 +323,9 @@ mod tests {
     fn states() -> [RequestState; 9] {
         use RequestState::*;
 
-        let (until, error) = (Instant::now(), None);
-        let delayed = Delayed { until, error };
+        let delayed = Delayed {
+            until: Instant::now(),
+        };
         [New, Held, delayed, Turn, Stalled, Ring, Helper, Flush, Done]
     }
 
@@ -352,27 +343,16 @@ mod tests {
         assert_eq!(table(&states()), expected);
     }
 
-    fn read() -> BlockOp {
-        let (offset, len, buffer_offset) = (8192, 8192, 0);
-        BlockOp::Read {
-            offset,
-            len,
-            buffer_offset,
-            fua: false,
-            tags: None,
-        }
-    }
-
-    fn request(op: BlockOp, stage: Stage) -> BlockCommand {
+    fn request(kind: CommandKind, stage: Stage) -> Request<()> {
+        let op = Command::new(kind, 8192, 8192);
         let lists = (Vec::new(), Vec::new());
-        BlockCommand::new(1, StoreId(0), Instant::now(), op, lists, stage)
+        Request::new(1, StoreId(0), Instant::now(), op, lists, stage)
     }
 
     #[test]
     fn short_transfer_continues_at_whole_block() {
-        let mut request = request(read(), Stage::Transfer);
-        let outcome =
-            |request: &BlockCommand, moved| request.outcome(Ok(moved), (4096, 512), false);
+        let mut request = request(CommandKind::Read, Stage::Transfer);
+        let outcome = |request: &Request<()>, moved| request.outcome(Ok(moved), (4096, 512), false);
         assert_eq!(outcome(&request, 8192), Outcome::Moved(8192));
         assert_eq!(outcome(&request, 5000), Outcome::Moved(4096));
         // Less than a block of the unit: at least whole blocks of the device.
@@ -384,13 +364,8 @@ mod tests {
 
     #[test]
     fn unsupported_operations_are_replaced() {
-        let (offset, len) = (0, 4096);
-        let zero = BlockOp::WriteZeroes {
-            offset,
-            len,
-            unmap: true,
-            fua: false,
-        };
+        let (unmap, fast) = (true, false);
+        let zero = CommandKind::WriteZeroes { unmap, fast };
         for stage in [Stage::Punch, Stage::Zero] {
             let request = request(zero, stage);
             let outcome = |result| request.outcome(result, (512, 512), false);
@@ -405,11 +380,11 @@ mod tests {
 
     #[test]
     fn suspect_write_error_requires_flush() {
-        let write = request(read(), Stage::Transfer);
+        let write = request(CommandKind::Write, Stage::Transfer);
         let outcome = |is_suspect| write.outcome(Err(libc::EIO), (512, 512), is_suspect);
         assert_eq!(outcome(true), Outcome::Suspect(libc::EIO));
         assert_eq!(outcome(false), Outcome::Failed(libc::EIO));
-        let flush = request(BlockOp::Flush { offset: 0, len: 0 }, Stage::SyncLast);
+        let flush = request(CommandKind::Flush, Stage::SyncLast);
         let outcome = flush.outcome(Err(libc::EIO), (512, 512), true);
         assert_eq!(outcome, Outcome::Flushed(Some(libc::EIO)));
     }

@@ -9,13 +9,13 @@ use std::task::Waker;
 use riser_block::BufferPool;
 use riser_block::oneshot::oneshot;
 use riser_block::{
-    BlockDevice, BlockError, Buffer, Completion, Extent, ExtentKind, Geometry, MAX_TRANSFER,
-    Operation, Service, Workload, ZeroOptions,
+    BlockDevice, BlockError, Buffer, Command, CommandKind, Completion, Extent, ExtentKind,
+    Geometry, MAX_TRANSFER, Operation, Service, Workload, ZeroOptions,
 };
 
 use super::backend::Backend;
 use super::limits::{Limits, Plan};
-use super::operation::{Command, Ended};
+use super::operation::Ended;
 use super::thread::DiskThread;
 
 /// Default memory size for disk buffers, in bytes. The memory is only allocated when it is used.
@@ -99,7 +99,7 @@ impl ThreadDisk {
             mut buffer,
             then_flush,
         } = self.limits.plan(operation)?;
-        let flush = then_flush.then_some(Command::Flush);
+        let flush = then_flush.then(|| Command::new(CommandKind::Flush, 0, 0));
         for command in command.into_iter().chain(flush) {
             let ended = self.run(command, buffer).await;
             ended.result?;
@@ -199,7 +199,12 @@ impl BlockDevice for ThreadDisk {
             return Ok(());
         }
         let fua = options.fua && self.limits.has_fua;
-        let command = Command::WriteZeroes(range.clone(), ZeroOptions { fua, ..options });
+        let (unmap, fast) = (options.may_unmap, options.fast);
+        let kind = CommandKind::WriteZeroes { unmap, fast };
+        let command = Command {
+            fua,
+            ..Command::new(kind, range.start, range.end - range.start)
+        };
         match self.change(command).await {
             // Not supported by the underlying file system or device, at least with these flags.
             Err(BlockError::Unsupported) if !options.fast => {
@@ -228,8 +233,8 @@ impl BlockDevice for ThreadDisk {
         if !self.limits.geometry.reports_status {
             return Ok(whole(len));
         }
-        let end = range.start + len.min(MAX_RANGE);
-        let extents = self.run(Command::Status(range.start..end), None).await;
+        let command = Command::new(CommandKind::Status, range.start, len.min(MAX_RANGE));
+        let extents = self.run(command, None).await;
         extents.result
     }
 }

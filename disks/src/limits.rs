@@ -2,9 +2,7 @@
 
 use std::ops::Range;
 
-use riser_block::{BlockError, Buffer, Geometry};
-
-use super::operation::Command;
+use riser_block::{BlockError, Buffer, Command, CommandKind, Geometry};
 
 /// Limits for disk operations.
 #[derive(Debug)]
@@ -38,7 +36,7 @@ impl Limits {
         Ok(match operation {
             riser_block::Operation::Read { offset, buffer } => {
                 self.check_transfer(offset, buffer.len())?;
-                let command = Command::Read { offset };
+                let command = Command::new(CommandKind::Read, offset, buffer.len() as u64);
                 Plan {
                     command: (!buffer.is_empty()).then_some(command),
                     buffer: Some(buffer),
@@ -54,9 +52,9 @@ impl Limits {
                     return Err(BlockError::ReadOnly);
                 }
                 self.check_transfer(offset, buffer.len())?;
-                let command = Command::Write {
-                    offset,
+                let command = Command {
                     fua: fua && self.has_fua,
+                    ..Command::new(CommandKind::Write, offset, buffer.len() as u64)
                 };
                 let is_cached = !buffer.is_empty() && self.geometry.volatile_cache;
                 Plan {
@@ -66,11 +64,14 @@ impl Limits {
                 }
             }
             riser_block::Operation::Flush => {
-                only(self.geometry.volatile_cache.then_some(Command::Flush))
+                let command = Command::new(CommandKind::Flush, 0, 0);
+                only(self.geometry.volatile_cache.then_some(command))
             }
             riser_block::Operation::Discard(range) => {
                 self.check_change(&range, self.geometry.max_discard)?;
-                only((!range.is_empty()).then_some(Command::Discard(range)))
+                let kind = CommandKind::Discard { zeroes: false };
+                let command = Command::new(kind, range.start, range.end - range.start);
+                only((!range.is_empty()).then_some(command))
             }
         })
     }

@@ -1,28 +1,10 @@
 //! Operations sent to the disk thread, and their completions.
 
 use std::cell::RefCell;
-use std::ops::Range;
 use std::rc::Rc;
 
 use riser_block::oneshot::Sender;
-use riser_block::{BlockError, Buffer, Extent, ZeroOptions};
-
-/// Operation type and range. Offsets and lengths must be aligned to blocks, and within the disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Command {
-    /// Reads data into the buffer.
-    Read { offset: u64 },
-    /// Writes data from the buffer.
-    Write { offset: u64, fua: bool },
-    /// Flushes completed writes to stable storage.
-    Flush,
-    /// Discards contents.
-    Discard(Range<u64>),
-    /// Sets a range to zero.
-    WriteZeroes(Range<u64>, ZeroOptions),
-    /// Requests the allocation status of a range.
-    Status(Range<u64>),
-}
+use riser_block::{BlockError, Buffer, Command, Extent};
 
 /// Completed operation.
 #[derive(Debug)]
@@ -59,6 +41,7 @@ pub(super) enum Done {
 /// Operation on the disk thread.
 #[derive(Debug)]
 pub(super) struct Operation {
+    /// Offsets and lengths must be aligned to blocks, and within the disk.
     pub(super) command: Command,
     /// Buffer for a read or write. A flush may also have a buffer, if it is sent after a write.
     pub(super) buffer: Option<Buffer>,

@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 use riser_block::Mailbox;
 use riser_block::oneshot::Sender;
 use riser_block::poll_fds::PollInterests;
-use riser_block::{Buffer, Service, Services, Workload};
+use riser_block::{Buffer, Command, Service, Services, Workload};
 use riser_reactor::{Next, Spinner};
 
 use super::backend::Backend;
 use super::limits::Limits;
-use super::operation::{Command, Done, Ended, Operation};
+use super::operation::{Done, Ended, Operation};
 use super::workload::Workloads;
 
 /// Max polling time when idle, same as for the session engine.

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_block::{Buffer, Submissions, Workload};
+use riser_block::{Buffer, Command, CommandKind, Submissions, Workload};
 use slab::Slab;
 
 use super::backend::Backend;
 use super::limits::{Limits, Plan};
-use super::operation::{Command, Done, Ended, EndedQueue, Operation, Ticket};
+use super::operation::{Done, Ended, EndedQueue, Operation, Ticket};
 
 struct Running {
     workload: Box<dyn Workload>,
@@ -92,7 +92,8 @@ impl Workloads {
                     ..ticket
                 };
                 // Keep the buffer until the flush has completed.
-                self.submit(Command::Flush, buffer, ticket, backend, now);
+                let flush = Command::new(CommandKind::Flush, 0, 0);
+                self.submit(flush, buffer, ticket, backend, now);
                 continue;
             }
             let running = &mut self.running[ticket.workload];

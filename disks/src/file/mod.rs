@@ -4,9 +4,8 @@
 //! - [`FileConfig`]: options for opening a disk.
 //! - [`FileError`]: error when opening a disk.
 //!
-//! We use `fdatasync(2)` to flush, `RWF_DSYNC` for writes to stable storage, punch a hole to
-//! discard (`BLKDISCARD` for devices), zero a range to write zeroes, and `SEEK_HOLE` to get the
-//! allocation status.
+//! The operations are executed by a [`riser_file::Driver`]. A device is discarded using
+//! `BLKDISCARD`, because we don't need zeroes afterwards.
 //!
 //! # Invariants
 //! The size is fixed when the disk is opened. If the file is truncated later, reads past its end
@@ -15,8 +14,8 @@
 //! it is in use.
 
 mod driver;
+mod local;
 mod open;
-mod sys;
 #[cfg(test)]
 mod tests;
 

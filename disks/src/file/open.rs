@@ -3,15 +3,16 @@
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
 
 use riser_block::{Geometry, MAX_TRANSFER};
+use riser_file::{Device, OpenFile, can_punch, direct_alignment, enable_direct};
 use rustix::fs::OFlags;
 use thiserror::Error;
 
-use super::driver::{FileBackend, Target};
-use super::sys;
+use super::driver::FileBackend;
+use super::local::LocalFile;
 use crate::disk::{BUFFERS, MAX_RANGE, Properties, ThreadDisk};
 
 /// Options for opening a disk.
@@ -87,9 +88,14 @@ pub fn open(path: &Path, config: FileConfig) -> Result<ThreadDisk, FileError> {
     if metadata.file_type().is_block_device() != is_device {
         return Err(io::Error::from(io::ErrorKind::StaleNetworkFileHandle).into());
     }
-    let geometry = geometry(&file, &metadata, config)?;
-    prepare_flags(&file, config.direct)?;
+    // The ring would execute blocking operations within the submit call.
+    rustix::fs::fcntl_setfl(&file, OFlags::empty()).map_err(io::Error::from)?;
+    let device = is_device.then(|| Device::of(&file)).transpose()?;
+    let geometry = geometry(&file, device.as_ref(), config)?;
     let block = geometry.block_size;
+    let align = config.direct.then(|| enable_direct(&file, block, block));
+    let align = align.transpose().map_err(|_| FileError::NoDirect)?;
+    let file = LocalFile::new(OpenFile::new(file, align, device), block);
     let properties = Properties {
         thread: "file-disk",
         description: format!(
@@ -101,13 +107,7 @@ pub fn open(path: &Path, config: FileConfig) -> Result<ThreadDisk, FileError> {
         buffers: config.buffers,
         geometry,
     };
-    let target = Target {
-        file: file.into(),
-        is_device,
-        is_direct: config.direct,
-        block,
-    };
-    ThreadDisk::start(properties, move || FileBackend::new(target)).map_err(FileError::Start)
+    ThreadDisk::start(properties, move || FileBackend::new(file)).map_err(FileError::Start)
 }
 
 fn check_kind(metadata: &Metadata) -> Result<(), FileError> {
@@ -137,33 +137,28 @@ fn open_file(path: &Path, config: FileConfig, is_device: bool) -> Result<File, F
     })
 }
 
-fn geometry(file: &File, metadata: &Metadata, config: FileConfig) -> Result<Geometry, FileError> {
+fn geometry(
+    file: &File,
+    device: Option<&Device>,
+    config: FileConfig,
+) -> Result<Geometry, FileError> {
     let fd = file.as_fd();
-    let is_device = metadata.file_type().is_block_device();
-    let (size, logical, physical) = if is_device {
-        let size = rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0));
-        let logical = rustix::fs::ioctl_blksszget(fd).map_err(io::Error::from)?;
-        // This is only used as a hint.
-        let physical = rustix::fs::ioctl_blkpbszget(fd).unwrap_or(4096);
-        (size.map_err(io::Error::from)?, logical, physical)
-    } else {
-        let logical = match config.direct {
-            true => sys::direct_alignment(fd)?,
-            false => 512,
-        };
-        if logical == 0 {
-            return Err(FileError::NoDirect);
+    let (size, logical, physical) = match (device, config.direct) {
+        (Some(device), _) => (device.size, device.logical_block, device.physical_block),
+        (None, false) => (file.metadata()?.len(), 512, 4096),
+        (None, true) => {
+            let align = direct_alignment(fd, 4096)?.ok_or(FileError::NoDirect)?;
+            (file.metadata()?.len(), align.offset, 4096)
         }
-        (metadata.len(), logical, 4096)
     };
     let block = logical.max(512);
     if size == 0 || !size.is_multiple_of(block.into()) || !block.is_power_of_two() {
         return Err(FileError::Size { size, block });
     }
     let can_discard = !config.read_only
-        && match is_device {
-            true => queue_limit(metadata.rdev(), "discard_max_bytes") > 0,
-            false => sys::can_punch(fd, size),
+        && match device {
+            Some(device) => device.can_discard,
+            None => can_punch(fd, size.next_multiple_of(1 << 20), 1 << 20),
         };
     Ok(Geometry {
         block_size: block,
@@ -173,35 +168,10 @@ fn geometry(file: &File, metadata: &Metadata, config: FileConfig) -> Result<Geom
         optimal_transfer: MAX_TRANSFER,
         max_discard: if can_discard { MAX_RANGE } else { 0 },
         max_write_zeroes: if config.read_only { 0 } else { MAX_RANGE },
-        reports_status: !is_device,
+        reports_status: device.is_none(),
         read_only: config.read_only,
         volatile_cache: true,
         flushes: true,
         stable_writes: true,
     })
-}
-
-/// Reads a limit from the device queue; returns 0 if there is none. A partition uses the limits set
-/// for its disk.
-fn queue_limit(device: u64, name: &str) -> u64 {
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let dir = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-    let read = |path: &str| std::fs::read_to_string(dir.join(path).join(name)).ok();
-    let text = read("queue").or_else(|| read("../queue"));
-    text.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
-}
-
-/// Sets the flags used for operations.
-fn prepare_flags(file: &File, direct: bool) -> Result<(), FileError> {
-    let fd = file.as_fd();
-    // If the file is in memory, io_uring will then read and write directly in the submit call,
-    // instead of using a worker thread. For other files this could block.
-    sys::set_flags(fd, OFlags::NONBLOCK, sys::is_in_memory(fd))?;
-    if direct {
-        sys::set_flags(fd, OFlags::DIRECT, true).map_err(|error| match error.raw_os_error() {
-            Some(libc::EINVAL) => FileError::NoDirect,
-            _ => error.into(),
-        })?;
-    }
-    Ok(())
 }

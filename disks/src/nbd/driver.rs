@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
-use riser_block::BlockError;
 use riser_block::poll_fds::{PollInterest, PollInterests};
+use riser_block::{BlockError, Command, CommandKind};
 use riser_exports::nbd::client::{
     Event, MAX_IN_FLIGHT, Negotiated, ReplyFault, Request, RequestOutcome, Requests,
 };
@@ -17,7 +17,7 @@ use riser_memory::sys::{self, ReceivePiece};
 
 use super::outgoing::Outgoing;
 use crate::backend::Backend;
-use crate::operation::{Command, Operation};
+use crate::operation::Operation;
 
 /// Receive buffer size. Data received here is copied to the request buffers.
 const RECEIVE: usize = 256 << 10;
@@ -105,36 +105,22 @@ impl NbdBackend {
         if self.requests.in_flight() == 0 {
             self.oldest = now;
         }
-        let len = operation.buffer.as_ref().map_or(0, |b| b.len() as u32);
-        let range_of = |range: &Range<u64>| (range.start, (range.end - range.start) as u32);
-        let request = match &operation.command {
-            Command::Read { offset } => Request::Read {
-                offset: *offset,
+        let Command {
+            kind, offset, fua, ..
+        } = operation.command;
+        let len = operation.command.len as u32;
+        let request = match kind {
+            CommandKind::Read => Request::Read { offset, len },
+            CommandKind::Write => Request::Write { offset, len, fua },
+            CommandKind::Flush => Request::Flush,
+            CommandKind::Discard { .. } => Request::Trim { offset, len },
+            CommandKind::WriteZeroes { unmap, .. } => Request::WriteZeroes {
+                offset,
                 len,
+                no_hole: !unmap,
+                fua,
             },
-            Command::Write { offset, fua } => Request::Write {
-                offset: *offset,
-                len,
-                fua: *fua,
-            },
-            Command::Flush => Request::Flush,
-            Command::Discard(range) => {
-                let (offset, len) = range_of(range);
-                Request::Trim { offset, len }
-            }
-            Command::WriteZeroes(range, options) => {
-                let (offset, len) = range_of(range);
-                Request::WriteZeroes {
-                    offset,
-                    len,
-                    no_hole: !options.may_unmap,
-                    fua: options.fua,
-                }
-            }
-            Command::Status(range) => {
-                let (offset, len) = range_of(range);
-                Request::BlockStatus { offset, len }
-            }
+            CommandKind::Status => Request::BlockStatus { offset, len },
         };
         let data = match request {
             Request::Write { .. } => Some(operation.memory().slice().clone()),
@@ -163,13 +149,13 @@ impl NbdBackend {
             header_end,
             ..
         } = request;
-        match operation.command {
-            Command::Read { .. } => {
+        match operation.command.kind {
+            CommandKind::Read => {
                 self.reads -= 1;
                 self.read_bytes -= operation.memory().len() as u64;
             }
             // A server can reply before it has read all data.
-            Command::Write { .. } if !self.outgoing.is_empty() => {
+            CommandKind::Write if !self.outgoing.is_empty() => {
                 let len = operation.memory().len() as u64;
                 self.outgoing.copy_out(header_end..header_end + len);
             }
@@ -414,12 +400,13 @@ mod tests {
 
     fn submit(
         backend: &mut NbdBackend,
-        command: Command,
+        kind: CommandKind,
         buffer: Option<Buffer>,
     ) -> impl Future<Output = Option<Ended>> + use<> {
         let (done, ended) = oneshot();
+        let len = buffer.as_ref().map_or(0, |buffer| buffer.len() as u64);
         let operation = Operation {
-            command,
+            command: Command::new(kind, 0, len),
             buffer,
             done: Done::Task(done),
         };
@@ -456,7 +443,7 @@ mod tests {
         let patience = Duration::from_millis(10);
         let (mut backend, mut server) = connection(patience);
         let buffer = Buffer::anonymous(4096).unwrap();
-        let read = submit(&mut backend, Command::Read { offset: 0 }, Some(buffer));
+        let read = submit(&mut backend, CommandKind::Read, Some(buffer));
         backend.flush(Instant::now());
         let cookie = read_cookie(&mut server);
         let reply = simple_reply(Cookie(cookie), None);
@@ -476,7 +463,7 @@ mod tests {
     fn received_reply_prevents_timeout() {
         let patience = Duration::from_millis(10);
         let (mut backend, mut server) = connection(patience);
-        let flush = submit(&mut backend, Command::Flush, None);
+        let flush = submit(&mut backend, CommandKind::Flush, None);
         backend.flush(Instant::now());
         let cookie = read_cookie(&mut server);
         server
@@ -493,13 +480,9 @@ mod tests {
         let (mut backend, mut server) = connection(Duration::from_secs(60));
         // The socket buffer can't hold this data, so the second header has to wait.
         let buffer = Buffer::anonymous(4 << 20).unwrap();
-        let write = Command::Write {
-            offset: 0,
-            fua: false,
-        };
-        let first = submit(&mut backend, write, Some(buffer));
-        let second = submit(&mut backend, Command::Flush, None);
-        let third = submit(&mut backend, Command::Flush, None);
+        let first = submit(&mut backend, CommandKind::Write, Some(buffer));
+        let second = submit(&mut backend, CommandKind::Flush, None);
+        let third = submit(&mut backend, CommandKind::Flush, None);
         backend.flush(Instant::now());
         assert!(!backend.outgoing.is_empty());
         let cookie = read_cookie(&mut server);

@@ -1,21 +1,27 @@
-//! Text report of the RDMA support on a host: addresses for the software NIC, and the devices
-//! available via rdma-core, or the reason if not available.
+//! Report of the RDMA support on a host, as text or JSON: addresses for the software NIC, and the
+//! devices available via rdma-core, or the reason if not available.
 
 use std::error::Error;
 use std::fmt;
 use std::io;
 
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
+
 use crate::netif::{Interface, interfaces};
 use crate::rdma_core::{self, DeviceSummary};
 
 /// Addresses and devices of a host. Each line of the text format contains the provider name.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Host {
     /// Addresses that can be used by the software NIC.
+    #[serde(rename = "roce")]
     pub interfaces: Vec<Interface>,
     /// RDMA device names known by the kernel.
+    #[serde(rename = "rdma")]
     pub kernel: Vec<String>,
     /// Devices found by libibverbs, or the reason if not available.
+    #[serde(serialize_with = "serialize_devices")]
     pub rdma_core: Result<Vec<DeviceSummary>, String>,
 }
 
@@ -36,6 +42,19 @@ impl Host {
             rdma_core: found.and_then(some),
         })
     }
+}
+
+fn serialize_devices<S: Serializer>(
+    found: &Result<Vec<DeviceSummary>, String>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let mut fields = serializer.serialize_struct("RdmaCore", 2)?;
+    fields.serialize_field("devices", found.as_deref().unwrap_or_default())?;
+    match found {
+        Ok(_) => fields.skip_field("unavailable")?,
+        Err(why) => fields.serialize_field("unavailable", why)?,
+    }
+    fields.end()
 }
 
 /// Formats an error and its causes on a single line.

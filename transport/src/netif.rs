@@ -18,6 +18,8 @@ use std::os::unix::net::UnixDatagram;
 use std::ptr;
 
 use nix::sys::socket::{SockaddrLike, SockaddrStorage};
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
 
 pub use watch::{AddressState, AddressWatch};
 
@@ -30,6 +32,17 @@ pub struct Interface {
     pub address: IpAddr,
     /// Maximum IP packet size in bytes, or `None` if the interface was just removed.
     pub mtu: Option<u32>,
+}
+
+impl Serialize for Interface {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_struct("Interface", 4)?;
+        fields.serialize_field("interface", &self.name)?;
+        fields.serialize_field("address", &self.address)?;
+        fields.serialize_field("mtu", &self.mtu)?;
+        fields.serialize_field("path_mtu", &self.path_mtu())?;
+        fields.end()
+    }
 }
 
 impl Interface {

@@ -106,6 +106,7 @@ use std::path::Path;
 pub use context::RdmaCoreDevice;
 use riser_rdma_core_sys::bindings::{ibv_gid, ibv_port_attr};
 use riser_rdma_core_sys::{LoadError, RdmaCore, Verbs as Functions};
+use serde::Serialize;
 use thiserror::Error;
 
 use crate::verbs::{CmError, Gid, VerbsError};
@@ -135,15 +136,17 @@ pub enum OpenError {
 }
 
 /// Device information to display to the user.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceSummary {
     /// Device name, e.g. `rxe0` or `mlx5_0`.
     pub name: String,
     /// Node GUID.
+    #[serde(skip)]
     pub guid: u64,
     /// Set if the first port is active.
     pub active: bool,
     /// Addresses in the GID table of the first port.
+    #[serde(rename = "addresses")]
     pub addrs: Vec<IpAddr>,
 }
 

@@ -446,8 +446,7 @@ impl Builder {
         let mut required = self.problems.iter();
         let required = required.find(|(subject, _)| !subject.is_optional());
         if let (true, Some((subject, problem))) = (config.strict, required) {
-            let (kind, name) = (subject.kind(), subject.name());
-            let why = format!("{kind} {name}: {}", problem.why);
+            let why = format!("{subject}: {}", problem.why);
             return Err(ServerError::Strict(why));
         }
         self.check_identities()?;

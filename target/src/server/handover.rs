@@ -304,8 +304,7 @@ impl Server {
         // The next program cannot open a device for an address that is not available on this host.
         let mut lost = self.observation.problems().not_served();
         if let (true, Some((subject, problem))) = (self.config.strict, lost.next()) {
-            let (kind, name) = (subject.kind(), subject.name());
-            let why = format!("{kind} {name}: {}", problem.why);
+            let why = format!("{subject}: {}", problem.why);
             return Err(ServerError::Strict(why));
         }
         self.builder.check_successor(&self.config)

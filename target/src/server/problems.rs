@@ -95,6 +95,12 @@ impl Subject {
     }
 }
 
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.kind(), self.name())
+    }
+}
+
 /// The reason why a resource is missing, with a date.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {

@@ -96,6 +96,7 @@ pub use executor::Executor;
 pub use phase::Phase;
 pub use reassigned::{ReassignRequest, ReassignedTask};
 pub use report::SessionInfo;
+pub(crate) use report::port_name;
 pub use task::{SpareTasks, TaskState};
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
 pub use window::Window;

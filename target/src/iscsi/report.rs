@@ -1,7 +1,8 @@
 //! Channel state for status reports.
 
-use riser_scsi::iscsi::Tsih;
 use riser_scsi::iscsi::login::{ConnectionParams, Identity, SessionParams};
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::{Isid, Tsih};
 use riser_scsi::nexus::NexusId;
 
 use super::channel::Channel;
@@ -36,12 +37,25 @@ pub struct SessionInfo {
     pub digest_errors: u64,
 }
 
+impl SessionInfo {
+    /// Returns the initiator port (name and ISID).
+    #[must_use]
+    pub fn initiator(&self) -> String {
+        port_name(&self.identity.initiator, self.identity.isid)
+    }
+}
+
+/// Returns the name of an initiator port, as in `riserd sessions`.
+pub(crate) fn port_name(initiator: &IscsiName, isid: Isid) -> String {
+    format!("{initiator},{isid}")
+}
+
 impl<D: Datamover> Channel<D> {
     /// Returns the initiator port (name and ISID).
     #[must_use]
     pub fn initiator(&self) -> Option<String> {
         let identity = &self.executor.session.as_ref()?.identity;
-        Some(format!("{},{}", identity.initiator, identity.isid))
+        Some(port_name(&identity.initiator, identity.isid))
     }
 
     /// Returns the session state for display.

@@ -10,7 +10,7 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{CompletedLogin, Identity, LoginFault, Refusal, Terms};
 use riser_scsi::iscsi::name::{DiscoveredTarget, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
-use riser_scsi::iscsi::{Cid, CmdSn, Isid};
+use riser_scsi::iscsi::{Cid, CmdSn};
 use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 
 use super::login_log::{LoginLog, Reason};
@@ -18,7 +18,7 @@ use super::{Env, Shared};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{ConnRef, LunMap, Unit};
-use crate::iscsi::{Ending, Gate, LoginGrant, TIME2RETAIN, Window};
+use crate::iscsi::{Ending, Gate, LoginGrant, TIME2RETAIN, Window, port_name};
 use crate::iser::IserParams;
 use crate::sessions::blocklist::BLOCKED;
 use crate::sessions::catalog::{Catalog, IscsiDef, TargetDef, is_proof};
@@ -604,11 +604,6 @@ impl ConnAddrs {
             ..self.nobody()
         }
     }
-}
-
-/// Returns the initiator port, using the same format as `riserd sessions`.
-fn port_name(initiator: &IscsiName, isid: Isid) -> String {
-    format!("{initiator},{isid}")
 }
 
 /// Returns the configured name of a target, or the name used by the initiator if it is unknown.

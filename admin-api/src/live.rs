@@ -2,10 +2,11 @@
 //! be computed from two samples.
 
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
-use crate::view::ProblemView;
+use crate::view::{LunView, PortalView, ProblemView, SessionView, WorkerView};
 
 /// The daemon at a point in time.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -30,7 +31,7 @@ pub struct Live {
     /// Upper bounds of all histogram buckets except the last one, in seconds.
     pub bounds: Vec<f64>,
     /// Workers that responded within a second.
-    pub workers: Vec<LiveWorker>,
+    pub workers: Vec<WorkerView>,
     /// Portals of all targets.
     #[serde(default)]
     pub portals: Vec<LivePortal>,
@@ -43,44 +44,29 @@ pub struct Live {
     /// Logical units by target.
     pub luns: Vec<LiveLun>,
     /// Connections from initiators, for workers that responded.
-    pub sessions: Vec<LiveSession>,
+    pub sessions: Vec<SessionView>,
     /// Packet counters for all devices.
     pub network: LiveNetwork,
-}
-
-/// Worker thread counters.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct LiveWorker {
-    /// Worker number, starting at 0.
-    pub worker: u16,
-    /// Busy time in seconds.
-    pub busy: f64,
-    /// Seconds since the worker was started.
-    pub ran: f64,
-    /// Data buffer size in bytes.
-    pub pool: usize,
-    /// Free bytes in the data buffers.
-    pub pool_free: usize,
 }
 
 /// The address of a portal.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LivePortal {
-    /// `srp`, `iser` or `iscsi`.
-    pub protocol: String,
-    /// Address and port.
-    pub listen: String,
+    /// The portal without names, which depend on the target.
+    #[serde(flatten)]
+    pub portal: PortalView,
     /// Targets available at this address.
     pub targets: Vec<String>,
     /// True if the daemon is listening.
     pub is_listening: bool,
-    /// The error if it is not listening, if known.
+    /// The error of its problem, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
 /// State of a backend.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct LiveBackend {
     /// Name in the configuration.
     pub name: String,
@@ -100,14 +86,17 @@ pub struct LiveBackend {
     pub threshold: Option<u8>,
     /// True if this threshold was reached.
     pub is_filling: bool,
-    /// Failed operations by error kind.
+    /// Failed operations by error kind, including kinds without failures.
     pub errors: BTreeMap<String, u64>,
     /// The error if the backend is not available or needs attention.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// State for this error: `NOT SERVED`, `HANGING`, `FAILING` or `REPLACED`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
+    /// All causes of an open backend that needs attention; see [`ProblemView::cause`].
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub causes: Vec<String>,
 }
 
 /// Login and logout counters of a target.
@@ -152,52 +141,56 @@ pub struct LiveError {
 
 /// A logical unit of a target.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct LiveLun {
     /// Target name in the configuration.
     pub target: String,
     /// Logical unit number.
     pub lun: u16,
-    /// Backend name in the configuration.
-    #[serde(default)]
-    pub backend: String,
-    /// Backend state, if there is a problem: `NOT SERVED`, `HANGING`, `FAILING` or `REPLACED`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Properties of the unit.
+    #[serde(flatten)]
+    pub unit: LunView,
+    /// State of the unit's problem, if any.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
-    /// Size in bytes; not set if the backend is not open.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub size: Option<u64>,
-    /// True if writes are rejected.
-    pub read_only: bool,
     /// Commands in flight.
     pub queue_depth: u64,
     /// Failed commands, not including unit attentions and flow control.
     pub errors: u64,
     /// Commands rejected by flow control, with TASK SET FULL or BUSY.
-    #[serde(default)]
     pub throttled: u64,
     /// Commands completed with a unit attention.
-    #[serde(default)]
     pub attentions: u64,
     /// All of these, by command type and by status or sense key.
-    #[serde(default)]
     pub faults: BTreeMap<String, u64>,
     /// Commands by type, if there were any.
     pub ops: BTreeMap<String, LiveOp>,
     /// Commands by initiator name, including closed sessions.
-    #[serde(default)]
     pub initiators: BTreeMap<String, LiveShare>,
     /// Unit resets, received via any target.
-    #[serde(default)]
     pub resets: u64,
     /// Task aborts requested by initiators, received via any target.
-    #[serde(default)]
     pub aborts: u64,
     /// Task aborts for tasks that did not exist.
-    #[serde(default)]
     pub vain_aborts: u64,
     /// Reservations of the unit, received via any target.
-    #[serde(default)]
     pub reservations: LiveReservations,
+}
+
+impl LiveLun {
+    /// Returns the totals for all command types. The type determines the direction of the data.
+    #[must_use]
+    pub fn total(&self) -> LiveShare {
+        let mut sum = LiveShare::default();
+        for (kind, op) in &self.ops {
+            sum.commands += op.commands;
+            match kind.as_str() {
+                "write" | "unmap" | "compare" => sum.written += op.bytes,
+                _ => sum.read += op.bytes,
+            }
+        }
+        sum
+    }
 }
 
 /// Registrations and reservations of a unit.
@@ -247,6 +240,14 @@ pub struct LiveShare {
     pub written: u64,
 }
 
+impl AddAssign for LiveShare {
+    fn add_assign(&mut self, other: Self) {
+        self.commands += other.commands;
+        self.read += other.read;
+        self.written += other.written;
+    }
+}
+
 /// Counters for a command type.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveOp {
@@ -260,38 +261,6 @@ pub struct LiveOp {
     pub buckets: Vec<u64>,
 }
 
-/// A connection from an initiator.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct LiveSession {
-    /// Target name in the configuration.
-    pub target: String,
-    /// Initiator port, in the format of its protocol.
-    pub initiator: String,
-    /// `srp`, `iser` or `iscsi`.
-    pub protocol: String,
-    /// Initiator address.
-    pub peer: String,
-    /// Worker number.
-    pub worker: u16,
-    /// Human-readable connection state.
-    pub state: String,
-    /// Requests in flight.
-    pub in_flight: usize,
-    /// Completed commands for this initiator port and target on this worker.
-    pub commands: u64,
-    /// Bytes in both directions for these commands.
-    pub bytes: u64,
-    /// Bytes sent to the initiator.
-    #[serde(default)]
-    pub read: u64,
-    /// Bytes received from the initiator.
-    #[serde(default)]
-    pub written: u64,
-    /// iSCSI PDUs with an invalid digest.
-    #[serde(default)]
-    pub digest_errors: u64,
-}
-
 /// Packet counters of our software NICs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveNetwork {
@@ -303,4 +272,42 @@ pub struct LiveNetwork {
     pub packets: u64,
     /// Retransmitted packets.
     pub retransmits: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A daemon of an earlier version does not send all fields.
+    #[test]
+    fn objects_stay_flat_and_compatible() {
+        let earlier = r#"{
+            "time": 1.0, "uptime": 1.0, "version": "0.1.0", "missing": null, "bounds": [],
+            "workers": [{ "worker": 0, "busy": 0.5, "ran": 1.0, "pool": 4096, "pool_free": 0 }],
+            "portals": [{
+                "protocol": "srp", "listen": "192.0.2.1:5555", "targets": ["t"],
+                "is_listening": true
+            }],
+            "luns": [{
+                "target": "t", "lun": 7, "backend": "d", "size": 512, "read_only": true,
+                "queue_depth": 1, "errors": 0, "ops": {}
+            }],
+            "sessions": [{
+                "target": "t", "initiator": "i", "protocol": "srp", "peer": "192.0.2.2:1",
+                "worker": 0, "state": "live", "in_flight": 1, "commands": 5, "bytes": 512
+            }],
+            "network": { "bytes_in": 0, "bytes_out": 0, "packets": 0, "retransmits": 0 }
+        }"#;
+        let live: Live = serde_json::from_str(earlier).unwrap();
+        assert_eq!(live.luns[0].unit.size, Some(512));
+        assert_eq!(live.portals[0].portal.listen, "192.0.2.1:5555");
+        let json = serde_json::to_value(&live).unwrap();
+        let earlier: serde_json::Value = serde_json::from_str(earlier).unwrap();
+        for list in ["workers", "portals", "luns", "sessions"] {
+            for (field, value) in earlier[list][0].as_object().unwrap() {
+                assert_eq!(json[list][0][field], *value, "{list} {field}");
+            }
+        }
+        assert_eq!(serde_json::from_value::<Live>(json).unwrap(), live);
+    }
 }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::live::{Live, LiveLun, LiveOp, LiveSession};
+use crate::live::{Live, LiveLun, LiveOp};
+use crate::view::SessionView;
 
 /// Rates of the daemon over an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -144,9 +145,9 @@ pub fn rates(old: &Live, new: &Live) -> Rates {
 }
 
 fn sessions(old: &Live, new: &Live, seconds: f64) -> Vec<SessionRate> {
-    let key = |s: &LiveSession| (s.initiator.clone(), s.peer.clone(), s.worker);
+    let key = |s: &SessionView| (s.initiator.clone(), s.peer.clone(), s.worker);
     let before: BTreeMap<_, _> = old.sessions.iter().map(|s| (key(s), s)).collect();
-    let of = |session: &LiveSession| {
+    let of = |session: &SessionView| {
         let sums = before.get(&key(session)).map(|s| (s.commands, s.bytes));
         let (commands, bytes) = sums.unwrap_or_default();
         SessionRate {

@@ -1,6 +1,7 @@
-//! Views of the daemon, its sessions, targets and configurations.
+//! Objects of the daemon: each has a single type, from which all output formats are rendered.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use riser_config::Difference;
 use serde::{Deserialize, Serialize};
@@ -8,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::upgrade::UpgradeRecord;
 
 /// Status of the daemon.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// Version of the daemon's program.
     pub version: String,
@@ -63,12 +64,14 @@ pub struct Written {
     pub restored: bool,
 }
 
-/// A backend that cannot be opened or needs attention, or a portal that is not listening.
+/// A backend that cannot be opened or needs attention, or another object that is not available. Its
+/// text consists of `kind`, `name` and `error`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProblemView {
-    /// Object type: `backend` or `portal`.
+    /// Object type: `backend`, `portal`, `shared memory`, `metrics`, `admin` or `state`; in
+    /// configuration checks also `secret`.
     pub kind: String,
-    /// Backend name or portal address.
+    /// Backend name, portal address, or path.
     pub name: String,
     /// Human-readable error.
     pub error: String,
@@ -88,8 +91,15 @@ pub struct ProblemView {
     pub state: String,
 }
 
+impl fmt::Display for ProblemView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: {}", self.kind, self.name, self.error)
+    }
+}
+
 /// Worker thread counters.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct WorkerView {
     /// Worker number, starting at 0.
     pub worker: u16,
@@ -107,10 +117,19 @@ pub struct WorkerView {
     pub pool_lowest: usize,
     /// Number of times that the worker went to sleep.
     pub parks: u64,
+    /// Busy time in seconds.
+    pub busy: f64,
+    /// Seconds since the worker was started.
+    pub ran: f64,
+    /// Maximum number of requests in flight of the worker's sessions.
+    pub contexts: usize,
+    /// Requests in flight of the worker's sessions.
+    pub contexts_in_use: usize,
 }
 
 /// A connection of a session: an SRP channel, or an iSCSI connection.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct SessionView {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
@@ -121,7 +140,7 @@ pub struct SessionView {
     /// Initiator address.
     pub peer: String,
     /// Provider of the RDMA device, such as `roce` or `shm`; not set for TCP.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub provider: Option<String>,
     /// Worker that handles this connection.
     pub worker: u16,
@@ -132,7 +151,6 @@ pub struct SessionView {
     /// Requests in flight.
     pub in_flight: usize,
     /// iSCSI PDUs with an invalid digest.
-    #[serde(default)]
     pub digest_errors: u64,
     /// Number of visible logical units.
     pub luns: usize,
@@ -142,8 +160,32 @@ pub struct SessionView {
     /// Login parameters, using their names in the protocol.
     pub negotiated: BTreeMap<String, String>,
     /// Rate limits for all sessions of this initiator and target.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsView>,
+    /// Completed commands for this initiator port and target on this worker.
+    pub commands: u64,
+    /// Bytes in both directions for these commands.
+    pub bytes: u64,
+    /// Bytes sent to the initiator.
+    pub read: u64,
+    /// Bytes received from the initiator.
+    pub written: u64,
+}
+
+/// Returns the initiator name in the name of an initiator port: without the ISID for iSCSI.
+#[must_use]
+pub fn initiator_name(port: &str) -> &str {
+    port.split_once(',').map_or(port, |(name, _)| name)
+}
+
+/// Returns the target of a session for display. With an empty name, the next column would look like
+/// the target. A discovery session has no target (RFC 7143 4.3).
+#[must_use]
+pub fn target_label(target: &str) -> &str {
+    match target {
+        "" => "(discovery)",
+        target => target,
+    }
 }
 
 /// An active target.
@@ -160,11 +202,12 @@ pub struct TargetView {
 }
 
 /// A portal of an active target.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortalView {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Address and port.
+    /// Address and port. A wildcard is replaced by its current addresses, and only included itself
+    /// if it has a problem.
     pub listen: String,
     /// Names of an SRP target port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -187,22 +230,22 @@ pub struct PortNames {
 }
 
 /// An active logical unit.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct LunView {
     /// Unit serial number, as in VPD page 80h.
     pub serial: String,
     /// World-wide name (NAA) as in VPD page 83h, formatted like Linux does: `0x3` followed by 15
     /// digits. Not set if the names of the unit are not known yet.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub wwn: Option<String>,
     /// Backend name in the configuration.
-    #[serde(default)]
     pub backend: String,
     /// Backend problem.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<ProblemView>,
     /// Capacity in bytes; not set if the backend is not open.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
     /// Block size in bytes.
     pub block_size: u32,
@@ -210,10 +253,10 @@ pub struct LunView {
     pub read_only: bool,
     /// The failed flush, if any: acknowledged writes can be lost, and all flushes will fail until
     /// this is cleared.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub flush_failure: Option<FlushFailureView>,
     /// Rate limits for all initiators.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsView>,
 }
 

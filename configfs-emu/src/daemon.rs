@@ -108,15 +108,15 @@ fn gather(views: Vec<SessionView>) -> Vec<Session> {
         let Some(nexus) = view.nexus else {
             continue;
         };
-        let (initiator, isid) = match view.initiator.split_once(',') {
-            Some((name, isid)) => (name.to_owned(), isid.trim_start_matches("0x").to_owned()),
-            None => (view.initiator.clone(), String::new()),
-        };
+        let (initiator, isid) = view
+            .initiator
+            .split_once(',')
+            .unwrap_or((&view.initiator, ""));
         let key = (view.target.clone(), view.initiator.clone(), nexus);
         let session = sessions.entry(key).or_insert_with(|| Session {
             target: view.target,
-            initiator,
-            isid,
+            initiator: initiator.to_owned(),
+            isid: isid.trim_start_matches("0x").to_owned(),
             id: nexus,
             terms: view.negotiated,
             ..Session::default()
@@ -138,16 +138,9 @@ mod tests {
             target: "t".to_owned(),
             initiator: "iqn.a:b,0x00023d000001".to_owned(),
             peer: peer.to_owned(),
-            provider: None,
-            worker: 0,
             nexus,
             state: "live".to_owned(),
-            in_flight: 0,
-            digest_errors: 0,
-            luns: 1,
-            memory: 0,
-            negotiated: BTreeMap::new(),
-            limits: None,
+            ..SessionView::default()
         }
     }
 

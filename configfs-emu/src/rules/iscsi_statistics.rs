@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 
 use riser_admin_api::live::LiveTarget;
+use riser_admin_api::view::initiator_name;
 use rustix::io::Errno;
 
 use super::statistics::{files, hundredths, index, line};
@@ -225,8 +226,8 @@ fn show_session(read: &Read<'_>) -> Result<String, Errno> {
     }
     let mut connections = read.world.live().sessions;
     connections.retain(|connection| {
-        let name = connection.initiator.split(',').next();
-        connection.target == session.target && name == Some(session.initiator.as_str())
+        let name = initiator_name(&connection.initiator);
+        connection.target == session.target && name == session.initiator
     });
     let connections = connections.iter();
     line(match read.attr.name {

@@ -365,13 +365,7 @@ pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
 /// Returns the total of all commands for these LUNs.
 fn total(luns: &[LiveLun]) -> LiveShare {
     let mut sum = LiveShare::default();
-    for (kind, op) in luns.iter().flat_map(|lun| &lun.ops) {
-        sum.commands += op.commands;
-        match kind.as_str() {
-            "write" | "unmap" | "compare" => sum.written += op.bytes,
-            _ => sum.read += op.bytes,
-        }
-    }
+    luns.iter().for_each(|lun| sum += lun.total());
     sum
 }
 
@@ -390,9 +384,7 @@ fn part_of(read: &Read<'_>, acl: NodeId, mapped: NodeId) -> Result<LiveShare, Er
     let mut sum = LiveShare::default();
     for (initiator, share) in luns.flat_map(|lun| lun.initiators) {
         if session::is_named(entry, &initiator, &sessions) {
-            sum.commands += share.commands;
-            sum.read += share.read;
-            sum.written += share.written;
+            sum += share;
         }
     }
     Ok(sum)

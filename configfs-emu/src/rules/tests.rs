@@ -1,8 +1,7 @@
 use std::collections::BTreeMap;
 
-use riser_admin_api::live::{
-    LiveError, LiveLun, LiveOp, LiveRefused, LiveSession, LiveShare, LiveTarget,
-};
+use riser_admin_api::live::{LiveError, LiveLun, LiveOp, LiveRefused, LiveShare, LiveTarget};
+use riser_admin_api::view::SessionView;
 use rustix::io::Errno;
 
 use super::*;
@@ -858,14 +857,14 @@ fn target_and_session_statistics_match_daemon() {
         id: 7,
         ..Session::default()
     }];
-    let connection = LiveSession {
+    let connection = SessionView {
         target: name.to_owned(),
         initiator: "iqn.2026-01.example:client,0x00023d000001".to_owned(),
         commands: 10,
         in_flight: 1,
         read: 4096,
         written: 512,
-        ..LiveSession::default()
+        ..SessionView::default()
     };
     fixture.world.live.sessions = vec![connection.clone(), connection];
     says(

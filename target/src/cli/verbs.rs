@@ -133,7 +133,7 @@ pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
             let document = Document::new(&facts.config);
             let (place, found) = document.find(&path)?;
             // `get` only needs the configuration, which is a single request. The tree and `info`
-            // also show the state of objects, so `facts` sends four more.
+            // also show the state of objects, so `facts` sends three more.
             let depth = depth.unwrap_or(usize::MAX);
             let node = objects::list(&facts, &place, found, depth);
             show(out, ask.output, &node, objects::tree_text)
@@ -232,7 +232,6 @@ fn facts(ask: &ClientOptions) -> Result<Facts, Failure> {
         config: configuration(ask)?.0,
         status: client::call(&socket, get("/v1/status"))?,
         targets: client::call(&socket, get("/v1/targets"))?,
-        sessions: client::call(&socket, get("/v1/sessions"))?,
         live: client::call(&socket, get("/v1/live"))?,
     })
 }

@@ -13,8 +13,8 @@
 //! # Modules
 //! - [`run`]: implements `riserd run`: starts up, notifies the service manager, serves and shuts
 //!   down.
-//! - [`routes`]: paths of the admin API. [`api`]: requests to the daemon. [`view`]: creates the
-//!   responses, using the types from `riser-admin-api`.
+//! - [`routes`]: paths of the admin API. [`api`]: requests to the daemon. [`view`]: the objects of
+//!   the daemon, from which all responses are created, using the types from `riser-admin-api`.
 //! - [`http`]: routes that are also available via TCP: [`metrics`], [`health`], and the status page
 //!   with the data from [`live`]; [`top`] shows its rates in a terminal. [`timeline`]: history for
 //!   the last minutes on this page; [`events`]: recent events.
@@ -90,7 +90,7 @@ use self::socket::Admin;
 use self::timeline::Timeline;
 use self::trace::{Search, Wanted};
 use self::upgrade::{Handover, HandoverEnd, PreparedUpgrade, UpgradeRecord};
-use self::view::{Changes, Standing};
+use self::view::{Changes, Inventory, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, ChangeOrigin};
 use crate::backend::{OpenError, OpenedStores, look, open_each};
@@ -456,9 +456,8 @@ impl Control<'_> {
         }
     }
 
-    /// Returns true if the configuration file is different from the current configuration.
-    fn is_unsaved(&self) -> bool {
-        self.standing() != Standing::Saved
+    fn inventory(&self) -> Inventory<'_> {
+        Inventory::new(&self.server)
     }
 
     /// Opens missing objects on a separate thread, because a file system might not respond.
@@ -500,12 +499,9 @@ impl Control<'_> {
 
     /// Logs the active objects.
     fn announce(&self) {
-        let problems = self.server.problems();
-        for target in view::targets(&self.server) {
-            for portal in &target.portals {
-                if problems.has_portal(&portal.protocol, &portal.listen) {
-                    continue;
-                }
+        for target in self.inventory().targets() {
+            let portals = target.portals.iter();
+            for portal in portals.filter(|portal| portal.problem.is_none()) {
                 tracing::info!(
                     target = %target.name, protocol = %portal.protocol, listen = %portal.listen,
                     iqn = target.iqn.as_deref(), luns = target.luns.len(), "serving"
@@ -518,34 +514,31 @@ impl Control<'_> {
         let who = &request.who;
         let answer = match request.ask {
             AdminCommand::Status => {
-                let uptime = self.since.elapsed().as_secs();
-                to_json(&view::status(
-                    &self.server,
-                    uptime,
-                    &self.upgrade_record,
-                    self.standing(),
-                ))
+                let (uptime, record) = (self.since.elapsed(), &self.upgrade_record);
+                to_json(&self.inventory().status(uptime, record, self.standing()))
             }
-            AdminCommand::Sessions => to_json(&view::sessions(&self.server)),
-            AdminCommand::Targets => to_json(&view::targets(&self.server)),
+            AdminCommand::Sessions => to_json(&self.inventory().sessions()),
+            AdminCommand::Targets => to_json(&self.inventory().targets()),
             AdminCommand::History => to_json(&view::history(self.history.entries())),
             AdminCommand::Metrics => {
                 let config = ConfigState {
-                    is_unsaved: self.is_unsaved(),
+                    is_unsaved: self.standing() != Standing::Saved,
                     reload: self.reloads,
                 };
-                match metrics::text(&self.server, config, self.since.elapsed()) {
+                match metrics::text(&self.inventory(), config, self.since.elapsed()) {
                     Ok(text) => to_json(&text),
                     Err(error) => Err(Failure::Failed(error.to_string())),
                 }
             }
             AdminCommand::Live => {
                 let uptime = self.since.elapsed();
-                to_json(&live::live(&self.server, uptime, self.is_unsaved()))
+                to_json(&self.inventory().live(uptime, self.standing()))
             }
             AdminCommand::Recent(since) => to_json(&self.timeline.recent(since)),
             AdminCommand::Health => Ok(serde_json::Value::Null),
-            AdminCommand::Ready => health::ready(&self.server, &self.server.snapshot())
+            AdminCommand::Ready => self
+                .inventory()
+                .ready()
                 .map(|()| serde_json::Value::Null)
                 .map_err(|why| Failure::Refused { why, errno: None }),
             AdminCommand::Config => self.kept().and_then(|kept| to_json(&kept)),
@@ -602,7 +595,7 @@ impl Control<'_> {
                 .server
                 .rescan()
                 .map_err(|e| Failure::Failed(e.to_string()))
-                .and_then(|()| to_json(&view::targets(&self.server))),
+                .and_then(|()| to_json(&self.inventory().targets())),
         };
         // The client may have disconnected.
         let _ = request.reply.send(answer);
@@ -617,7 +610,7 @@ impl Control<'_> {
         block: Option<Block>,
     ) -> Result<serde_json::Value, Failure> {
         let refused = |why| Err(Failure::Refused { why, errno: None });
-        let (channels, sessions) = view::sessions_named(&self.server, name);
+        let (channels, sessions) = self.inventory().sessions_named(name);
         if let Some(block) = block {
             let of_sessions = sessions.iter().map(|view| &*view.initiator);
             let names = of_sessions.chain(sessions.is_empty().then_some(name));
@@ -673,7 +666,7 @@ impl Control<'_> {
 
     fn clear_flush_failure(&self, serial: Option<&str>) -> Result<serde_json::Value, Failure> {
         if self.server.clear_flush_failure(serial) == 0 {
-            let targets = view::targets(&self.server);
+            let targets = self.inventory().targets();
             let is_known = |serial| {
                 let mut luns = targets.iter().flat_map(|target| target.luns.values());
                 luns.any(|lun| lun.serial == serial)
@@ -687,7 +680,7 @@ impl Control<'_> {
             };
             return Err(Failure::Refused { why, errno: None });
         }
-        to_json(&view::targets(&self.server))
+        to_json(&self.inventory().targets())
     }
 
     /// Starts a command trace.
@@ -827,7 +820,7 @@ impl Control<'_> {
     /// Returns an error if disks would exchange numbers while they are in use.
     fn check_numbers(&self, config: &Config) -> Result<(), ApplyError> {
         let is_used = |target: &str| {
-            let sessions = view::sessions(&self.server);
+            let sessions = self.inventory().sessions();
             sessions.iter().any(|session| session.target == target)
         };
         match renumbering::find(self.server.config(), config, is_used) {
@@ -950,7 +943,7 @@ impl Control<'_> {
     /// Logs the sessions that will be closed.
     fn notify_sessions(&self) {
         tracing::info!(sessions = self.server.sessions(), "closing sessions");
-        for session in view::sessions(&self.server) {
+        for session in self.inventory().sessions() {
             tracing::info!(
                 initiator = %session.initiator, peer = %session.peer, state = %session.state,
                 in_flight = session.in_flight, "session"

@@ -2,7 +2,7 @@
 //! daemon.
 
 use riser_admin_api::live::{Live, LiveLun, LiveReservations};
-use riser_admin_api::view::{LunView, PortalView, ProblemView, SessionView, Status, TargetView};
+use riser_admin_api::view::{PortalView, ProblemView, SessionView, Status, TargetView};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -16,11 +16,9 @@ pub struct Facts {
     pub config: Config,
     /// Daemon status.
     pub status: Status,
-    /// Active targets with their LUNs.
+    /// Active targets with their portals.
     pub targets: Vec<TargetView>,
-    /// Current connections.
-    pub sessions: Vec<SessionView>,
-    /// Counters since the start.
+    /// Connections and logical units.
     pub live: Live,
 }
 
@@ -95,17 +93,15 @@ impl Facts {
     }
 
     fn sessions_of(&self, target: &str) -> Vec<&SessionView> {
-        let sessions = self.sessions.iter();
+        let sessions = self.live.sessions.iter();
         sessions.filter(|s| s.target == target).collect()
     }
 
     /// Returns a logical unit with its counters.
-    fn lun(&self, target: &str, number: &str) -> Option<(&LunView, Option<&LiveLun>)> {
+    fn lun(&self, target: &str, number: &str) -> Option<&LiveLun> {
         let number: u16 = number.parse().ok()?;
-        let view = self.targets.iter().find(|t| t.name == target)?;
-        let mut live = self.live.luns.iter();
-        let live = live.find(|lun| lun.target == target && lun.lun == number);
-        Some((view.luns.get(&number)?, live))
+        let mut luns = self.live.luns.iter();
+        luns.find(|lun| lun.target == target && lun.lun == number)
     }
 
     /// Returns the logical units on a backend as target name and number.
@@ -132,8 +128,7 @@ impl Facts {
                 // We must use the configuration here instead of active targets, because a backend
                 // that cannot be opened can be used by LUNs, too.
                 let users = self.users(name).len();
-                let state = self.problem("backend", name);
-                let state = state.map_or_else(String::new, |p| format!(", {}", p.state));
+                let state = state_suffix(self.problem("backend", name));
                 format!("{}, {}{state}", scalars(found), count(users, "LUN"))
             }
             ["targets", name] => {
@@ -149,24 +144,22 @@ impl Facts {
             },
             ["targets", name, "luns", number] => {
                 let mut words = scalars(found);
-                if let Some((lun, live)) = self.lun(name, number) {
-                    let read_only = if lun.read_only { ", read-only" } else { "" };
-                    let size = lun
-                        .size
-                        .map_or_else(String::new, |n| format!(", {}", bytes(n)));
-                    let state = lun.problem.as_ref();
-                    let state = state.map_or_else(String::new, |p| format!(", {}", p.state));
+                if let Some(lun) = self.lun(name, number) {
+                    let unit = &lun.unit;
+                    let read_only = if unit.read_only { ", read-only" } else { "" };
+                    let size = unit.size;
+                    let size = size.map_or_else(String::new, |n| format!(", {}", bytes(n)));
+                    let state = state_suffix(unit.problem.as_ref());
                     words = format!("{words}{size}{read_only}{state}");
-                    if let Some(live) = live.filter(|live| live.queue_depth > 0) {
-                        words = format!("{words}, {} in flight", live.queue_depth);
+                    if lun.queue_depth > 0 {
+                        words = format!("{words}, {} in flight", lun.queue_depth);
                     }
                 }
                 words
             }
             ["targets", name, "portals", portal] => {
                 let view = self.portal_view(name, portal);
-                let problem = view.and_then(|view| view.problem.as_ref());
-                let state = problem.map_or_else(String::new, |p| format!(", {}", p.state));
+                let state = state_suffix(view.and_then(|view| view.problem.as_ref()));
                 format!("{}{state}", scalars(found))
             }
             [.., "chap"] | ["discovery_chap"] => {
@@ -252,24 +245,20 @@ impl Facts {
     }
 
     fn lun_facts(&self, target: &str, number: &str) -> Value {
-        let Some((lun, live)) = self.lun(target, number) else {
+        let Some(lun) = self.lun(target, number) else {
             return Value::Null;
         };
-        let mut facts = json!(lun);
-        if let Some(live) = live {
-            let sum = |of: fn(&riser_admin_api::live::LiveOp) -> u64| {
-                live.ops.values().map(of).sum::<u64>()
-            };
-            let counted = json!({
-                "queue_depth": live.queue_depth,
-                "commands": sum(|op| op.commands),
-                "bytes": sum(|op| op.bytes),
-                "errors": live.errors,
-            });
-            merge(&mut facts, counted);
-            if live.reservations != LiveReservations::default() {
-                merge(&mut facts, json!({ "reservations": live.reservations }));
-            }
+        let mut facts = json!(lun.unit);
+        let total = lun.total();
+        let counted = json!({
+            "queue_depth": lun.queue_depth,
+            "commands": total.commands,
+            "bytes": total.read + total.written,
+            "errors": lun.errors,
+        });
+        merge(&mut facts, counted);
+        if lun.reservations != LiveReservations::default() {
+            merge(&mut facts, json!({ "reservations": lun.reservations }));
         }
         facts
     }
@@ -280,6 +269,11 @@ fn merge(object: &mut Value, more: Value) {
     if let (Value::Object(object), Value::Object(more)) = (object, more) {
         object.extend(more);
     }
+}
+
+/// Returns the state of a problem as the last part of a summary.
+fn state_suffix(problem: Option<&ProblemView>) -> String {
+    problem.map_or_else(String::new, |problem| format!(", {}", problem.state))
 }
 
 fn count(number: usize, of: &str) -> String {

@@ -9,7 +9,7 @@ use riser_admin_api::client::Upgraded;
 use riser_admin_api::trace::Traced;
 use riser_admin_api::view::{
     BlockedView, Changes, DriftView, HistoryView, LimitsView, ProblemView, SessionView, Status,
-    TargetView, Written,
+    TargetView, Written, target_label,
 };
 use serde_json::Value;
 
@@ -27,15 +27,9 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
     }
     let mut lines = Vec::new();
     for s in sessions {
-        // A discovery session has no target (RFC 7143 4.3). With an empty name, the protocol would
-        // be the first word on this line, where other lines have the target.
-        let target = if s.target.is_empty() {
-            "(discovery)"
-        } else {
-            &s.target
-        };
         lines.push(format!(
-            "{target}  {}  {} from {}{}: {}, {} in flight, {} LUN(s), worker {}, {}",
+            "{}  {}  {} from {}{}: {}, {} in flight, {} LUN(s), worker {}, {}",
+            target_label(&s.target),
             s.protocol,
             s.initiator,
             s.peer,
@@ -208,8 +202,7 @@ fn blocked(blocked: &BlockedView, zone: &TimeZone) -> String {
 
 /// Formats a problem.
 fn problem(problem: &ProblemView) -> String {
-    let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
-    format!("{}: {kind} {name}: {error}", problem.state)
+    format!("{}: {problem}", problem.state)
 }
 
 /// Formats a completed upgrade.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub use riser_admin_api::trace::{Traced, TracedCommand, TracedStep, Wanted};
 use riser_scsi::opcode::Opcode;
 
-use super::view;
+use super::view::{Inventory, SessionView};
 use crate::server::Server;
 use crate::stats::{Record, Tracer};
 
@@ -76,7 +76,7 @@ impl Search {
         if !records.is_empty() {
             // We must do this now, because sessions can be closed before the trace is complete, and
             // a record only contains the nexus number.
-            let sessions = view::sessions(server);
+            let sessions = Inventory::new(server).sessions();
             let now = (Instant::now(), SystemTime::now());
             for record in records {
                 let nexus = Some(record.subject.nexus);
@@ -118,7 +118,7 @@ impl Drop for Search {
 
 fn command(
     record: Record,
-    session: Option<&view::SessionView>,
+    session: Option<&SessionView>,
     (now, time): (Instant, SystemTime),
     // Workers only use the monotonic clock. We compute the time of day from a single pair of both
     // clocks, so that a clock adjustment does not reorder commands.

@@ -1,10 +1,17 @@
-//! Admin API views of the daemon: creates the types in [`riser_admin_api`].
+//! The objects of the daemon: creates the types in [`riser_admin_api`].
+//!
+//! Each type is created by one function of an [`Inventory`], and everything that users see is
+//! rendered from it: text, JSON, the status page, and metrics.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use riser_admin_api::live::LiveShare;
 use riser_admin_api::upgrade::UpgradeRecord;
+use riser_admin_api::view::initiator_name;
 pub use riser_admin_api::view::{
     Changes, DriftView, FlushFailureView, HistoryView, LimitsView, LunView, PortNames, PortalView,
     ProblemView, SessionView, Status, TargetView, WorkerView, Written,
@@ -13,7 +20,7 @@ use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 
 use super::history::Entry;
 use crate::backend::{FlushFailure, Source};
-use crate::config::{Backend, Config, Guid, ObjectPath, Protocol, diff};
+use crate::config::{Backend, Config, Guid, Listen, ObjectPath, Protocol, diff};
 use crate::fabric::{ConnRef, Unit};
 use crate::iscsi::Phase;
 use crate::qos::{IoLimits, Waits};
@@ -123,31 +130,196 @@ pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
     entries.map(view).collect()
 }
 
-/// Returns the current status.
-#[must_use]
-pub fn status(
-    server: &Server,
-    uptime: u64,
-    upgrade_record: &UpgradeRecord,
-    standing: Standing,
-) -> Status {
-    let snapshots = server.snapshot();
-    Status {
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        pid: std::process::id(),
-        uptime,
-        sessions: server.sessions(),
-        workers: snapshots.iter().map(worker).collect(),
-        problems: problems(server),
-        blocked: server.blocklist().list(),
-        written: written(drift(server, server.config()), Some(standing)),
-        upgrade_record: upgrade_record.clone(),
-    }
+/// The objects of the daemon at a point in time.
+#[derive(Debug)]
+pub struct Inventory<'a> {
+    pub(super) server: &'a Server,
+    pub(super) catalog: Arc<Catalog>,
+    problems: OnceCell<Problems>,
+    snapshots: OnceCell<Vec<Snapshot>>,
 }
 
-fn problems(server: &Server) -> Vec<ProblemView> {
-    let problems = server.problems();
-    problems.iter().map(problem).collect()
+impl<'a> Inventory<'a> {
+    /// Creates an inventory. Workers are only queried when an object requires their counters or
+    /// sessions.
+    #[must_use]
+    pub fn new(server: &'a Server) -> Self {
+        Self {
+            server,
+            catalog: server.shared().registry.catalog(),
+            problems: OnceCell::new(),
+            snapshots: OnceCell::new(),
+        }
+    }
+
+    /// Returns all problems.
+    pub(super) fn problems(&self) -> &Problems {
+        self.problems.get_or_init(|| self.server.problems())
+    }
+
+    /// Returns the counters and sessions of each worker that responds.
+    pub(super) fn snapshots(&self) -> &[Snapshot] {
+        self.snapshots.get_or_init(|| self.server.snapshot())
+    }
+
+    /// Returns the current status.
+    #[must_use]
+    pub fn status(
+        &self,
+        uptime: Duration,
+        upgrade_record: &UpgradeRecord,
+        standing: Standing,
+    ) -> Status {
+        let drift = drift(self.server, self.server.config());
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            uptime: uptime.as_secs(),
+            sessions: self.server.sessions(),
+            workers: self.workers(),
+            problems: self.problem_views(),
+            blocked: self.server.blocklist().list(),
+            written: written(drift, Some(standing)),
+            upgrade_record: upgrade_record.clone(),
+        }
+    }
+
+    pub(super) fn workers(&self) -> Vec<WorkerView> {
+        self.snapshots().iter().map(worker).collect()
+    }
+
+    pub(super) fn problem_views(&self) -> Vec<ProblemView> {
+        self.problems().iter().map(problem).collect()
+    }
+
+    /// Returns the view of a subject's problem.
+    pub(super) fn problem_of(&self, subject: &Subject) -> Option<ProblemView> {
+        let found = self.problems().of(subject);
+        found.map(|found| problem((subject, found)))
+    }
+
+    /// Returns the current connections, ordered by target, initiator and nexus.
+    #[must_use]
+    pub fn sessions(&self) -> Vec<SessionView> {
+        let (_, mut views): (Vec<_>, Vec<_>) = self.connections().into_iter().unzip();
+        views.sort_by(|a, b| {
+            let key = |v: &SessionView| (v.target.clone(), v.initiator.clone(), v.nexus, v.worker);
+            key(a).cmp(&key(b))
+        });
+        views
+    }
+
+    /// Returns the connections of an initiator or a session number. `name` can be an initiator port
+    /// as returned by [`Inventory::sessions`], an iSCSI name without the ISID, or the number of an
+    /// I_T nexus.
+    #[must_use]
+    pub fn sessions_named(&self, name: &str) -> (Vec<ConnRef>, Vec<SessionView>) {
+        let is_named = |(_, view): &(ConnRef, SessionView)| {
+            let nexus = view.nexus.map(|nexus| nexus.to_string());
+            [&*view.initiator, initiator_name(&view.initiator)].contains(&name)
+                || nexus.as_deref() == Some(name)
+        };
+        let connections = self.connections().into_iter();
+        connections.filter(is_named).unzip()
+    }
+
+    fn connections(&self) -> Vec<(ConnRef, SessionView)> {
+        let mut connections = Vec::new();
+        for snapshot in self.snapshots() {
+            let worker = snapshot.worker;
+            // An initiator with channels on several workers has a separate account on each of them,
+            // and every channel reports the whole account of its worker.
+            let mut shares: BTreeMap<(&str, &str), LiveShare> = BTreeMap::new();
+            for entry in &snapshot.accounts {
+                let key = (&*entry.initiator, entry.account.lun().target());
+                *shares.entry(key).or_default() += entry.account.share();
+            }
+            let srp = snapshot.sessions.iter();
+            let srp = srp.map(|s| (s.serial, srp_view(s, &self.catalog)));
+            let iscsi = snapshot.iscsi_sessions.iter();
+            let iscsi = iscsi.map(|s| (s.serial, iscsi_view(worker, s, &self.catalog)));
+            connections.extend(srp.chain(iscsi).map(|(serial, mut view)| {
+                let share = shares.get(&(&*view.initiator, &*view.target));
+                let share = share.copied().unwrap_or_default();
+                (view.commands, view.bytes) = (share.commands, share.read + share.written);
+                (view.read, view.written) = (share.read, share.written);
+                (ConnRef { worker, serial }, view)
+            }));
+        }
+        connections
+    }
+
+    /// Returns the active targets.
+    #[must_use]
+    pub fn targets(&self) -> Vec<TargetView> {
+        let view = |target: &TargetDef| TargetView {
+            name: target.config.name.clone(),
+            iqn: target.config.iqn.as_ref().map(ToString::to_string),
+            portals: self.portals(target).map(|(_, portal)| portal).collect(),
+            luns: target
+                .units
+                .iter()
+                .map(|(number, unit)| (*number, self.lun(target, *number, unit)))
+                .collect(),
+        };
+        self.catalog.targets.iter().map(view).collect()
+    }
+
+    /// Returns the portals of a target with their addresses. This includes wildcards that are not
+    /// fully available.
+    pub(super) fn portals(
+        &self,
+        target: &TargetDef,
+    ) -> impl Iterator<Item = ((Protocol, Listen), PortalView)> {
+        let view = move |protocol: Protocol, listen: Listen, subject: &Subject| PortalView {
+            protocol: protocol.to_string(),
+            listen: listen.to_string(),
+            names: None,
+            problem: self.problem_of(subject),
+        };
+        let served = target.listens.iter().map(move |(protocol, at)| {
+            let (key, subject) = ((*protocol, (*at).into()), Subject::portal(*protocol, *at));
+            let mut portal = view(key.0, key.1, &subject);
+            if *protocol == Protocol::Srp {
+                let def = target.portals.iter().find(|def| def.listen == *at);
+                portal.names = def.map(port_names);
+            }
+            (key, portal)
+        });
+        let wildcards = target.config.portals.iter().map(move |portal| {
+            let (protocol, listen) = (portal.protocol, portal.listen);
+            let subject = Subject::Wildcard(listen, protocol);
+            ((protocol, listen), view(protocol, listen, &subject))
+        });
+        served.chain(wildcards.filter(|(_, portal)| portal.problem.is_some()))
+    }
+
+    /// Returns a logical unit of a target.
+    pub(super) fn lun(&self, target: &TargetDef, number: u16, unit: &Unit) -> LunView {
+        let (lu, config) = (&unit.lu, unit.lu.config());
+        let store = self.catalog.store_of(unit);
+        let backend = target.config.luns.get(&number);
+        let backend = backend.map(|lun| self.server.config().backend(lun).name.clone());
+        let backend = backend.unwrap_or_default();
+        LunView {
+            serial: config.identity.serial.clone(),
+            wwn: lu.has_names().then(|| config.identity.naa.to_string()),
+            problem: self.problem_of(&Subject::Backend(backend.clone())),
+            backend,
+            size: store
+                .is_some_and(|store| !store.is_absent())
+                .then(|| lu.capacity_bytes()),
+            block_size: config.block_size.bytes(),
+            read_only: target.is_read_only(number),
+            flush_failure: store
+                .and_then(|store| store.flush_failure())
+                .map(flush_failure_view),
+            limits: unit
+                .limits
+                .is_active()
+                .then(|| limits_view(unit.limits.view())),
+        }
+    }
 }
 
 /// Returns the view of a problem.
@@ -163,16 +335,15 @@ pub(super) fn problem((subject, problem): (&Subject, &Problem)) -> ProblemView {
     }
 }
 
-/// Returns the view of a subject's problem.
-fn problem_of(problems: &Problems, subject: &Subject) -> Option<ProblemView> {
-    problems.of(subject).map(|found| problem((subject, found)))
-}
-
 fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 fn worker(snapshot: &Snapshot) -> WorkerView {
+    let sessions = |srp: fn(&SessionInfo) -> usize, iscsi: fn(&IscsiSession) -> usize| {
+        let srp = snapshot.sessions.iter().map(srp);
+        srp.chain(snapshot.iscsi_sessions.iter().map(iscsi)).sum()
+    };
     WorkerView {
         worker: snapshot.worker,
         logins: snapshot.logins.total(),
@@ -182,62 +353,19 @@ fn worker(snapshot: &Snapshot) -> WorkerView {
         pool_free: snapshot.pool_free,
         pool_lowest: snapshot.pool_lowest,
         parks: snapshot.parks,
+        busy: snapshot.busy.as_secs_f64(),
+        ran: snapshot.ran.as_secs_f64(),
+        // For SRP, the limit is the request limit from the login; for iSCSI, it is the number of
+        // commands per session.
+        contexts: sessions(
+            |srp| srp.params.req_lim as usize,
+            |iscsi| iscsi.info.commands.into(),
+        ),
+        contexts_in_use: sessions(|srp| srp.in_flight, |iscsi| iscsi.info.in_flight),
     }
 }
 
-/// Returns the current sessions, ordered by target, initiator and nexus.
-#[must_use]
-pub fn sessions(server: &Server) -> Vec<SessionView> {
-    let catalog = server.shared().registry.catalog();
-    sessions_of(&server.snapshot(), &catalog)
-}
-
-/// Returns the connections of an initiator or a session number, with their views. `name` can be an
-/// initiator port as returned by [`sessions`], an iSCSI name without the ISID, or the number of an
-/// I_T nexus.
-#[must_use]
-pub fn sessions_named(server: &Server, name: &str) -> (Vec<ConnRef>, Vec<SessionView>) {
-    let catalog = server.shared().registry.catalog();
-    let is_named = |view: &SessionView| {
-        let initiator = view.initiator.split_once(',');
-        let initiator = initiator.map_or(&*view.initiator, |(name, _)| name);
-        let nexus = view.nexus.map(|nexus| nexus.to_string());
-        view.initiator == name || initiator == name || nexus.as_deref() == Some(name)
-    };
-    let mut found = Vec::new();
-    for snapshot in server.snapshot() {
-        let worker = snapshot.worker;
-        let srp_sessions = snapshot.sessions.iter();
-        found.extend(srp_sessions.map(|s| (s.serial, srp(s, &catalog))));
-        let iscsi_sessions = snapshot.iscsi_sessions.iter();
-        found.extend(iscsi_sessions.map(|s| (s.serial, iscsi_view(worker, s, &catalog))));
-    }
-    found.retain(|(_, view)| is_named(view));
-    let channel = |(serial, view): (u64, SessionView)| {
-        let worker = view.worker;
-        (ConnRef { worker, serial }, view)
-    };
-    found.into_iter().map(channel).unzip()
-}
-
-/// Same, based on worker snapshots.
-pub(super) fn sessions_of(snapshots: &[Snapshot], catalog: &Catalog) -> Vec<SessionView> {
-    let mut views: Vec<SessionView> = snapshots
-        .iter()
-        .flat_map(|snapshot| {
-            let srp = snapshot.sessions.iter().map(|s| srp(s, catalog));
-            let iscsi = snapshot.iscsi_sessions.iter();
-            srp.chain(iscsi.map(|s| iscsi_view(snapshot.worker, s, catalog)))
-        })
-        .collect();
-    views.sort_by(|a, b| {
-        let key = |v: &SessionView| (v.target.clone(), v.initiator.clone(), v.nexus, v.worker);
-        key(a).cmp(&key(b))
-    });
-    views
-}
-
-fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
+fn srp_view(info: &SessionInfo, catalog: &Catalog) -> SessionView {
     SessionView {
         protocol: Protocol::Srp.to_string(),
         target: catalog
@@ -250,11 +378,11 @@ fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
         nexus: Some(info.nexus),
         state: format!("{:?}", info.state).to_lowercase(),
         in_flight: info.in_flight,
-        digest_errors: 0,
         luns: info.luns,
         memory: info.params.memory().total(),
         negotiated: srp_terms(&info.params),
         limits: info.limits.map(limits_view),
+        ..SessionView::default()
     }
 }
 
@@ -279,7 +407,7 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
     SessionView {
         protocol: protocol.to_string(),
         target: target.map_or_else(String::new, |t| t.config.name.clone()),
-        initiator: format!("{},{}", info.identity.initiator, info.identity.isid),
+        initiator: info.initiator(),
         peer: session.peer.to_string(),
         provider: session.provider.map(str::to_owned),
         worker,
@@ -291,6 +419,7 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         memory: session.memory,
         negotiated: iscsi_terms(&info.params, &info.connection),
         limits: info.limits.map(limits_view),
+        ..SessionView::default()
     }
 }
 
@@ -363,84 +492,11 @@ fn named<const N: usize>(terms: [(&str, String); N]) -> BTreeMap<String, String>
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// Returns the active targets.
-#[must_use]
-pub fn targets(server: &Server) -> Vec<TargetView> {
-    let catalog = server.shared().registry.catalog();
-    let problems = server.problems();
-    let view = |t: &TargetDef| TargetView {
-        name: t.config.name.clone(),
-        iqn: t.config.iqn.as_ref().map(ToString::to_string),
-        portals: t
-            .listens
-            .iter()
-            .map(|(protocol, listen)| PortalView {
-                protocol: protocol.to_string(),
-                listen: listen.to_string(),
-                names: (*protocol == Protocol::Srp)
-                    .then(|| t.portals.iter().find(|def| def.listen == *listen))
-                    .flatten()
-                    .map(port_names),
-                problem: problem_of(&problems, &Subject::portal(*protocol, *listen)),
-            })
-            .collect(),
-        luns: t
-            .units
-            .iter()
-            .map(|(number, unit)| {
-                let backend = backend_of(server, t, *number);
-                let view = LunView {
-                    backend: backend.to_owned(),
-                    problem: problem_of(&problems, &Subject::Backend(backend.to_owned())),
-                    ..lun(unit, t.is_read_only(*number), &catalog)
-                };
-                (*number, view)
-            })
-            .collect(),
-    };
-    catalog.targets.iter().map(view).collect()
-}
-
-/// Returns the backend name for a target's logical unit.
-pub(super) fn backend_of<'a>(server: &'a Server, target: &TargetDef, number: u16) -> &'a str {
-    let lun = target.config.luns.get(&number);
-    lun.map_or("", |lun| &server.config().backend(lun).name)
-}
-
-/// Returns the capacity of a logical unit in bytes, or `None` if its backend is not open.
-pub(super) fn size_of(unit: &Unit, catalog: &Catalog) -> Option<u64> {
-    let is_open = catalog.store_of(unit).is_some_and(|s| !s.is_absent());
-    is_open.then(|| unit.lu.capacity_bytes())
-}
-
 fn port_names(def: &PortalDef) -> PortNames {
     PortNames {
         ioc_guid: Guid(def.ioc_guid).to_string(),
         service_guid: Guid(def.service_id).to_string(),
         id_ext: Guid(def.id_ext).to_string(),
-    }
-}
-
-fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
-    let lu = &unit.lu;
-    let config = lu.config();
-    let failure = catalog
-        .store_of(unit)
-        .and_then(|store| store.flush_failure());
-    let block_size = config.block_size.bytes();
-    LunView {
-        backend: String::new(),
-        problem: None,
-        serial: config.identity.serial.clone(),
-        wwn: lu.has_names().then(|| config.identity.naa.to_string()),
-        size: size_of(unit, catalog),
-        block_size,
-        read_only,
-        flush_failure: failure.map(flush_failure_view),
-        limits: unit
-            .limits
-            .is_active()
-            .then(|| limits_view(unit.limits.view())),
     }
 }
 
@@ -462,5 +518,44 @@ fn flush_failure_view(failure: FlushFailure) -> FlushFailureView {
     FlushFailureView {
         error: io::Error::from_raw_os_error(failure.errno).to_string(),
         at: seconds(failure.at),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wildcard_without_address_is_listed() {
+        let config = Config::parse(
+            "backends: { a: { kind: ram, size: 1MiB } }\n\
+             targets:\n\
+             - name: t\n\
+             \x20 iqn: iqn.2026-01.com.example:t\n\
+             \x20 portals:\n\
+             \x20 - { protocol: iscsi, listen: \"127.97.8.7:3290\" }\n\
+             \x20 - { protocol: iscsi, listen: \"none0:3290\" }\n\
+             \x20 luns: { 0: a }\n\
+             \x20 access: open\n\
+             workers: { count: 1 }\n",
+            "test.yaml",
+        );
+        let server = Server::start(&config.unwrap()).unwrap();
+        let inventory = Inventory::new(&server);
+        let targets = inventory.targets();
+        let portals = targets[0].portals.iter();
+        let found: Vec<_> = portals
+            .map(|portal| (&*portal.listen, portal.problem.is_some()))
+            .collect();
+        assert_eq!(found, [("127.97.8.7:3290", false), ("none0:3290", true)]);
+        let live = inventory.live(Duration::ZERO, Standing::Saved);
+        let found = live.portals.iter();
+        let found: Vec<_> = found
+            .map(|live| (&*live.portal.listen, live.is_listening))
+            .collect();
+        assert_eq!(found, [("127.97.8.7:3290", true), ("none0:3290", false)]);
+        assert_eq!(live.luns[0].unit, targets[0].luns[&0]);
+        drop(inventory);
+        server.shutdown().unwrap();
     }
 }

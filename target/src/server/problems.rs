@@ -170,22 +170,6 @@ impl Problems {
         self.0.contains_key(subject)
     }
 
-    /// Returns true if a portal with this protocol (`srp`, `iser` or `iscsi`) and address is
-    /// missing.
-    #[must_use]
-    pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
-        self.0.keys().any(|subject| match subject {
-            Subject::Backend(_)
-            | Subject::SharedMemory(_)
-            | Subject::Wildcard(..)
-            | Subject::Metrics(_)
-            | Subject::Admin(_)
-            | Subject::Identities => false,
-            Subject::RdmaPortal(addr) => protocol != "iscsi" && addr.to_string() == listen,
-            Subject::TcpPortal(addr) => protocol == "iscsi" && addr.to_string() == listen,
-        })
-    }
-
     /// Returns a predicate for missing portals.
     pub(super) fn portals(&self) -> impl Fn(Protocol, SocketAddr) -> bool + '_ {
         |protocol, at| self.has(&Subject::portal(protocol, at))

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use riser_admin_api::view::BlockedView;
+use riser_admin_api::view::{BlockedView, initiator_name};
 use riser_scsi::iscsi::name::IscsiName;
 use riser_sync::{Mutex, MutexGuard};
 
@@ -48,8 +48,7 @@ impl Initiator {
     /// Parses the name of an iSCSI initiator, with or without an ISID, or of an SRP initiator port.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
-        let name = text.split_once(',').map_or(text, |(name, _)| name);
-        if let Ok(name) = IscsiName::new(name) {
+        if let Ok(name) = IscsiName::new(initiator_name(text)) {
             return Some(Self::Iscsi(name));
         }
         match text.parse().ok()? {

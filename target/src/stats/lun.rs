@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use riser_admin_api::live::LiveShare;
 use riser_config::MAX_WORKERS;
 use riser_scsi::opcode::Kind;
 
@@ -85,7 +86,7 @@ pub struct LunStats {
     lun: u16,
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
-    kept: Mutex<BTreeMap<String, InitiatorStats>>,
+    kept: Mutex<BTreeMap<String, LiveShare>>,
     /// Clock for timed commands.
     clock: Option<Clock>,
     /// True if there is a tracer.
@@ -185,7 +186,7 @@ impl LunStats {
 
     /// Adds the totals of a closed session to its initiator. They are lost if there are too many
     /// initiators.
-    pub fn keep(&self, initiator: &str, share: InitiatorStats) {
+    pub fn keep(&self, initiator: &str, share: LiveShare) {
         let mut kept = self.lock_kept();
         if let Some(sum) = kept.get_mut(initiator) {
             *sum += share;
@@ -197,11 +198,11 @@ impl LunStats {
 
     /// Returns the totals of closed sessions by initiator.
     #[must_use]
-    pub fn kept(&self) -> BTreeMap<String, InitiatorStats> {
+    pub fn kept(&self) -> BTreeMap<String, LiveShare> {
         self.lock_kept().clone()
     }
 
-    fn lock_kept(&self) -> MutexGuard<'_, BTreeMap<String, InitiatorStats>> {
+    fn lock_kept(&self) -> MutexGuard<'_, BTreeMap<String, LiveShare>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -214,7 +215,7 @@ impl LunStats {
             + size_of_val(&*self.workers)
             + self.served().count() * WORKER_BYTES
             + names.sum::<usize>()
-            + kept.len() * size_of::<InitiatorStats>()
+            + kept.len() * size_of::<LiveShare>()
     }
 
     /// Returns the statistics for a worker.
@@ -244,25 +245,6 @@ pub struct ClassTotals {
     pub commands: u64,
     /// Number of bytes transferred from and to the initiator.
     pub bytes: u64,
-}
-
-/// Totals for an initiator on a unit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct InitiatorStats {
-    /// Number of completed commands with GOOD or any other status.
-    pub commands: u64,
-    /// Number of bytes sent to the initiator.
-    pub read: u64,
-    /// Number of bytes received from the initiator.
-    pub written: u64,
-}
-
-impl std::ops::AddAssign for InitiatorStats {
-    fn add_assign(&mut self, other: Self) {
-        self.commands += other.commands;
-        self.read += other.read;
-        self.written += other.written;
-    }
 }
 
 impl SessionStats {
@@ -296,8 +278,8 @@ impl SessionStats {
     /// Returns the totals for all commands. The kind of a command determines the direction for its
     /// data.
     #[must_use]
-    pub fn share(&self) -> InitiatorStats {
-        let mut share = InitiatorStats::default();
+    pub fn share(&self) -> LiveShare {
+        let mut share = LiveShare::default();
         for class in CLASSES {
             let view = self.class(class);
             share.commands += view.commands;

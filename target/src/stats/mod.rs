@@ -39,8 +39,7 @@ use riser_scsi::opcode::Kind;
 
 pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
 pub use lun::{
-    ClassCounts, ClassTotals, Faults, InitiatorStats, LunStats, MAX_INITIATORS, SAMPLE,
-    SessionStats, WORKER_BYTES,
+    ClassCounts, ClassTotals, Faults, LunStats, MAX_INITIATORS, SAMPLE, SessionStats, WORKER_BYTES,
 };
 pub use outcome::{Clock, Fault, Throttle};
 pub use tally::{Functions, Tally};
@@ -125,6 +124,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
+    use riser_admin_api::live::LiveShare;
     use riser_scsi::sense::SenseData;
     use riser_scsi::step::{DataIn, Residual, Response, Status};
 
@@ -243,7 +243,7 @@ mod tests {
             timer.record_response(&response(Status::Good, &[]), 0, Instant::now());
             timer.arrive(Instant::now());
         }
-        let share = InitiatorStats {
+        let share = LiveShare {
             commands: 3,
             read: 548,
             written: 4096,

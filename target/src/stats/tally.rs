@@ -39,6 +39,12 @@ impl<K: PartialEq + Copy> Tally<K> {
         self.0.iter().copied()
     }
 
+    /// Returns the number of events of the kinds for which `is_meant` returns true.
+    pub fn total_of(&self, is_meant: impl Fn(&K) -> bool) -> u64 {
+        let meant = self.0.iter().filter(|(kind, _)| is_meant(kind));
+        meant.map(|(_, n)| n).sum()
+    }
+
     /// Returns the total number of events.
     #[must_use]
     pub fn total(&self) -> u64 {

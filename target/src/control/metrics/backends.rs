@@ -1,12 +1,9 @@
 //! Backend metrics: size, free space and errors.
 
-use std::collections::BTreeSet;
-
 use super::family::Family;
-use crate::server::Server;
-use crate::server::problems::Subject;
+use crate::control::view::Inventory;
 
-pub(super) fn families(server: &Server) -> Vec<Family> {
+pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
     let mut size = Family::gauge("riser_backend_size_bytes", "Size of a backend, in bytes.");
     let mut allocated = Family::gauge(
         "riser_backend_allocated_bytes",
@@ -33,33 +30,33 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         "riser_backend_fault",
         "1 for each cause for which an open backend needs an operator.",
     );
-    let problems = server.problems();
-    for (name, store) in server.backends() {
+    for backend in inventory.backends() {
+        let name = &*backend.name;
         let labels = [("backend", name)];
-        let is_failing = problems.has(&Subject::Backend(name.to_owned()));
-        failing.add(&labels, f64::from(u8::from(is_failing)));
+        failing.add(&labels, f64::from(u8::from(backend.error.is_some())));
         // A backend that is not open does not have a size.
-        if store.is_absent() {
+        let Some(bytes) = backend.size else {
             continue;
+        };
+        size.add(&labels, bytes as f64);
+        for cause in &backend.causes {
+            fault.add(&[("backend", name), ("cause", cause)], 1.0);
         }
-        size.add(&labels, store.capacity() as f64);
-        let causes: BTreeSet<_> = server.causes(name, store).iter().map(|c| c.cause).collect();
-        for cause in causes {
-            fault.add(&[("backend", name), ("cause", cause.label())], 1.0);
-        }
-        if let Some(space) = store.space() {
-            allocated.add(&labels, space.allocated as f64);
-            free.add(&labels, space.free as f64);
+        for (family, bytes) in [
+            (&mut allocated, backend.allocated),
+            (&mut free, backend.free),
+        ] {
+            if let Some(bytes) = bytes {
+                family.add(&labels, bytes as f64);
+            }
         }
         // Without a threshold, we don't export this metric: a 0 would mean that there is enough
         // space, but it was not measured.
-        if let Some(unit) = server.unit_on(name)
-            && unit.lu.threshold().is_some()
-        {
-            filling.add(&labels, f64::from(u8::from(unit.lu.is_filling())));
+        if backend.threshold.is_some() {
+            filling.add(&labels, f64::from(u8::from(backend.is_filling)));
         }
-        for (kind, n) in store.errors() {
-            errors.add(&[("backend", name), ("kind", kind)], n as f64);
+        for (kind, n) in &backend.errors {
+            errors.add(&[("backend", name), ("kind", kind)], *n as f64);
         }
     }
     vec![size, allocated, free, filling, failing, fault, errors]

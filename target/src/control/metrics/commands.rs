@@ -3,16 +3,12 @@
 use std::collections::BTreeMap;
 
 use super::family::Family;
-use crate::control::view;
-use crate::server::Server;
-use crate::sessions::catalog::Catalog;
+use crate::control::view::Inventory;
 use crate::stats::{CLASSES, ClassTotals, Fault, LunStats, Stage, Tally, Throttle, class_name};
-use crate::worker::mail::Snapshot;
 
-pub(super) fn families(server: &Server, snapshots: &[Snapshot]) -> Vec<Family> {
-    let catalog = server.shared().registry.catalog();
-    let mut families = units(server, &catalog);
-    families.extend(sessions(snapshots));
+pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
+    let mut families = units(inventory);
+    families.extend(sessions(inventory));
     families
 }
 
@@ -27,7 +23,7 @@ fn fault_labels(fault: Fault) -> (&'static str, String, String) {
     (class_name(fault.class), hex(fault.status), key)
 }
 
-fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
+fn units(inventory: &Inventory<'_>) -> Vec<Family> {
     let mut commands = Family::counter(
         "riser_commands_total",
         "Completed commands, by target, logical unit and kind of command.",
@@ -78,34 +74,32 @@ fn units(server: &Server, catalog: &Catalog) -> Vec<Family> {
         "Memory used by these metrics, in bytes.",
     );
     let mut taken = 0;
-    for target in &catalog.targets {
+    for target in &inventory.catalog.targets {
         for ((index, unit), stats) in target.units.iter().zip(&target.stats) {
             let number = index.to_string();
             let unit_labels = [("target", stats.target()), ("lun", number.as_str())];
             depth.add(&unit_labels, stats.queue_depth() as f64);
             limited.add(&unit_labels, f64::from(unit.limit_waits()));
-            if let Some(bytes) = view::size_of(unit, catalog) {
+            let view = inventory.lun(target, *index, unit);
+            if let Some(bytes) = view.size {
                 size.add(&unit_labels, bytes as f64);
             }
             let [target_label, lun_label] = unit_labels;
-            let backend = view::backend_of(server, target, *index);
-            let serial = unit.lu.config().identity.serial.as_str();
             let labels = [
                 target_label,
                 lun_label,
-                ("backend", backend),
-                ("serial", serial),
+                ("backend", &*view.backend),
+                ("serial", &*view.serial),
             ];
             info.add(&labels, 1.0);
-            let store = catalog.store_of(unit);
-            let has_failed = store.is_some_and(|store| store.flush_failure().is_some());
+            let has_failed = view.flush_failure.is_some();
             failed.add(&unit_labels, f64::from(u8::from(has_failed)));
             taken += stats.memory();
             let faults = stats.faults();
             add_faults(&mut errors, &unit_labels, &faults);
             add_throttled(&mut throttled, unit_labels, &faults);
-            let met = faults.iter().filter(|(fault, _)| fault.is_attention());
-            attentions.add(&unit_labels, met.map(|(_, n)| n).sum::<u64>() as f64);
+            let met = faults.total_of(Fault::is_attention);
+            attentions.add(&unit_labels, met as f64);
             let mut spent = [(0, 0); Stage::ALL.len()];
             for class in CLASSES {
                 let counts = stats.class(class);
@@ -155,10 +149,7 @@ fn add_faults(family: &mut Family, labels: &[(&str, &str)], faults: &Tally<Fault
 fn add_throttled(family: &mut Family, labels: [(&str, &str); 2], faults: &Tally<Fault>) {
     let [target, lun] = labels;
     for reason in Throttle::ALL {
-        let turned_away = faults
-            .iter()
-            .filter(|(fault, _)| fault.throttle == Some(reason));
-        let sum: u64 = turned_away.map(|(_, n)| n).sum();
+        let sum = faults.total_of(|fault| fault.throttle == Some(reason));
         family.add(&[target, lun, ("reason", reason.name())], sum as f64);
     }
 }
@@ -173,10 +164,9 @@ struct Part {
 /// Protocol, initiator, target, unit.
 type Who<'a> = (String, &'a str, &'a str, u16);
 
-fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
+fn sessions(inventory: &Inventory<'_>) -> Vec<Family> {
     let mut parts: BTreeMap<Who<'_>, Part> = BTreeMap::new();
-    let mut under_way: BTreeMap<(String, String), f64> = BTreeMap::new();
-    for snapshot in snapshots {
+    for snapshot in inventory.snapshots() {
         for entry in &snapshot.accounts {
             let unit: &LunStats = entry.account.lun();
             let protocol = entry.protocol.to_string();
@@ -194,20 +184,11 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
             }
             part.faults.merge(&entry.account.faults());
         }
-        for session in &snapshot.sessions {
-            let who = ("srp".to_owned(), session.initiator.to_string());
-            *under_way.entry(who).or_default() += session.in_flight as f64;
-        }
-        for session in &snapshot.iscsi_sessions {
-            let identity = &session.info.identity;
-            let protocol = match session.provider {
-                Some(_) => "iser",
-                None => "iscsi",
-            };
-            let initiator = format!("{},{}", identity.initiator, identity.isid);
-            let who = (protocol.to_owned(), initiator);
-            *under_way.entry(who).or_default() += session.info.in_flight as f64;
-        }
+    }
+    let mut under_way: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for session in inventory.sessions() {
+        let who = (session.protocol, session.initiator);
+        *under_way.entry(who).or_default() += session.in_flight;
     }
     let mut commands = Family::counter(
         "riser_session_commands_total",
@@ -246,7 +227,10 @@ fn sessions(snapshots: &[Snapshot]) -> Vec<Family> {
         add_faults(&mut errors, &labels, &part.faults);
     }
     for ((protocol, initiator), n) in &under_way {
-        depth.add(&[("initiator", initiator), ("protocol", protocol)], *n);
+        depth.add(
+            &[("initiator", initiator), ("protocol", protocol)],
+            *n as f64,
+        );
     }
     vec![commands, bytes, errors, depth]
 }
@@ -262,6 +246,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
+    use crate::server::Server;
     use crate::stats::{CommandTimer, SessionStats, TraceKey};
 
     const UNITS: usize = 1000;
@@ -321,8 +306,9 @@ mod tests {
         for stats in &catalog.targets[0].stats {
             run_commands(stats);
         }
-        let mut all = units(&server, &catalog);
-        all.extend(super::super::backends::families(&server));
+        let inventory = Inventory::new(&server);
+        let mut all = units(&inventory);
+        all.extend(super::super::backends::families(&inventory));
         let families: Vec<_> = all.into_iter().filter_map(Family::finish).collect();
         let text = TextEncoder::new().encode_to_string(&families).unwrap();
         let series = text.lines().filter(|line| !line.starts_with('#')).count();

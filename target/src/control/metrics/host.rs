@@ -7,13 +7,14 @@ use riser_scsi::srp::LoginRejReason;
 
 use super::family::Family;
 use crate::config::Protocol;
+use crate::control::view::{Inventory, WorkerView};
 use crate::stats::{Functions, Tally};
 use crate::worker::mail::Snapshot;
 
-pub(super) fn families(snapshots: &[Snapshot]) -> Vec<Family> {
-    let mut families = rare(snapshots);
-    families.extend(workers(snapshots));
-    families.extend(requests(snapshots));
+pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
+    let mut families = rare(inventory.snapshots());
+    families.extend(workers(&inventory.workers()));
+    families.extend(requests(inventory.snapshots()));
     families
 }
 
@@ -87,66 +88,56 @@ fn common_reasons(protocol: Protocol) -> Vec<&'static str> {
 }
 
 /// Adds one series per worker.
-fn per_worker(mut family: Family, snapshots: &[Snapshot], value: fn(&Snapshot) -> f64) -> Family {
-    for snapshot in snapshots {
-        family.add(&[("worker", &snapshot.worker.to_string())], value(snapshot));
+fn per_worker(mut family: Family, workers: &[WorkerView], value: fn(&WorkerView) -> f64) -> Family {
+    for worker in workers {
+        family.add(&[("worker", &worker.worker.to_string())], value(worker));
     }
     family
 }
 
-fn workers(snapshots: &[Snapshot]) -> Vec<Family> {
-    let counter = |name, help, value| per_worker(Family::counter(name, help), snapshots, value);
-    let gauge = |name, help, value| per_worker(Family::gauge(name, help), snapshots, value);
+fn workers(workers: &[WorkerView]) -> Vec<Family> {
+    let counter = |name, help, value| per_worker(Family::counter(name, help), workers, value);
+    let gauge = |name, help, value| per_worker(Family::gauge(name, help), workers, value);
     vec![
         counter(
             "riser_worker_busy_seconds_total",
             "Time that a worker was busy, in seconds.",
-            |s| s.busy.as_secs_f64(),
+            |worker| worker.busy,
         ),
         counter(
             "riser_worker_run_seconds_total",
             "Time since a worker was started, in seconds.",
-            |s| s.ran.as_secs_f64(),
+            |worker| worker.ran,
         ),
         counter(
             "riser_worker_parks_total",
             "Number of times that a worker went to sleep.",
-            |s| s.parks as f64,
+            |worker| worker.parks as f64,
         ),
         gauge(
             "riser_buffer_pool_bytes",
             "Data buffers of a worker, in bytes.",
-            |s| s.pool_size as f64,
+            |worker| worker.pool as f64,
         ),
         gauge(
             "riser_buffer_pool_free_bytes",
             "Free data buffers, in bytes.",
-            |s| s.pool_free as f64,
+            |worker| worker.pool_free as f64,
         ),
         gauge(
             "riser_buffer_pool_lowest_free_bytes",
             "Lowest amount of free data buffers since the start, in bytes.",
-            |s| s.pool_lowest as f64,
+            |worker| worker.pool_lowest as f64,
         ),
         gauge(
             "riser_contexts",
             "Maximum number of requests in flight of a worker's sessions.",
-            |s| {
-                // For SRP, the limit is the request limit from the login; for iSCSI, it is the
-                // number of commands per session.
-                let srp = s.sessions.iter().map(|s| f64::from(s.params.req_lim));
-                srp.chain(s.iscsi_sessions.iter().map(|s| f64::from(s.info.commands)))
-                    .fold(0.0, |sum, n| sum + n)
-            },
+            |worker| worker.contexts as f64,
         ),
         gauge(
             "riser_contexts_in_use",
             "Requests in flight of a worker's sessions.",
-            |s| {
-                let srp = s.sessions.iter().map(|s| s.in_flight);
-                let iscsi = s.iscsi_sessions.iter().map(|s| s.info.in_flight);
-                srp.chain(iscsi).sum::<usize>() as f64
-            },
+            |worker| worker.contexts_in_use as f64,
         ),
     ]
 }

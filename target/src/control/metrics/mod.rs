@@ -27,8 +27,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use prometheus::TextEncoder;
 
 use self::family::Family;
-use crate::server::Server;
-use crate::worker::mail::Snapshot;
+use super::view::Inventory;
 
 /// Media type of the text format.
 pub const CONTENT_TYPE: &str = prometheus::TEXT_FORMAT;
@@ -75,24 +74,24 @@ impl Reload {
 /// # Errors
 /// Fails if a name or value is not valid, which would be a bug.
 pub fn text(
-    server: &Server,
+    inventory: &Inventory<'_>,
     config: ConfigState,
     uptime: Duration,
 ) -> Result<String, prometheus::Error> {
-    let snapshots = server.snapshot();
-    let mut families = general(server, &snapshots, uptime);
+    let mut families = general(inventory, uptime);
     families.extend(configuration(config));
-    families.extend(commands::families(server, &snapshots));
-    families.extend(backends::families(server));
-    families.extend(limits::families(server));
-    families.extend(host::families(&snapshots));
-    families.extend(nic::families(&snapshots));
+    families.extend(commands::families(inventory));
+    families.extend(backends::families(inventory));
+    families.extend(limits::families(inventory.server));
+    families.extend(host::families(inventory));
+    families.extend(nic::families(inventory.snapshots()));
     families.extend(process::families());
     let families: Vec<_> = families.into_iter().filter_map(Family::finish).collect();
     TextEncoder::new().encode_to_string(&families)
 }
 
-fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Family> {
+fn general(inventory: &Inventory<'_>, uptime: Duration) -> Vec<Family> {
+    let server = inventory.server;
     let mut build = Family::gauge(
         "riser_build_info",
         "Version of riserd; the value is always 1.",
@@ -108,16 +107,14 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
         "1 if all portals listen, all backends are open and would be served again by the next start, and all \
          workers respond, else 0.",
     );
-    ready.add(
-        &[],
-        f64::from(super::health::ready(server, snapshots).is_ok()),
-    );
+    ready.add(&[], f64::from(inventory.ready().is_ok()));
     let mut problems = Family::gauge(
         "riser_not_served",
         "1 for each backend, portal or other part of the configuration that cannot be served.",
     );
-    for (subject, _) in server.problems().not_served() {
-        problems.add(&[("kind", subject.kind()), ("name", &subject.name())], 1.0);
+    for problem in inventory.problem_views().iter().filter(|p| !p.failing) {
+        let labels = [("kind", &*problem.kind), ("name", &*problem.name)];
+        problems.add(&labels, 1.0);
     }
     let mut sessions = Family::gauge("riser_sessions", "Current number of I_T nexuses.");
     sessions.add(&[], server.sessions() as f64);

@@ -77,7 +77,7 @@ pub struct TracedCommand {
 /// A stage of a command.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TracedStep {
-    /// `fabric_in`, `scsi`, `limits`, `backend` or `fabric_out`.
+    /// `fabric_in`, `limits`, `order`, `memory`, `scsi`, `backend` or `fabric_out`.
     pub stage: String,
     /// Start of the stage, in seconds since the command's arrival.
     pub at: f64,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::live::{Live, LiveLun, LiveOp};
-use crate::view::SessionView;
+use crate::view::{SessionView, count_nexuses};
 
 /// Rates of the daemon over an interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -26,6 +26,9 @@ pub struct Rates {
     pub busy: Vec<f64>,
     /// Retransmitted packets per second.
     pub retransmits: f64,
+    /// Current number of I_T nexuses.
+    #[serde(default)]
+    pub nexuses: usize,
     /// Rates by logical unit.
     pub luns: Vec<LunRate>,
     /// Rates of sessions that existed at both points in time.
@@ -139,6 +142,7 @@ pub fn rates(old: &Live, new: &Live) -> Rates {
         total: total.rate(&new.bounds, seconds),
         busy: workers.collect(),
         retransmits: rate(was.retransmits, is.retransmits, seconds),
+        nexuses: count_nexuses(&new.sessions),
         luns,
         sessions: sessions(old, new, seconds),
     }

@@ -1,6 +1,6 @@
 //! Objects of the daemon: each has a single type, from which all output formats are rendered.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use riser_config::Difference;
@@ -188,6 +188,14 @@ pub fn target_label(target: &str) -> &str {
     }
 }
 
+/// Returns the number of I_T nexuses of these connections, as `sessions` in [`Status`]. A session
+/// can have several connections, and discovery sessions are not included.
+#[must_use]
+pub fn count_nexuses(connections: &[SessionView]) -> usize {
+    let nexuses: BTreeSet<_> = connections.iter().filter_map(|c| c.nexus).collect();
+    nexuses.len()
+}
+
 /// An active target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetView {
@@ -324,4 +332,19 @@ pub struct HistoryView {
     /// Differences from the previous configuration, if it is available.
     #[serde(default)]
     pub changes: Vec<Difference>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_of_session_count_once() {
+        let connection = |nexus| SessionView {
+            nexus,
+            ..SessionView::default()
+        };
+        let connections = [Some(1), Some(2), Some(1), None].map(connection);
+        assert_eq!(count_nexuses(&connections), 2);
+    }
 }

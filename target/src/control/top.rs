@@ -8,6 +8,7 @@ use hyper::Method;
 use riser_admin_api::client::{self, ApiRequest, ClientError};
 use riser_admin_api::live::Live;
 use riser_admin_api::rates::{OpRate, Rates, rates};
+use riser_admin_api::view::target_label;
 
 /// Display options.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +84,7 @@ fn screen(rates: &Rates) -> Vec<String> {
             "riserd {}  up {}  {} session(s)  workers {}  {:.0} retransmits/s",
             rates.version,
             uptime(rates.uptime),
-            rates.sessions.len(),
+            rates.nexuses,
             busy.collect::<Vec<_>>().join(" "),
             rates.retransmits
         ),
@@ -136,7 +137,7 @@ fn screen(rates: &Rates) -> Vec<String> {
         format!(
             "{:8} {:20} {:>5} {:>9} {:>9}  {:22} {}",
             session.protocol,
-            clean(&session.target),
+            clean(target_label(&session.target)),
             session.in_flight,
             amount(session.commands),
             amount(session.bytes),

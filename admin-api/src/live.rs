@@ -25,9 +25,12 @@ pub struct Live {
     /// Backends and portals that are not available, and backends that need attention.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
-    /// True if the configuration file is different from the current configuration.
+    /// Same as in [`Written`](crate::view::Written).
     #[serde(default)]
     pub unsaved: bool,
+    /// Same as in [`Written`](crate::view::Written).
+    #[serde(default)]
+    pub restored: bool,
     /// Upper bounds of all histogram buckets except the last one, in seconds.
     pub bounds: Vec<f64>,
     /// Workers that responded within a second.

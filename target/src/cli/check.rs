@@ -3,15 +3,15 @@
 use std::path::Path;
 
 use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
+use riser_admin_api::view::PortNames;
 use riser_scsi::config::Identity;
-use serde_json::json;
+use serde::Serialize;
 
-use super::ask::Output;
 use super::probe::Probe;
 use super::{Failure, MISTAKE};
-use crate::config::{Access, Backend, Config, ConfigError, HostId, Protocol};
-use crate::control::{identities, upgrade};
-use crate::sandbox;
+use crate::config::{Access, Config, ConfigError, HostId, Listen, Lun, Portal, Protocol, Target};
+use crate::control::identities;
+use crate::control::upgrade::ProgramInfo;
 use crate::server::identities::Identities;
 
 pub(super) fn load(path: &Path) -> Result<Config, Failure> {
@@ -61,20 +61,54 @@ fn report(error: &ConfigError, text: String) -> String {
 }
 
 /// A valid configuration.
-#[derive(Debug)]
-pub(super) struct Described<'a> {
-    config: &'a Config,
-    /// Host identity used to derive names.
-    host: HostId,
-    identities: Identities,
+#[derive(Debug, Serialize)]
+pub(super) struct Described {
+    #[serde(flatten)]
+    program: ProgramInfo,
+    /// Number of backends.
+    #[serde(skip)]
+    backends: usize,
+    targets: Vec<DescribedTarget>,
     notes: Vec<String>,
     /// Results of opening backends and portals, if requested.
+    #[serde(flatten)]
     probe: Option<Probe>,
 }
 
-impl<'a> Described<'a> {
-    /// Creates a description. If `open` is set, resources are opened and closed again.
-    pub(super) fn new(config: &'a Config, open: bool) -> Self {
+#[derive(Debug, Serialize)]
+struct DescribedTarget {
+    name: String,
+    portals: Vec<DescribedPortal>,
+    luns: Vec<DescribedLun>,
+    /// True if all initiators are allowed.
+    open: bool,
+    /// Number of access rules.
+    #[serde(skip)]
+    rules: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct DescribedPortal {
+    protocol: Protocol,
+    listen: Listen,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    iqn: Option<String>,
+    #[serde(flatten)]
+    names: Option<PortNames>,
+}
+
+#[derive(Debug, Serialize)]
+struct DescribedLun {
+    lun: u16,
+    backend: String,
+    serial: String,
+    wwn: String,
+    read_only: bool,
+}
+
+impl Described {
+    /// Describes a configuration. If `open` is set, resources are opened and closed again.
+    pub(super) fn new(config: &Config, open: bool) -> Self {
         let mut notes = config.notes.clone();
         let kept = identities::kept(&config.state);
         let is_unread = kept.is_err();
@@ -87,10 +121,12 @@ impl<'a> Described<'a> {
         let probe =
             open.then(|| Probe::of(config, |backend| is_unread || identities.knows(backend)));
         let host = identities.host(config);
+        let targets = config.targets.iter();
+        let target = |target: &Target| DescribedTarget::new(config, target, &host, &identities);
         Self {
-            config,
-            host,
-            identities,
+            program: ProgramInfo::own(),
+            backends: config.backends.len(),
+            targets: targets.map(target).collect(),
             notes,
             probe,
         }
@@ -103,123 +139,88 @@ impl<'a> Described<'a> {
             .is_none_or(|probe| probe.problems.is_empty())
     }
 
-    fn identity(&self, backend: &Backend) -> Identity {
-        self.identities.clone().identity(self.config, backend)
-    }
-
-    pub(super) fn text(&self, output: Output) -> String {
-        match output {
-            Output::Json => describe_json(self),
-            Output::Text => describe_text(self),
-        }
-    }
-}
-
-fn describe_text(described: &Described<'_>) -> String {
-    let (config, host) = (described.config, &described.host);
-    let mut lines = vec![format!(
-        "valid: {} backend(s), {} target(s)",
-        config.backends.len(),
-        config.targets.len()
-    )];
-    for target in &config.targets {
-        lines.push(format!("target {}", target.name));
-        for portal in &target.portals {
-            lines.push(match (portal.protocol, &target.iqn) {
-                // Initiators use the IQN for iSCSI and iSER, but GUIDs for SRP. Unless configured,
-                // these are derived from the host identity.
-                (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => {
-                    format!("  {} {} {iqn}", portal.protocol, portal.listen)
-                }
-                _ => {
-                    let guid = portal.ioc_guid(host, &target.name);
-                    format!("  srp {} ioc_guid {guid}", portal.listen)
-                }
+    /// Formats the description for users.
+    pub(super) fn text(&self) -> String {
+        let mut lines = vec![format!(
+            "valid: {} backend(s), {} target(s)",
+            self.backends,
+            self.targets.len()
+        )];
+        for target in &self.targets {
+            lines.push(format!("target {}", target.name));
+            lines.extend(target.portals.iter().map(DescribedPortal::text));
+            lines.extend(target.luns.iter().map(DescribedLun::text));
+            lines.push(match target.open {
+                true => "  access: open to all initiators".to_owned(),
+                false => format!("  access: {} rule(s)", target.rules),
             });
         }
-        for (number, lun) in &target.luns {
-            let backend = config.backend(lun);
-            let Identity { serial, naa, .. } = described.identity(backend);
-            let mode = if lun.read_only || backend.spec.read_only {
-                ", read-only"
-            } else {
-                ""
-            };
-            lines.push(format!(
-                "  lun {number}: {}, serial {serial}, wwn-{naa}{mode}",
-                backend.name
-            ));
-        }
-        lines.push(match &target.access {
-            Access::Open => "  access: open to all initiators".to_owned(),
-            Access::Rules(rules) => format!("  access: {} rule(s)", rules.len()),
-        });
+        lines.extend(self.notes.iter().map(|n| format!("note: {n}")));
+        lines.extend(self.probe.iter().flat_map(Probe::lines));
+        lines.join("\n")
     }
-    lines.extend(described.notes.iter().map(|n| format!("note: {n}")));
-    lines.extend(described.probe.iter().flat_map(Probe::lines));
-    lines.join("\n")
 }
 
-fn describe_json(described: &Described<'_>) -> String {
-    let (config, host) = (described.config, &described.host);
-    let targets: Vec<_> = config
-        .targets
-        .iter()
-        .map(|t| {
-            let portals: Vec<_> = t
-                .portals
-                .iter()
-                .map(|p| match (p.protocol, &t.iqn) {
-                    (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => json!({
-                        "protocol": p.protocol.to_string(),
-                        "listen": p.listen.to_string(),
-                        "iqn": iqn.as_str(),
-                    }),
-                    _ => json!({
-                        "protocol": "srp",
-                        "listen": p.listen.to_string(),
-                        "ioc_guid": p.ioc_guid(host, &t.name).to_string(),
-                        "id_ext": p.id_ext(host, &t.name).to_string(),
-                        "service_guid": p.service_guid(host, &t.name).to_string(),
-                    }),
-                })
-                .collect();
-            let luns: Vec<_> = t
-                .luns
-                .iter()
-                .map(|(number, lun)| {
-                    let backend = config.backend(lun);
-                    let identity = described.identity(backend);
-                    json!({
-                        "lun": number,
-                        "backend": backend.name,
-                        "serial": identity.serial,
-                        "wwn": identity.naa.to_string(),
-                        "read_only": lun.read_only || backend.spec.read_only,
-                    })
-                })
-                .collect();
-            json!({
-                "name": t.name,
-                "portals": portals,
-                "luns": luns,
-                "open": t.access == Access::Open,
-            })
-        })
-        .collect();
-    // `valid`, `takes_over` and `system_calls` are checked by a daemon before an upgrade to this
-    // program, so they must not change.
-    let mut document = json!({
-        "valid": true,
-        "version": env!("CARGO_PKG_VERSION"),
-        "takes_over": [upgrade::VERSION],
-        "system_calls": sandbox::system_calls(),
-        "targets": targets,
-        "notes": described.notes,
-    });
-    if let Some(probe) = &described.probe {
-        document["backends"] = json!(probe.opened);
-        document["problems"] = json!(probe.problems);
+impl DescribedTarget {
+    fn new(config: &Config, target: &Target, host: &HostId, identities: &Identities) -> Self {
+        let portal = |portal: &Portal| DescribedPortal::new(target, portal, host);
+        let lun = |(number, lun): (&u16, &Lun)| {
+            let backend = config.backend(lun);
+            let Identity { serial, naa, .. } = identities.clone().identity(config, backend);
+            DescribedLun {
+                lun: *number,
+                backend: backend.name.clone(),
+                serial,
+                wwn: naa.to_string(),
+                read_only: lun.read_only || backend.spec.read_only,
+            }
+        };
+        Self {
+            name: target.name.clone(),
+            portals: target.portals.iter().map(portal).collect(),
+            luns: target.luns.iter().map(lun).collect(),
+            open: target.access == Access::Open,
+            rules: match &target.access {
+                Access::Open => 0,
+                Access::Rules(rules) => rules.len(),
+            },
+        }
     }
-    document.to_string()
+}
+
+impl DescribedPortal {
+    fn new(target: &Target, portal: &Portal, host: &HostId) -> Self {
+        let name = &target.name;
+        // Initiators use the IQN for iSCSI and iSER, but GUIDs for SRP. Unless configured, these are
+        // derived from the host identity.
+        let names = (portal.protocol == Protocol::Srp).then(|| PortNames {
+            ioc_guid: portal.ioc_guid(host, name).to_string(),
+            service_guid: portal.service_guid(host, name).to_string(),
+            id_ext: portal.id_ext(host, name).to_string(),
+        });
+        let iqn = target.iqn.as_ref().filter(|_| names.is_none());
+        Self {
+            protocol: portal.protocol,
+            listen: portal.listen,
+            iqn: iqn.map(ToString::to_string),
+            names,
+        }
+    }
+
+    fn text(&self) -> String {
+        let ioc_guid = self.names.as_ref().map(|names| &names.ioc_guid);
+        let ioc_guid = ioc_guid.map(|guid| format!("ioc_guid {guid}"));
+        let name = ioc_guid.or_else(|| self.iqn.clone()).unwrap_or_default();
+        format!("  {} {} {name}", self.protocol, self.listen)
+    }
+}
+
+impl DescribedLun {
+    fn text(&self) -> String {
+        let mode = if self.read_only { ", read-only" } else { "" };
+        format!(
+            "  lun {}: {}, serial {}, wwn-{}{mode}",
+            self.lun, self.backend, self.serial, self.wwn
+        )
+    }
 }

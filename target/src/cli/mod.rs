@@ -369,7 +369,7 @@ fn dispatch(
         Command::Check { file, open, output } => {
             let config = load(&file)?;
             let described = Described::new(&config, open);
-            print(out, &described.text(output))?;
+            show(out, output, &described, Described::text)?;
             return Ok(if described.is_served() { 0 } else { FAILURE });
         }
         Command::Sessions(ask) => asked(out, &ask, get("/v1/sessions"), report::sessions),

@@ -2,7 +2,9 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::time::SystemTime;
 
+use riser_admin_api::view::ProblemView;
 use riser_scsi::iscsi::login::Auth;
 use riser_transport::shm::ShmListener;
 use serde::Serialize;
@@ -10,15 +12,19 @@ use serde::Serialize;
 use super::image;
 use crate::backend::{Source, open_in_time};
 use crate::config::{Access, Backend, Chap, ChapUser, Config, Protocol, Provider};
+use crate::control::report;
+use crate::control::view::seconds;
 use crate::server::addresses::Expansion;
 use crate::server::build::check_own;
+use crate::server::problems::NOT_SERVED;
 use crate::units::bytes;
 
 /// Results of opening all backends and portals, and of reading all secrets.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize)]
 pub(super) struct Probe {
-    pub(super) opened: Vec<Opened>,
-    pub(super) problems: Vec<Problem>,
+    #[serde(rename = "backends")]
+    opened: Vec<Opened>,
+    pub(super) problems: Vec<ProblemView>,
 }
 
 /// A backend that could be opened.
@@ -28,15 +34,6 @@ pub(super) struct Opened {
     /// Size in bytes.
     size: u64,
     notes: Vec<String>,
-}
-
-/// A backend, portal or secret that is not available.
-#[derive(Debug, Serialize)]
-pub(super) struct Problem {
-    /// Resource type: `backend`, `portal`, `shared memory`, `metrics` or `secret`.
-    kind: &'static str,
-    name: String,
-    error: String,
 }
 
 impl Probe {
@@ -143,8 +140,14 @@ impl Probe {
     }
 
     fn fail(&mut self, kind: &'static str, name: String, error: &dyn std::fmt::Display) {
-        let error = error.to_string();
-        self.problems.push(Problem { kind, name, error });
+        self.problems.push(ProblemView {
+            kind: kind.to_owned(),
+            name,
+            error: error.to_string(),
+            since: seconds(SystemTime::now()),
+            state: NOT_SERVED.to_owned(),
+            ..ProblemView::default()
+        });
     }
 
     /// Formats the results for users.
@@ -158,11 +161,7 @@ impl Probe {
                     .map(|note| format!("note: backend {name}: {note}")),
             );
         }
-        let problems = self.problems.iter();
-        lines
-            .extend(problems.map(|Problem { kind, name, error }| {
-                format!("NOT SERVED: {kind} {name}: {error}")
-            }));
+        lines.extend(self.problems.iter().map(report::problem));
         lines
     }
 }

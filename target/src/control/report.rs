@@ -201,7 +201,8 @@ fn blocked(blocked: &BlockedView, zone: &TimeZone) -> String {
 }
 
 /// Formats a problem.
-fn problem(problem: &ProblemView) -> String {
+#[must_use]
+pub fn problem(problem: &ProblemView) -> String {
     format!("{}: {problem}", problem.state)
 }
 

@@ -335,7 +335,8 @@ pub(super) fn problem((subject, problem): (&Subject, &Problem)) -> ProblemView {
     }
 }
 
-fn seconds(time: SystemTime) -> u64 {
+/// Returns a time in seconds since 1970.
+pub(crate) fn seconds(time: SystemTime) -> u64 {
     time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 

@@ -28,6 +28,9 @@ use crate::worker::portals::Unserved;
 /// Log target for messages about problems.
 pub const TARGET: &str = "riserd::problems";
 
+/// State of a resource that is not available.
+pub(crate) const NOT_SERVED: &str = "NOT SERVED";
+
 /// A resource that may be missing.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
@@ -123,7 +126,7 @@ impl Problem {
     /// Returns a human-readable state.
     #[must_use]
     pub fn state(&self) -> &'static str {
-        self.cause.map_or("NOT SERVED", Cause::state)
+        self.cause.map_or(NOT_SERVED, Cause::state)
     }
 }
 

@@ -2,7 +2,7 @@
 //! configuration.
 //!
 //! `PROGRAM check -o json /dev/stdin` must accept the configuration, and report the supported
-//! handover state versions and the system calls that it needs. So other programs, or a `riserd`
+//! handover state versions and the system calls that it needs ([`ProgramInfo`]). So other programs, or a `riserd`
 //! without handover support, are rejected before anything is stopped.
 
 use std::fs::File;
@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Access, access};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::{VERSION, process};
 use crate::sandbox;
@@ -66,15 +66,29 @@ pub(super) enum CandidateError {
     SystemCalls { version: String, calls: String },
 }
 
-/// The fields we need from the output of `check -o json`.
-#[derive(Deserialize)]
-struct CheckResponse {
+/// Properties of a program that has accepted a configuration, in the output of `check -o json`.
+/// They are used by daemons of any version, so they must not change.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ProgramInfo {
     valid: bool,
     version: String,
     takes_over: Vec<u32>,
     /// Versions without a sandbox don't use any other system calls than we do.
     #[serde(default)]
     system_calls: Vec<String>,
+}
+
+impl ProgramInfo {
+    /// Returns the properties of this program.
+    pub(crate) fn own() -> Self {
+        let calls = sandbox::system_calls().into_iter();
+        Self {
+            valid: true,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            takes_over: vec![VERSION],
+            system_calls: calls.map(str::to_owned).collect(),
+        }
+    }
 }
 
 /// Checks that a program supports this configuration.
@@ -103,7 +117,7 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         let why = first.map_or_else(ended, str::to_owned);
         return Err(CandidateError::Refuses(why));
     }
-    let answer: CheckResponse =
+    let answer: ProgramInfo =
         // A program can exit successfully without being a riserd: `true` accepts any arguments.
         serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
     if !answer.valid {

@@ -50,6 +50,7 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 use self::candidate::Candidate;
+pub(crate) use self::candidate::ProgramInfo;
 use super::Control;
 use super::api::{AdminRequest, Failure};
 use super::history::Entry;

@@ -42,6 +42,8 @@ pub mod server;
 pub mod sessions;
 pub mod srp;
 pub mod stats;
+#[cfg(test)]
+mod tests;
 pub mod units;
 pub mod worker;
 

@@ -73,13 +73,15 @@ mod timers;
 mod window;
 
 #[cfg(test)]
-pub(crate) mod fixture;
-#[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod tests_allegiance;
 #[cfg(test)]
 mod tests_limits;
+#[cfg(test)]
+mod tests_random;
+#[cfg(test)]
+mod tests_recovery;
 #[cfg(test)]
 mod tests_states;
 #[cfg(test)]

@@ -5,19 +5,25 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use riser_scsi::iscsi::pdu::{
-    AsyncEvent, FromInitiator, FromTarget, LogoutReason, LogoutResponse, LogoutStatus, R2t, Snack,
-    SnackKind, TmfFunction, TmfRequest, TmfStatus,
+    AsyncEvent, FromInitiator, FromTarget, LogoutReason, LogoutResponse, LogoutStatus, R2t,
+    TmfFunction, TmfRequest, TmfStatus,
 };
-use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, Ttt};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 use riser_testkit::{fuzz, one_of};
 
-use super::fixture::{Received, Rig};
-use super::tests::{data_in, logout, r2t, status, tmf_status};
 use super::{Action, Phase, TaskState};
-use crate::fabric::{TaskAction, TaskRef};
+use crate::fabric::TaskAction;
+use crate::tests::rig;
+use crate::tests::rig::iscsi::logout;
+use crate::tests::rig::tcp::{
+    Received, TcpPeer, WINDOW, data_ack, data_in, r2t, status, tmf_status,
+};
+use crate::worker::fabrics::Input;
 use riser_test_peers::pdus::tmf_request;
+
+type Rig = rig::Rig<TcpPeer>;
 
 pub(super) const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
@@ -48,7 +54,7 @@ impl Duo {
 
     pub(super) fn of_window(window: u32, keys: &str) -> Self {
         let mut first = Rig::with_window(window, keys);
-        for (at, block) in first.disk.chunks_mut(512).enumerate() {
+        for (at, block) in first.disks[0].chunks_mut(512).enumerate() {
             block.fill((at as u8).wrapping_add(1));
         }
         let second = Rig::joined(&first, 2, keys);
@@ -62,8 +68,7 @@ impl Duo {
     }
 
     fn lose(&mut self) {
-        self.first
-            .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+        self.first.apply(Input::Disconnected);
         assert_eq!(self.first.channel.channel().phase(), Phase::CleanupWait);
         assert!(self.first.elsewhere.contains(&Action::Lost));
     }
@@ -104,26 +109,20 @@ impl Duo {
     }
 
     fn tell(&mut self, action: Action) -> Vec<Received> {
-        match action {
-            Action::Reassign(reassign) => self.rig(reassign.task.channel).with(|ch, cx| {
-                ch.channel_mut().handle_reassign(cx, reassign);
-            }),
-            Action::Task(TaskAction::AbortTask { task, watcher }) => {
-                self.rig(task.channel).with(|ch, cx| {
-                    ch.channel_mut().handle_abort(cx, task, watcher);
-                })
+        let (channel, input) = match action {
+            Action::Reassign(reassign) => {
+                let rig = self.rig(reassign.task.channel);
+                return rig.with(|ch, cx| ch.channel_mut().handle_reassign(cx, reassign));
             }
-            Action::Task(TaskAction::TaskGone(name)) => self.rig(name.channel).with(|ch, cx| {
-                ch.channel_mut().handle_task_gone(cx, name);
-            }),
-            Action::Task(TaskAction::StartTask(name)) => self.rig(name.channel).with(|ch, cx| {
-                ch.channel_mut().handle_task_start(cx, name);
-            }),
-            Action::TakeTurn(conn) => self.rig(conn.serial).with(|ch, cx| {
-                ch.channel_mut().handle_turn(cx);
-            }),
-            _ => Vec::new(),
-        }
+            Action::Task(TaskAction::AbortTask { task, watcher }) => {
+                (task.channel, Input::AbortTask { task, watcher })
+            }
+            Action::Task(TaskAction::TaskGone(task)) => (task.channel, Input::TaskGone(task)),
+            Action::Task(TaskAction::StartTask(task)) => (task.channel, Input::StartTask(task)),
+            Action::TakeTurn(conn) => (conn.serial, Input::Turn),
+            _ => return Vec::new(),
+        };
+        self.rig(channel).apply(input)
     }
 
     pub(super) fn reassign(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
@@ -172,15 +171,10 @@ impl Duo {
 
     /// Aborts all commands of the unit with CLEAR TASK SET from another nexus.
     fn clear_by_another(&mut self) {
-        let unit = Arc::clone(&self.first.gate.unit);
+        let unit = Arc::clone(&self.first.units[0]);
         let ended = unit.manage(NexusId(8), TaskManagement::ClearTaskSet);
         for task in ended.aborted {
-            let watcher = TaskRef {
-                generation: u32::MAX,
-                ..task
-            };
-            let rig = self.rig(task.channel);
-            rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+            self.rig(task.channel).abort_by_other(task);
         }
     }
 
@@ -191,23 +185,21 @@ impl Duo {
     }
 
     pub(super) fn close(mut self) {
-        self.first
-            .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        self.first.apply(Input::Terminate);
         self.first.finish_all_blocks();
         self.route();
-        self.second
-            .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        self.second.apply(Input::Terminate);
         self.second.finish_all_blocks();
         self.route();
         for rig in [&mut self.first, &mut self.second] {
-            rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+            rig.apply(Input::Disconnected);
             assert!(rig.released);
             assert_eq!(rig.pool.free(), rig.pool.size());
-            assert_eq!(rig.gate.unit.tasks(), 0);
+            assert_eq!(rig.units[0].tasks(), 0);
         }
         let window = self.second.gate.window.take().unwrap();
         let (exp, max) = window.bounds();
-        assert_eq!(max.since(exp), u32::from(super::fixture::WINDOW) - 1);
+        assert_eq!(max.since(exp), u32::from(WINDOW) - 1);
     }
 }
 
@@ -294,7 +286,7 @@ fn write_requests_missing_data() {
             panic!("{received:?}");
         };
         assert_eq!((response.status, response.exp_data_sn), (0, first_sn + 3));
-        assert_eq!(duo.second.disk[..4096], data);
+        assert_eq!(duo.second.disks[0][..4096], data);
         duo.close();
     }
 }
@@ -317,7 +309,7 @@ fn data_dropped_after_error_is_requested_again() {
         let (asked, received) = duo.send_what_is_asked_for(received, &data);
         assert_eq!(asked[0].offset, 512);
         assert_eq!(status(&received).0, 0);
-        assert_eq!(duo.second.disk[..4096], data);
+        assert_eq!(duo.second.disks[0][..4096], data);
         duo.close();
     }
 }
@@ -364,15 +356,7 @@ fn ack(received: &[Received], begin: u32) -> FromInitiator {
         panic!("{received:?}");
     };
     assert!(pdu.acknowledge);
-    FromInitiator::Snack(Snack {
-        kind: SnackKind::DataAck,
-        lun: pdu.lun,
-        itt: Itt::NONE,
-        ttt: pdu.ttt,
-        exp_stat_sn: StatSn(0),
-        begin,
-        run: 0,
-    })
+    data_ack(pdu.ttt, begin)
 }
 
 #[test]
@@ -408,14 +392,14 @@ fn write_in_pieces(starved: bool) {
         .first
         .data_out(1, asked.ttt, 0, 2048, part(2048, 512), false);
     assert!(sent.is_empty());
-    let first_disk = duo.first.disk.clone();
+    let first_disk = duo.first.disks[0].clone();
     duo.cut();
-    duo.second.disk = first_disk;
+    duo.second.disks[0] = first_disk;
     let hog = starved.then(|| duo.second.pool.allocate(4 << 20).unwrap());
     let mut received = duo.reassigned(1, 4);
     if let Some(hog) = hog {
         assert!(received.is_empty());
-        received = duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+        received = duo.second.apply(Input::Pool);
         duo.second.pool.release(hog);
     }
     let mut offsets = Vec::new();
@@ -433,7 +417,7 @@ fn write_in_pieces(starved: bool) {
     }
     assert_eq!(offsets, [(4, 2560), (5, 3584), (6, 4096)]);
     assert_eq!(status(&received).0, 0);
-    assert_eq!(duo.second.disk[..4608], data);
+    assert_eq!(duo.second.disks[0][..4608], data);
     duo.close();
 }
 
@@ -487,8 +471,8 @@ fn lost_unsolicited_data_is_requested() {
     assert_eq!((asked.r2t_sn, asked.offset, asked.len), (0, 512, 512));
     let received = duo.second.data_out(1, asked.ttt, 0, 512, &[8; 512], true);
     assert_eq!(status(&received).0, 0);
-    assert_eq!(duo.second.disk[..512], [7; 512]);
-    assert_eq!(duo.second.disk[512..1024], [8; 512]);
+    assert_eq!(duo.second.disks[0][..512], [7; 512]);
+    assert_eq!(duo.second.disks[0][512..1024], [8; 512]);
     duo.close();
 }
 
@@ -519,7 +503,7 @@ fn active_command_is_handed_over_on_completion() {
     let (sns, _) = data_in(&received[..2]);
     assert_eq!(sns, [0, 1]);
     assert_eq!(status(&received[2..]).0, 0);
-    assert_eq!(duo.first.disk[..512], [9; 512]);
+    assert_eq!(duo.first.disks[0][..512], [9; 512]);
     duo.close();
 }
 
@@ -586,7 +570,7 @@ fn unclaimed_commands_are_aborted_after_time2retain() {
 fn zero_time2retain_keeps_no_commands() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0DefaultTime2Retain=0\0");
     rig.write(1, 4, &[], true);
-    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.apply(Input::Disconnected);
     assert!(rig.released);
     rig.close();
 }
@@ -600,8 +584,7 @@ fn kept_commands_are_dropped_for_memory_waiters() {
     duo.first.command(3, &[0; 6], false, 0, &[], true);
     duo.cut();
     assert!(duo.first.pool.free() < duo.first.pool.size());
-    duo.first
-        .with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    duo.first.apply(Input::Pressure);
     assert_eq!(duo.first.pool.free(), duo.first.pool.size());
     assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
     assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
@@ -620,7 +603,7 @@ fn closing_connection_passes_its_turn() {
             rig.with(|ch, cx| ch.channel_mut().close(cx.now));
         },
         |rig| {
-            rig.with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+            rig.apply(Input::Terminate);
         },
     ];
     for end in ends {
@@ -673,8 +656,7 @@ fn functions_reach_reassigned_commands() {
     duo.reassigned(1, 0);
     let watcher = stale.unwrap();
     let task = stale.unwrap();
-    duo.first
-        .with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+    duo.first.apply(Input::AbortTask { task, watcher });
     assert!(matches!(
         duo.first.elsewhere[..],
         [Action::Task(TaskAction::AbortTask { task, .. })] if task.channel == 2
@@ -688,7 +670,7 @@ fn functions_reach_reassigned_commands() {
     let mut received = duo.second.tmf(50, TmfFunction::LogicalUnitReset, 0);
     received.extend(duo.route());
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
-    assert_eq!(duo.second.gate.unit.tasks(), 0);
+    assert_eq!(duo.second.units[0].tasks(), 0);
     duo.close();
 }
 
@@ -700,15 +682,10 @@ fn abort_on_other_connection_suppresses_response() {
         let mut duo = Duo::new();
         assert!(duo.first.write(1, 4, &[7; 512], false).is_empty());
         let function = TaskManagement::ClearTaskSet;
-        let unit = Arc::clone(&duo.first.gate.unit);
+        let unit = Arc::clone(&duo.first.units[0]);
         let task = unit.manage(NexusId(8), function).aborted[0];
-        let watcher = TaskRef {
-            generation: u32::MAX,
-            ..task
-        };
         let clear = |duo: &mut Duo| {
-            let rig = &mut duo.first;
-            let received = rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+            let received = duo.first.abort_by_other(task);
             assert!(received.is_empty(), "{received:?}");
         };
         if is_first {
@@ -759,12 +736,8 @@ fn function_on_other_connection_suppresses_response() {
             if is_cleared {
                 assert!(first.write(1, 4, &[7; 512], false).is_empty());
                 let by = TaskManagement::ClearTaskSet;
-                let task = first.gate.unit.manage(NexusId(8), by).aborted[0];
-                let watcher = TaskRef {
-                    generation: u32::MAX,
-                    ..task
-                };
-                first.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+                let task = first.units[0].manage(NexusId(8), by).aborted[0];
+                first.abort_by_other(task);
             } else {
                 first.command(1, &[0xc0; 6], true, 1024, &[7; 512], false);
             }
@@ -800,7 +773,7 @@ fn kept_command_reports_abort_after_reassignment() {
             assert!(duo.reassigned(tag, 0).is_empty());
         }
         duo.clear_by_another();
-        assert_eq!(duo.first.gate.unit.tasks(), 0);
+        assert_eq!(duo.first.units[0].tasks(), 0);
         let received = if is_claimed {
             duo.route()
         } else {
@@ -855,8 +828,7 @@ fn command_can_be_reassigned_twice() {
     };
     // Names contain the channel number, so we must forward messages for the second channel
     // manually.
-    duo.first
-        .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    duo.first.apply(Input::Disconnected);
     duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
     std::mem::swap(&mut duo.first, &mut duo.second);
     let request = |duo: &Duo, tag, exp_data_sn| TmfRequest {
@@ -882,9 +854,9 @@ fn recovery_logout_responds_when_commands_are_available() {
     duo.second.gate.others = vec![Cid(1)];
     let unknown = duo
         .second
-        .send(&logout(LogoutReason::RemoveConnection, 5), &[]);
+        .send(&logout(LogoutReason::RemoveConnection, 5, 9), &[]);
     assert_eq!(logout_response(&unknown).status, LogoutStatus::CidNotFound);
-    let request = logout(LogoutReason::RemoveConnection, 1);
+    let request = logout(LogoutReason::RemoveConnection, 1, 9);
     assert!(duo.second.send(&request, &[]).is_empty());
     duo.cut();
     let received = duo.second.with(super::TcpChannel::handle_others_gone);
@@ -894,7 +866,7 @@ fn recovery_logout_responds_when_commands_are_available() {
     duo.close();
     // This isn't supported below level 2.
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
-    let received = rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
+    let received = rig.send(&logout(LogoutReason::RemoveConnection, 0, 9), &[]);
     let refused = logout_response(&received).status;
     assert_eq!(refused, LogoutStatus::RecoveryNotSupported);
     rig.close();
@@ -908,7 +880,7 @@ fn connection_can_log_itself_out_for_recovery() {
     duo.first.prompt = false;
     duo.first.read(1, 0, 1);
     let asked = r2t(&duo.first.write(2, 4, &[], true));
-    let request = logout(LogoutReason::RemoveConnection, 0);
+    let request = logout(LogoutReason::RemoveConnection, 0, 9);
     let received = duo.first.send(&request, &[]);
     assert_eq!(logout_response(&received).status, LogoutStatus::Closed);
     assert!(duo.first.disconnected);
@@ -1032,22 +1004,20 @@ fn run(acts: Vec<Act>) {
             }
             Act::Block(second, at) => {
                 let rig = duo.rig(1 + u64::from(second));
-                if !rig.blocks.is_empty() {
-                    let at = usize::from(at) % rig.blocks.len();
+                if !rig.blocks().is_empty() {
+                    let at = usize::from(at) % rig.blocks().len();
                     rig.finish_block(at);
-                    rig.with(|_, _| {});
+                    rig.run_actions();
                 }
             }
             Act::Lose => {
-                duo.first
-                    .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+                duo.first.apply(Input::Disconnected);
             }
             Act::Detach => {
                 duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
             }
             Act::Pressure => {
-                duo.first
-                    .with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+                duo.first.apply(Input::Pressure);
             }
             Act::Hear => {
                 duo.route();
@@ -1055,7 +1025,7 @@ fn run(acts: Vec<Act>) {
             Act::Wait(seconds) => {
                 let time = Duration::from_secs(u64::from(seconds));
                 duo.first.wait(time);
-                duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+                duo.second.apply(Input::Pool);
             }
         }
         for rig in [&duo.first, &duo.second] {
@@ -1095,9 +1065,9 @@ fn time2wait_cannot_extend_command_retention() {
     let keys = "ErrorRecoveryLevel=2\0DefaultTime2Wait=3600\0DefaultTime2Retain=20\0";
     let mut rig = Rig::logged_in(keys);
     rig.write(1, 8, &[], true);
-    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.apply(Input::Disconnected);
     rig.wait(RETENTION);
-    assert_eq!(rig.gate.unit.tasks(), 0);
+    assert_eq!(rig.units[0].tasks(), 0);
     assert_eq!(rig.pool.free(), rig.pool.size());
     assert!(rig.released);
 }

@@ -2,12 +2,16 @@
 
 use std::time::Duration;
 
-use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LogoutReason, LogoutRequest, TmfFunction};
-use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::iscsi::pdu::{FromTarget, TmfFunction};
+use riser_scsi::iscsi::{Itt, Ttt};
 
-use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use crate::qos::IoLimits;
+use crate::tests::rig;
+use crate::tests::rig::tcp::{Received, TcpPeer};
+use crate::worker::fabrics::Input;
+
+type Rig = rig::Rig<TcpPeer>;
 
 const TENTH: Duration = Duration::from_millis(100);
 
@@ -15,7 +19,7 @@ const TENTH: Duration = Duration::from_millis(100);
 /// used.
 fn limited() -> Rig {
     let mut rig = Rig::logged_in("");
-    rig.gate.unit.limits.set(&IoLimits {
+    rig.units[0].limits.set(&IoLimits {
         iops: Some(10),
         burst: Duration::ZERO,
         ..IoLimits::default()
@@ -47,10 +51,10 @@ fn limited_command_receives_unsolicited_data() {
     // Commands that don't access blocks must not wait.
     assert_eq!(rig.command(3, &[0; 6], false, 0, &[], true).len(), 1);
     assert!(rig.wait(TENTH - Duration::from_nanos(1)).is_empty());
-    assert_eq!(rig.disk[..1024], [0; 1024]);
+    assert_eq!(rig.disks[0][..1024], [0; 1024]);
     let received = rig.wait(Duration::from_nanos(1));
     assert!(is_good(&received, 2), "{received:?}");
-    assert_eq!(rig.disk[..1024], data);
+    assert_eq!(rig.disks[0][..1024], data);
     rig.close();
 }
 
@@ -68,42 +72,20 @@ fn limited_command_solicits_data_when_resumed() {
 }
 
 #[test]
-fn functions_abort_limited_commands() {
-    use TmfFunction as Function;
-    for function in [
-        Function::AbortTask,
-        Function::AbortTaskSet,
-        Function::ClearTaskSet,
-        Function::LogicalUnitReset,
-        Function::TargetWarmReset,
-        Function::NexusReset,
-    ] {
-        let mut rig = limited();
-        for tag in [2, 3] {
-            assert!(rig.write(tag, 1, &[tag as u8; 512], true).is_empty());
-        }
-        let answers = rig.tmf(9, function, 2);
-        let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::TmfResponse(_));
-        assert!(answers.iter().any(answered), "{function:?} does not wait");
-        assert_eq!(state(&rig, 2), None);
-        let is_one = function == Function::AbortTask;
-        let received = rig.wait(TENTH);
-        assert_eq!(is_good(&received, 3), is_one, "{function:?}");
-        rig.wait(Duration::from_secs(5));
-        let expected = if is_one { 3 } else { 0 };
-        assert_eq!(rig.disk[..512], [expected; 512], "{function:?}");
-        if function == Function::NexusReset {
-            // The session was closed with its nexus.
-            rig.close();
-            continue;
-        }
-        rig.command(5, &[0; 6], false, 0, &[], true);
-        assert!(
-            is_good(&rig.write(6, 1, &[6; 512], true), 6),
-            "{function:?}"
-        );
-        rig.close();
+fn nexus_reset_aborts_limited_commands() {
+    let mut rig = limited();
+    for tag in [2, 3] {
+        assert!(rig.write(tag, 1, &[tag as u8; 512], true).is_empty());
     }
+    let answers = rig.tmf(9, TmfFunction::NexusReset, 2);
+    let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::TmfResponse(_));
+    assert!(answers.iter().any(answered), "it does not wait");
+    assert_eq!(state(&rig, 2), None);
+    assert!(!is_good(&rig.wait(TENTH), 3));
+    rig.wait(Duration::from_secs(5));
+    assert_eq!(rig.disks[0][..512], [0; 512]);
+    // The session was closed with its nexus.
+    rig.close();
 }
 
 #[test]
@@ -113,28 +95,20 @@ fn limited_commands_do_not_delay_logout() {
     rig.close();
     let mut rig = limited();
     rig.write(2, 1, &[2; 512], true);
-    let request = LogoutRequest {
-        immediate: true,
-        reason: LogoutReason::CloseSession,
-        itt: Itt(7),
-        cid: Cid(0),
-        cmd_sn: CmdSn(rig.cmd_sn),
-        exp_stat_sn: StatSn(0),
-    };
-    let received = rig.send(&FromInitiator::LogoutRequest(request), &[]);
+    let received = rig.log_out();
     let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::LogoutResponse(_));
     assert!(received.iter().any(answered), "{received:?}");
     rig.wait(TENTH);
-    assert_eq!(rig.disk[..512], [0; 512]);
+    assert_eq!(rig.disks[0][..512], [0; 512]);
     assert!(rig.released);
-    assert_eq!(rig.gate.unit.tasks(), 0);
+    assert_eq!(rig.units[0].tasks(), 0);
 }
 
 /// At error recovery level 2, a command continues to wait after its connection is lost.
 #[test]
 fn limited_command_survives_connection_loss() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0");
-    rig.gate.unit.limits.set(&IoLimits {
+    rig.units[0].limits.set(&IoLimits {
         write_iops: Some(10),
         burst: Duration::ZERO,
         ..IoLimits::default()
@@ -142,29 +116,17 @@ fn limited_command_survives_connection_loss() {
     rig.write(1, 1, &[1; 512], true);
     rig.write(2, 1, &[2; 512], true);
     assert_eq!(state(&rig, 2), Some(TaskState::AwaitLimit));
-    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.apply(Input::Disconnected);
     rig.wait(TENTH);
     assert_eq!(
         state(&rig, 2),
         Some(TaskState::Sent),
         "it waits for another one"
     );
-    assert_eq!(rig.disk[..512], [2; 512]);
+    assert_eq!(rig.disks[0][..512], [2; 512]);
     rig.wait(Duration::from_secs(60));
     assert!(rig.released);
-    assert_eq!(rig.gate.unit.tasks(), 0);
-}
-
-#[test]
-fn changed_limits_apply_to_waiting_commands() {
-    let mut rig = limited();
-    for tag in 2..5 {
-        assert!(rig.read(tag, 0, 1).is_empty());
-    }
-    rig.gate.unit.limits.set(&IoLimits::default());
-    let received = rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
-    assert_eq!(received.len(), 3);
-    rig.close();
+    assert_eq!(rig.units[0].tasks(), 0);
 }
 
 /// Unsolicited data isn't stored in the pool, so only a few commands can wait while holding such

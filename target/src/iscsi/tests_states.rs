@@ -11,15 +11,18 @@ use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 use riser_state::testing::{assert_all_taken, table};
 
-use super::fixture::{DISK, Received, Rig, unit_of};
-use super::tests::{logout, r2t, rejected};
 use super::tests_allegiance::{Duo, LEVEL_2, RETENTION};
 use super::{Phase, TaskState};
 use crate::fabric::TaskRef;
-use crate::fixture::windowed_unit_config;
 use crate::pool::Buffer;
 use crate::qos::IoLimits;
+use crate::tests::rig::iscsi::{NAMES, logout};
+use crate::tests::rig::tcp::{Received, TcpPeer, r2t, rejected};
+use crate::tests::rig::{self, DISK, windowed};
+use crate::worker::fabrics::Input;
 use riser_test_peers::pdus::scsi_command;
+
+type Rig = rig::Rig<TcpPeer>;
 
 const PHASES: [Phase; 8] = [
     Phase::Login,
@@ -61,7 +64,7 @@ fn phase(rig: &Rig) -> Phase {
 }
 
 fn terminate(mut rig: Rig) {
-    rig.with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+    rig.apply(Input::Terminate);
     rig.close();
 }
 
@@ -87,14 +90,14 @@ fn logins() {
     Rig::new().close();
     let mut rig = Rig::new();
     rig.gate.waits = true;
-    rig.login("InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0");
+    rig.login(NAMES);
     assert_eq!(phase(&rig), Phase::Joining);
     rig.close();
 }
 
 /// Successful logouts, and a logout waiting for a command when the connection is closed.
 fn logouts() {
-    let close = logout(LogoutReason::CloseSession, 0);
+    let close = logout(LogoutReason::CloseSession, 0, 9);
     let mut rig = Rig::logged_in("");
     rig.send(&close, &[]);
     assert_eq!(phase(&rig), Phase::Closed);
@@ -111,7 +114,7 @@ fn logouts() {
 fn losses() {
     let lost = || {
         let mut rig = Rig::logged_in(LEVEL_2);
-        rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+        rig.apply(Input::Disconnected);
         assert_eq!(phase(&rig), Phase::CleanupWait);
         rig
     };
@@ -123,7 +126,7 @@ fn losses() {
     rig.close();
     terminate(Rig::logged_in(LEVEL_2));
     let mut rig = Rig::logged_in(LEVEL_2);
-    rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
+    rig.send(&logout(LogoutReason::RemoveConnection, 0, 9), &[]);
     assert_eq!(phase(&rig), Phase::Retaining);
     rig.wait(RETENTION);
     rig.close();
@@ -145,19 +148,14 @@ fn second_logout_is_rejected() {
     let mut rig = Rig::logged_in("");
     rig.prompt = false;
     rig.read(TAG, 0, 1);
-    let close = logout(LogoutReason::CloseSession, 0);
+    let close = logout(LogoutReason::CloseSession, 0, 9);
     assert!(rig.send(&close, &[]).is_empty());
     for reason in [
         LogoutReason::CloseSession,
         LogoutReason::CloseConnection,
         LogoutReason::RemoveConnection,
     ] {
-        let mut second = logout(reason, 0);
-        let FromInitiator::LogoutRequest(request) = &mut second else {
-            unreachable!("it is one");
-        };
-        request.itt = Itt(10);
-        let received = rig.send(&second, &[]);
+        let received = rig.send(&logout(reason, 0, 10), &[]);
         assert_eq!(rejected(&received), RejectReason::ProtocolError);
     }
     assert_eq!(rig.gate.events.len(), 1, "one logout is counted");
@@ -178,11 +176,10 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        let mut rig = Rig::new();
-        let mut config = windowed_unit_config((DISK / 512) as u64, WINDOW);
+        let mut config = windowed(WINDOW);
         // GET LBA STATUS requires a thin-provisioned unit.
         config.provisioning = Provisioning::Thin { granularity: 1 };
-        rig.gate.unit = unit_of(config);
+        let mut rig = Rig::of(1, &config);
         rig.log_in("FirstBurstLength=1024\0");
         rig.command(100, &[0; 6], false, 0, &[], true);
         rig.prompt = false;
@@ -224,7 +221,7 @@ impl Bench {
 
     fn complete_block(&mut self) -> Vec<Received> {
         self.rig.finish_block(0);
-        self.rig.with(|_, _| ())
+        self.rig.run_actions()
     }
 
     fn take_memory(&mut self) {
@@ -233,7 +230,7 @@ impl Bench {
     }
 
     fn offer_memory(&mut self) {
-        self.rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+        self.rig.apply(Input::Pool);
     }
 
     fn give_memory(&mut self) {
@@ -245,7 +242,7 @@ impl Bench {
 
     /// Uses the rate limit, so that the next command must wait for 100 ms.
     fn limit(&mut self) {
-        self.rig.gate.unit.limits.set(&IoLimits {
+        self.rig.units[0].limits.set(&IoLimits {
             iops: Some(10),
             burst: Duration::ZERO,
             ..IoLimits::default()
@@ -257,19 +254,14 @@ impl Bench {
 
     /// Clears the task set from another nexus. Returns the tasks that the worker must abort.
     fn clear_set(&mut self) -> Vec<TaskRef> {
-        let unit = &self.rig.gate.unit;
+        let unit = &self.rig.units[0];
         unit.manage(NexusId(8), TaskManagement::ClearTaskSet)
             .aborted
     }
 
     fn abort(&mut self, tasks: Vec<TaskRef>) {
         for task in tasks {
-            let watcher = TaskRef {
-                generation: u32::MAX,
-                ..task
-            };
-            self.rig
-                .with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+            self.rig.abort_by_other(task);
         }
     }
 
@@ -280,8 +272,7 @@ impl Bench {
 
     /// Closes the connection while the command is in its current state.
     fn close(mut self) {
-        self.rig
-            .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        self.rig.apply(Input::Terminate);
         if let Some(hog) = self.hog.take() {
             self.rig.pool.release(hog);
         }
@@ -293,7 +284,7 @@ impl Bench {
         self.give_memory();
         self.rig.stalled = false;
         self.rig.prompt = true;
-        self.rig.with(|_, _| ());
+        self.rig.run_actions();
         self.expect(TaskState::Idle);
         self.close();
     }
@@ -493,7 +484,7 @@ fn commands_go_on() {
     let [a, b, c, d] = blocks.to_be_bytes();
     let cdb = [0x2a, 0, a, b, c, d, 0, 0, 1, 0];
     bench.send_behind(scsi_command(TAG, 0, &cdb, true, 512));
-    let unit = std::sync::Arc::clone(&bench.rig.gate.unit);
+    let unit = std::sync::Arc::clone(&bench.rig.units[0]);
     unit.lu.set_capacity(u64::from(2 * blocks)).unwrap();
     // This reports the unit attention.
     let attribute = TaskAttr::HeadOfQueue;
@@ -515,8 +506,7 @@ fn functions_end() {
     duo.second.tmf(5, TmfFunction::AbortTask, TAG);
     let state = duo.second.channel.channel().executor().task_state(Itt(5));
     assert_eq!(state, Some(TaskState::Mgmt));
-    duo.second
-        .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+    duo.second.apply(Input::Terminate);
     duo.close();
 }
 
@@ -550,7 +540,7 @@ fn commands_move() {
         assert_eq!(state(&duo), Some(expected));
         if let Some(hog) = hog {
             duo.second.pool.release(hog);
-            duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+            duo.second.apply(Input::Pool);
             assert_eq!(state(&duo), Some(TaskState::Send));
         }
         duo.close();

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use riser_scsi::iscsi::pdu::{
-    FromInitiator, FromTarget, LogoutReason, R2t, RejectReason, ScsiCommand, ScsiResponse, Snack,
-    SnackKind, TaskAttr, TmfFunction, TmfStatus,
+    FromInitiator, FromTarget, R2t, RejectReason, ScsiCommand, ScsiResponse, TmfFunction, TmfStatus,
 };
 use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 use riser_scsi::lun::LunId;
@@ -13,14 +12,19 @@ use riser_scsi::opcode::Opcode;
 use riser_scsi::step::{BackendError, BlockOp, Residual, TaskAttribute};
 use riser_scsi::task::{NewTask, TaskKey, TaskManagement};
 
-use super::TcpChannel;
-use super::fixture::{Received, Rig};
 use super::task::TaskState;
-use super::tests::{data_in, logout, r2t, rdata, rejected, sense, status, tmf_status};
 use crate::fabric::{TaskIdx, TaskRef};
 use crate::pool::{Buffer, Owner};
 use crate::stats::SessionEvent;
+use crate::tests::rig;
+use crate::tests::rig::tcp::{
+    Received, TcpPeer, data_ack, data_in, r2t, rdata, rejected, resend_data, sense, status,
+    tmf_status,
+};
+use crate::worker::fabrics::Input;
 use riser_test_peers::pdus::scsi_command;
+
+type Rig = rig::Rig<TcpPeer>;
 
 const SYNCHRONIZE_CACHE: [u8; 10] = [0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
@@ -41,7 +45,7 @@ fn pattern() -> Vec<u8> {
 /// [`data_in`].
 fn rig(keys: &str) -> Rig {
     let mut rig = Rig::with_window(WINDOW, keys);
-    for (at, block) in rig.disk.chunks_mut(512).enumerate() {
+    for (at, block) in rig.disks[0].chunks_mut(512).enumerate() {
         block.fill((at as u8).wrapping_add(1));
     }
     rig
@@ -101,30 +105,6 @@ fn write_at(rig: &mut Rig, tag: u32, lba: u8) -> Vec<Received> {
     rig.command(tag, &cdb, true, 512, &[0x77; 512], true)
 }
 
-fn data_ack(ttt: Ttt, begin: u32) -> FromInitiator {
-    FromInitiator::Snack(Snack {
-        kind: SnackKind::DataAck,
-        lun: [0; 8],
-        itt: Itt::NONE,
-        ttt,
-        exp_stat_sn: StatSn(0),
-        begin,
-        run: 0,
-    })
-}
-
-fn snack(tag: u32, begin: u32, run: u32) -> FromInitiator {
-    FromInitiator::Snack(Snack {
-        kind: SnackKind::DataOrR2t,
-        lun: [0; 8],
-        itt: Itt(tag),
-        ttt: Ttt::NONE,
-        exp_stat_sn: StatSn(0),
-        begin,
-        run,
-    })
-}
-
 fn is_protocol_error(received: &[Received]) -> bool {
     matches!(
         received,
@@ -145,8 +125,8 @@ fn asked_ack(received: &[Received]) -> Ttt {
 
 /// Logs out of a session that could have more connections.
 fn log_out(rig: &mut Rig) -> Vec<Received> {
-    let mut received = rig.send(&logout(LogoutReason::CloseSession, 0), &[]);
-    received.extend(rig.with(TcpChannel::handle_others_gone));
+    let mut received = rig.log_out();
+    received.extend(rig.apply(Input::OthersGone));
     received
 }
 
@@ -174,8 +154,8 @@ fn long_write_requests_pieces_sequentially() {
     let response = response_of(&last);
     assert_eq!((response.status, response.exp_data_sn), (0, 5));
     assert_eq!(response.residual, Residual::None);
-    assert_eq!(rig.disk[..LEN], data);
-    assert_eq!(rig.disk[LEN], BLOCKS + 1, "nothing behind them");
+    assert_eq!(rig.disks[0][..LEN], data);
+    assert_eq!(rig.disks[0][LEN], BLOCKS + 1, "nothing behind them");
     check_memory(&rig);
     rig.close();
 }
@@ -193,7 +173,7 @@ fn unsolicited_data_can_exceed_window() {
     let asked: Vec<_> = asked.iter().map(|a| (a.offset, a.len)).collect();
     assert_eq!(asked, [(3072, 1024), (4096, 512)]);
     assert_eq!(response_of(&last).status, 0);
-    assert_eq!(rig.disk[..LEN], data);
+    assert_eq!(rig.disks[0][..LEN], data);
     rig.close();
 }
 
@@ -242,19 +222,19 @@ fn read_waits_for_initiator_to_receive() {
     let mut rig = rig(KEYS);
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
-    assert!(rig.blocks.is_empty(), "one piece was read");
+    assert!(rig.blocks().is_empty(), "one piece was read");
     let sent = rig.poll_sent();
     assert_eq!(sent.len(), 4);
-    rig.with(|_, _| {});
+    rig.run_actions();
     assert!(
-        rig.blocks.is_empty(),
+        rig.blocks().is_empty(),
         "and none more while it is being sent"
     );
     rig.prompt = false;
     rig.with(|ch, cx| ch.handle_sent(cx, true));
     assert!(matches!(
-        rig.blocks[..],
-        [(_, BlockOp::Read { offset: 2048, .. })]
+        rig.blocks()[..],
+        [BlockOp::Read { offset: 2048, .. }]
     ));
     rig.close();
 }
@@ -279,7 +259,7 @@ fn unavailable_retransmission_fails_command() {
         }
         assert_eq!(rejected(&received[..1]), RejectReason::SnackReject);
         assert_eq!(sense(&received[1..]), (0x0b, 0x11, 0x13));
-        assert_eq!(rig.gate.unit.tasks(), 0);
+        assert_eq!(rig.units[0].tasks(), 0);
         rig.close();
     }
 }
@@ -296,36 +276,37 @@ fn error_between_pieces_reports_residual() {
     for _ in 0..3 {
         let next = asked.remove(0);
         asked.extend(r2ts(&send_solicited(&mut rig, next, &data)));
-        if !rig.blocks.is_empty() {
+        if !rig.blocks().is_empty() {
             asked.extend(r2ts(&rig.finish_all_blocks()));
         }
     }
     let next = asked.remove(0);
     assert!(send_solicited(&mut rig, next, &data).is_empty());
-    let received = rig.fail_block(0, medium);
+    rig.fail_block(0, medium);
+    let received = rig.run_actions();
     let response = response_of(&received);
     assert_eq!((response.status, response.exp_data_sn), (2, 4));
     assert_eq!(response.residual, Residual::Underflow(512));
     let sense = &received[0].2[2..];
     assert_eq!((sense[2] & 15, sense[12]), (3, 0x0c), "a write error");
     assert_eq!(sense[3..7], [0, 0, 0, 6], "INFORMATION");
-    assert_eq!(rig.disk[..2048], data[..2048]);
+    assert_eq!(rig.disks[0][..2048], data[..2048]);
     // Same for a READ after sending the first piece.
     let received = rig.read(2, 0, BLOCKS);
     assert!(received.is_empty());
     let sent = rig.finish_all_blocks();
     assert_eq!(sent.len(), 4);
-    let received = rig.fail_block(0, medium);
+    rig.fail_block(0, medium);
+    let received = rig.run_actions();
     let response = response_of(&received);
     assert_eq!((response.status, response.exp_data_sn), (2, 4));
     assert_eq!(response.residual, Residual::Underflow(LEN as u32 - WINDOW));
     rig.close();
 }
 
-/// When a command is aborted between pieces, its blocks and buffer must be released, but not before
-/// the disk or socket has finished using them.
+/// Data that is received or queued is dropped with its command.
 #[test]
-fn abort_between_pieces_works_in_any_state() {
+fn aborted_command_transfers_no_more_data() {
     let data = pattern();
     // While receiving the second piece.
     let mut rig = rig(KEYS);
@@ -344,40 +325,7 @@ fn abort_between_pieces_works_in_any_state() {
     );
     rig.close();
 
-    // While the second piece is being written.
-    let mut rig = self::rig(KEYS);
-    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    rig.prompt = false;
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    assert!(send_solicited(&mut rig, asked[0], &data).is_empty());
-    assert!(matches!(
-        rig.blocks[..],
-        [(_, BlockOp::Write { offset: 2048, .. })]
-    ));
-    let received = rig.tmf(9, TmfFunction::LogicalUnitReset, 0);
-    // The disk of this fixture cancels an operation immediately.
-    assert_eq!(tmf_status(&received), TmfStatus::Complete);
-    assert_eq!(rig.pool.free(), rig.pool.size());
-    assert_eq!(rig.gate.unit.tasks(), 0);
-    rig.close();
-
-    // While a piece is being sent, its buffer is used by the socket.
-    let mut rig = self::rig(KEYS);
-    rig.stalled = true;
-    rig.read(1, 0, BLOCKS);
-    rig.poll_sent();
-    rig.tmf(9, TmfFunction::AbortTask, 1);
-    assert!(rig.pool.free() < rig.pool.size());
-    assert_eq!(rig.gate.unit.tasks(), 1);
-    rig.stalled = false;
-    let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
-    assert_eq!(tmf_status(&received), TmfStatus::Complete);
-    assert_eq!(rig.pool.free(), rig.pool.size());
-    rig.close();
-
-    // While a piece is still queued, so it must not be sent.
+    // While a piece is still queued.
     let mut rig = self::rig(KEYS);
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
@@ -388,30 +336,11 @@ fn abort_between_pieces_works_in_any_state() {
     rig.close();
 }
 
-/// Other commands wait for an aborted command to complete, so an abort must not disable the timeout
-/// for its current piece.
 #[test]
-fn aborted_command_cannot_linger() {
+fn aborted_command_has_no_timeout_when_sent() {
     let untagged = 0xffff_ffff;
-    let mut rig = rig(KEYS);
-    rig.stalled = true;
-    rig.read(1, 0, BLOCKS);
-    rig.poll_sent();
-    rig.tmf(9, TmfFunction::LogicalUnitReset, 0);
-    assert_eq!(rig.gate.unit.tasks(), 1, "the socket has its buffer");
-    for _ in 0..8 {
-        rig.wait(Duration::from_secs(2));
-        // This has no response, but shows that the initiator is still connected.
-        rig.nop(untagged, b"");
-    }
-    assert!(rig.disconnected);
-    assert!(rig.gate.events.contains(&SessionEvent::TimedOut));
-    rig.with(|ch, cx| ch.handle_sent(cx, false));
-    assert_eq!(rig.gate.unit.tasks(), 0);
-    rig.close();
-
     // If the piece of an aborted command was sent in time, there is nothing left to wait for.
-    let mut rig = self::rig(KEYS);
+    let mut rig = rig(KEYS);
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
     rig.poll_sent();
@@ -432,7 +361,7 @@ fn aborted_command_cannot_linger() {
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
     rig.poll_sent();
-    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.apply(Input::Disconnected);
     rig.wait(Duration::from_secs(20));
     assert!(!rig.gate.events.contains(&SessionEvent::TimedOut));
     rig.with(|ch, cx| ch.handle_sent(cx, false));
@@ -447,14 +376,10 @@ fn command_ended_by_other_nexus_gets_response() {
     let own = NexusId(7);
     let end = |rig: &mut Rig, by: NexusId| {
         let function = TaskManagement::LogicalUnitReset;
-        let managed = rig.gate.unit.manage(by, function);
+        let managed = rig.units[0].manage(by, function);
         assert_eq!(managed.aborted.len(), 1);
         let task = managed.aborted[0];
-        let watcher = TaskRef {
-            generation: u32::MAX,
-            ..task
-        };
-        rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher))
+        rig.abort_by_other(task)
     };
     let data = pattern();
     for by in [NexusId(8), own] {
@@ -466,7 +391,7 @@ fn command_ended_by_other_nexus_gets_response() {
             assert_eq!((response.itt, response.status), (Itt(tag), 0x40));
         };
         let assert_usable = |mut rig: Rig| {
-            assert_eq!(rig.gate.unit.tasks(), 0);
+            assert_eq!(rig.units[0].tasks(), 0);
             assert_eq!(rig.pool.free(), rig.pool.size());
             assert!(!rig.disconnected);
             // Unit attention after a reset.
@@ -497,7 +422,7 @@ fn command_ended_by_other_nexus_gets_response() {
         let mut rig = self::rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
         rig.write(1, BLOCKS, &data[..512], false);
         assert!(end(&mut rig, by).is_empty());
-        assert_eq!(rig.gate.unit.tasks(), 0, "it does not wait for them");
+        assert_eq!(rig.units[0].tasks(), 0, "it does not wait for them");
         let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
         check(&received, 1);
         assert_usable(rig);
@@ -508,7 +433,7 @@ fn command_ended_by_other_nexus_gets_response() {
         rig.read(1, 0, BLOCKS);
         rig.poll_sent();
         assert!(end(&mut rig, by).is_empty());
-        assert_eq!(rig.gate.unit.tasks(), 1);
+        assert_eq!(rig.units[0].tasks(), 1);
         rig.stalled = false;
         let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
         check(&received, 1);
@@ -524,14 +449,10 @@ fn command_ended_by_two_nexuses_gets_response() {
     rig.write(1, BLOCKS, &data[..512], false);
     let tasks = [8, 9].map(|by| {
         let function = TaskManagement::ClearTaskSet;
-        rig.gate.unit.manage(NexusId(by), function).aborted[0]
+        rig.units[0].manage(NexusId(by), function).aborted[0]
     });
     for task in tasks {
-        let watcher = TaskRef {
-            generation: u32::MAX,
-            ..task
-        };
-        let received = rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+        let received = rig.abort_by_other(task);
         assert!(received.is_empty(), "{received:?}");
     }
     let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
@@ -550,14 +471,10 @@ fn own_abort_suppresses_task_aborted_status() {
     let received = rig.command(1, &SYNCHRONIZE_CACHE, true, 1024, &[0; 512], false);
     assert!(received.is_empty(), "{received:?}");
     let function = TaskManagement::ClearTaskSet;
-    let task = rig.gate.unit.manage(NexusId(8), function).aborted[0];
+    let task = rig.units[0].manage(NexusId(8), function).aborted[0];
     let ended = rig.tmf(9, TmfFunction::AbortTask, 1);
     assert_eq!(tmf_status(&ended), TmfStatus::Complete);
-    let watcher = TaskRef {
-        generation: u32::MAX,
-        ..task
-    };
-    rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+    rig.abort_by_other(task);
     let late = rig.data_out(1, Ttt::NONE, 0, 512, &[0; 512], true);
     assert!(late.is_empty(), "{late:?}");
     assert_eq!(rig.channel.channel().executor().in_flight(), 0);
@@ -576,7 +493,7 @@ fn connection_loss_between_pieces_leaks_nothing() {
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
     rig.poll_sent();
-    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.apply(Input::Disconnected);
     assert!(!rig.released, "the socket has the buffer");
     rig.with(|ch, cx| ch.handle_sent(cx, false));
     rig.close();
@@ -586,72 +503,10 @@ fn connection_loss_between_pieces_leaks_nothing() {
     let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
     rig.prompt = false;
     send_solicited(&mut rig, asked[0], &data);
-    assert_eq!(rig.blocks.len(), 1);
-    assert!(
-        rig.send(&logout(LogoutReason::CloseSession, 0), &[])
-            .is_empty()
-    );
+    assert_eq!(rig.blocks().len(), 1);
+    assert!(rig.log_out().is_empty());
     let received = rig.finish_all_blocks();
     assert!(is_logged_out(&received));
-    rig.close();
-}
-
-/// A command that reads and writes must lock its blocks, and only those, from the first to the last
-/// piece, including the time between pieces.
-#[test]
-fn atomic_command_locks_blocks_between_pieces() {
-    let mut rig = rig(KEYS);
-    rig.disk.fill(0);
-    let data = vec![0x11; LEN];
-    let first = orwrite(&mut rig, 1);
-    // Blocks aren't locked before the first piece is received.
-    assert_eq!(response_of(&write_at(&mut rig, 2, 0)).status, 0);
-    let asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    assert_eq!(asked[0].offset, 2048, "the first piece is written");
-    assert_eq!(rig.disk[..512], [0x77; 512]);
-    assert!(write_at(&mut rig, 3, 0).is_empty(), "it waits");
-    assert!(write_at(&mut rig, 4, BLOCKS - 1).is_empty(), "so does this");
-    assert_eq!(response_of(&write_at(&mut rig, 5, BLOCKS)).status, 0);
-    rig.disk[8 * 512..LEN].fill(0x22);
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    let received = send_solicited(&mut rig, asked[0], &data);
-    let tags: Vec<_> = received
-        .iter()
-        .map(|(pdu, ..)| match pdu {
-            FromTarget::ScsiResponse(r) => (r.itt.0, r.status),
-            other => panic!("{other:?}"),
-        })
-        .collect();
-    assert_eq!(tags[0], (1, 0));
-    assert!(tags[1..].contains(&(3, 0)) && tags[1..].contains(&(4, 0)));
-    assert_eq!(rig.disk[512..2048], [0x11; 1536]);
-    assert_eq!(rig.disk[7 * 512], 0x11);
-    assert_eq!(rig.disk[8 * 512], 0x77, "the later one");
-    rig.close();
-}
-
-/// An ORDERED command holds its place in the order from its first piece: older commands are
-/// executed before it, and newer commands after its last piece.
-#[test]
-fn ordered_command_keeps_order_between_pieces() {
-    let mut rig = rig(KEYS);
-    let data = pattern();
-    let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, BLOCKS, 0];
-    let command = ScsiCommand {
-        attribute: TaskAttr::Ordered,
-        ..scsi_command(1, rig.cmd_sn, &cdb, true, LEN as u32)
-    };
-    rig.cmd_sn += 1;
-    let first = rig.send(&FromInitiator::ScsiCommand(command), &[]);
-    assert!(rig.read(2, 0, 1).is_empty(), "newer, of the same nexus");
-    let (_, last) = give_all(&mut rig, &first, &data);
-    assert!(matches!(last[0].0, FromTarget::ScsiResponse(r) if r.itt == Itt(1)));
-    let (FromTarget::DataIn(pdu), _, bytes) = &last[1] else {
-        panic!("{last:?}");
-    };
-    assert_eq!((pdu.itt, &bytes[..]), (Itt(2), &data[..512]));
     rig.close();
 }
 
@@ -672,18 +527,8 @@ fn silent_initiator_between_pieces_times_out() {
         rig.nop(1000 + n, b"");
     }
     assert!(rig.disconnected);
-    assert_eq!(rig.gate.unit.tasks(), 0);
+    assert_eq!(rig.units[0].tasks(), 0);
     assert_eq!(rig.pool.free(), rig.pool.size());
-    // The initiator doesn't read.
-    let mut rig = self::rig(KEYS);
-    rig.stalled = true;
-    rig.read(1, 0, BLOCKS);
-    for n in 0..8 {
-        rig.wait(Duration::from_secs(2));
-        rig.nop(1000 + n, b"");
-    }
-    assert!(rig.disconnected);
-    assert_eq!(rig.gate.unit.tasks(), 0);
 }
 
 /// Interval between PDUs that isn't considered idle. Sixteen intervals are shorter than the limit
@@ -695,7 +540,7 @@ fn let_another_wait(rig: &mut Rig) -> Vec<Buffer> {
     let owner = Owner(rig.channel.channel().config().serial);
     let more = std::iter::from_fn(|| rig.pool.grant(owner, 4096)).collect();
     rig.pool.wait(Owner(owner.0 + 1));
-    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    rig.apply(Input::Pressure);
     more
 }
 
@@ -721,9 +566,7 @@ fn cut_after(rig: &mut Rig, step: u64, mut other: impl FnMut(&mut Rig)) -> u64 {
 
 /// Sends a NOP-Out without a response.
 fn unanswered_nop(rig: &mut Rig) {
-    let mut nop = riser_test_peers::pdus::nop_out(u32::MAX, rig.cmd_sn);
-    nop.immediate = true;
-    rig.send(&FromInitiator::NopOut(nop), &[]);
+    rig.nop(Itt::NONE.0, &[]);
 }
 
 /// If others are waiting for its memory, an idle initiator must be disconnected earlier than when
@@ -739,7 +582,7 @@ fn silent_initiator_with_awaited_memory_fails_sooner() {
         if others_wait {
             rig.pool.wait(Owner(owner.0 + 1));
         }
-        rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+        rig.apply(Input::Pressure);
         for n in 0..4 {
             rig.wait(Duration::from_secs(2));
             rig.nop(1000 + n, b"");
@@ -829,7 +672,9 @@ fn unanswered_r2t_times_out_despite_other_activity() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
     rig.write(1, BLOCKS, &[], true);
     let more = let_another_wait(&mut rig);
-    let seconds = cut_after(&mut rig, 4, |rig| drop(rig.send(&snack(1, 0, 0), &[])));
+    let seconds = cut_after(&mut rig, 4, |rig| {
+        rig.send(&resend_data(1, 0, 0), &[]);
+    });
     assert_eq!(seconds, 8);
     end_with(rig, more);
     // Other writes, which also need R2Ts.
@@ -921,7 +766,7 @@ fn read_timeout_starts_with_sending() {
     (rig.stalled, rig.prompt) = (true, true);
     rig.finish_all_blocks();
     assert!(!rig.poll_sent().is_empty());
-    rig.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    rig.apply(Input::Pressure);
     assert!(!rig.disconnected);
     end_with(rig, more);
 }
@@ -1131,7 +976,7 @@ fn piece_is_kept_until_acknowledged() {
     let received = rig.read(1, 0, BLOCKS);
     assert_eq!(data_in(&received).0, [0, 1, 2, 3]);
     let ttt = asked_ack(&received);
-    let resent = rig.send(&snack(1, 2, 2), &[]);
+    let resent = rig.send(&resend_data(1, 2, 2), &[]);
     assert_eq!(data_in(&resent).0, [2, 3]);
     assert_eq!(asked_ack(&resent), ttt);
     for (ttt, begin) in [(ttt, 3), (ttt, 5), (Ttt(ttt.0 + 1), 4)] {
@@ -1144,7 +989,7 @@ fn piece_is_kept_until_acknowledged() {
     let received = rig.send(&data_ack(ttt, 4), &[]);
     assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty(), "once more");
-    assert!(is_protocol_error(&rig.send(&snack(1, 1, 1), &[])));
+    assert!(is_protocol_error(&rig.send(&resend_data(1, 1, 1), &[])));
     let received = rig.send(&data_ack(asked_ack(&received), 8), &[]);
     let (sns, stat_sn) = data_in(&received);
     assert_eq!(sns, [8]);
@@ -1175,9 +1020,9 @@ fn acknowledged_piece_is_not_resent() {
     let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
     rig.prompt = false;
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty());
-    assert_eq!(rig.blocks.len(), 1, "the next piece is being read");
+    assert_eq!(rig.blocks().len(), 1, "the next piece is being read");
     for (begin, run) in [(0, 0), (0, 4), (3, 1), (4, 0)] {
-        let received = rig.send(&snack(1, begin, run), &[]);
+        let received = rig.send(&resend_data(1, begin, run), &[]);
         assert!(is_protocol_error(&received), "{begin} {run}");
     }
     let received = rig.finish_all_blocks();
@@ -1187,9 +1032,9 @@ fn acknowledged_piece_is_not_resent() {
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
     // First there is no buffer, and after that it's used by another command.
-    assert!(is_protocol_error(&rig.send(&snack(1, 0, 0), &[])));
+    assert!(is_protocol_error(&rig.send(&resend_data(1, 0, 0), &[])));
     assert!(rig.read(2, 0, 1).is_empty());
-    assert!(is_protocol_error(&rig.send(&snack(1, 0, 0), &[])));
+    assert!(is_protocol_error(&rig.send(&resend_data(1, 0, 0), &[])));
     assert_eq!(data_in(&rig.finish_all_blocks()).0, [0]);
     rig.close();
 }
@@ -1220,7 +1065,7 @@ fn logout_does_not_wait_for_acknowledgments() {
     let sent = rig.poll_sent();
     assert!((1..64).contains(&sent.len()), "{}", sent.len());
     assert!(log_out(&mut rig).is_empty());
-    assert_eq!(rig.gate.unit.tasks(), 1, "the socket has its buffer");
+    assert_eq!(rig.units[0].tasks(), 1, "the socket has its buffer");
     rig.stalled = false;
     let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
     assert!(is_logged_out(&received));
@@ -1335,10 +1180,7 @@ fn enter_foreign_write(rig: &Rig) -> TaskKey {
         index: TaskIdx(0),
         generation: 0,
     };
-    let entered = rig
-        .gate
-        .unit
-        .register(NexusId(99), new, (name, LunId::ZERO), false, None);
+    let entered = rig.units[0].register(NexusId(99), new, (name, LunId::ZERO), false, None);
     let (key, is_started) = entered.unwrap();
     assert!(!is_started, "it waits for blocks");
     key
@@ -1370,7 +1212,7 @@ fn hold_order(waiter: Waiter) -> Option<u64> {
         rig.disconnected
     });
     if let Some(key) = foreign {
-        let _ = rig.gate.unit.remove(key);
+        let _ = rig.units[0].remove(key);
     }
     rig.close();
     seconds
@@ -1407,7 +1249,7 @@ fn slow_pieces_hold_order_for_seconds() {
         }
     }
     assert!(rig.disconnected && seconds <= 12, "{seconds} s");
-    let _ = rig.gate.unit.remove(foreign);
+    let _ = rig.units[0].remove(foreign);
     rig.close();
 }
 

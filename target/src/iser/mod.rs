@@ -42,9 +42,9 @@ mod params;
 mod ring;
 
 #[cfg(test)]
-mod fixture;
-#[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_messages;
 #[cfg(test)]
 mod tests_random;
 

@@ -6,17 +6,20 @@ use std::time::Duration;
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, TmfFunction, TmfStatus};
 use riser_scsi::iscsi::{Itt, StatSn};
-use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, RemoteBuffer, Stag, put_control};
+use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, put_control};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 use riser_state::testing::{assert_all_taken, table};
 
-use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
-use crate::fabric::TaskRef;
 use crate::iscsi::{Channel, Datamover as _, MAX_QUEUED, Phase, TaskState};
 use crate::pool::Owner;
 use crate::qos::IoLimits;
+use crate::tests::rig;
+use crate::tests::rig::iser::{Got, IserPeer, WINDOW, is_good, offer, only, params, remote_buffer};
+use crate::worker::fabrics::Input;
+
+type Rig = rig::Rig<IserPeer>;
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
@@ -60,11 +63,11 @@ fn messages_before_established_are_deferred() {
 #[test]
 fn read_writes_data_then_response_invalidates_key() {
     let mut rig = Rig::logged_in("");
-    rig.disk = pattern(rig.disk.len());
+    rig.disks[0] = pattern(rig.disks[0].len());
     let got = rig.read(7, 3, 16);
     assert!(is_good(&got, 7));
     assert_eq!(only(&got).2, Some(7));
-    assert_eq!(rig.memory[&7], rig.disk[3 * 512..19 * 512]);
+    assert_eq!(rig.memory[&7], rig.disks[0][3 * 512..19 * 512]);
     rig.close();
 }
 
@@ -114,7 +117,7 @@ fn write_combines_all_kinds_of_data() {
             (at, sn) = (end, sn + 1);
         }
         assert!(is_good(&got, 9), "{immediate} {solicited} {got:?}");
-        assert_eq!(rig.disk[..data.len()], data, "{immediate} {solicited}");
+        assert_eq!(rig.disks[0][..data.len()], data, "{immediate} {solicited}");
         let invalidated = (solicited < data.len()).then_some(9);
         assert_eq!(only(&got).2, invalidated);
         assert_eq!(
@@ -132,7 +135,7 @@ fn short_write_needs_no_buffer() {
     let data = pattern(1024);
     let got = rig.write(9, &data, 1024, 1024);
     assert!(is_good(&got, 9));
-    assert_eq!(rig.disk[..1024], data);
+    assert_eq!(rig.disks[0][..1024], data);
     rig.close();
 }
 
@@ -144,17 +147,14 @@ fn missing_immediate_data_is_read() {
     rig.memory.insert(9, data.clone());
     let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 4, 0];
     let command = FromInitiator::ScsiCommand(rig.scsi(9, &cdb, true, 4 * 512));
-    let write = Some(RemoteBuffer {
-        stag: Stag(9),
-        base: BASE,
-    });
+    let write = Some(remote_buffer(9));
     let buffers = Buffers { write, read: None };
     let mut bytes = Vec::new();
     put_control(buffers, command.header(), &[], &data, &mut bytes);
     bytes.truncate(HEADERS_LEN);
     let got = rig.send_bytes(&bytes);
     assert!(is_good(&got, 9), "{got:?}");
-    assert_eq!(rig.disk[..data.len()], data);
+    assert_eq!(rig.disks[0][..data.len()], data);
     rig.close();
 }
 
@@ -173,7 +173,7 @@ fn tagged_buffer_can_hold_whole_write() {
         let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 32, 0];
         let got = rig.command(9, &cdb, Some(true), 32 * 512, &data[..700], true);
         assert!(is_good(&got, 9));
-        assert_eq!(rig.disk[..data.len()], data);
+        assert_eq!(rig.disks[0][..data.len()], data);
         rig.close();
     }
 }
@@ -181,14 +181,11 @@ fn tagged_buffer_can_hold_whole_write() {
 /// Transfers longer than the send queue are split into portions, and never exceed the queue.
 #[test]
 fn long_transfers_are_split_into_portions() {
-    let mut rig = Rig::accepted(IserParams {
+    let mut rig = Rig::with_params(IserParams {
         send_queue: 5,
         max_sge: 1,
         ..params()
     });
-    rig.with(IserChannel::handle_established);
-    rig.login("");
-    rig.command(100, &[0; 6], None, 0, &[], true);
     // If every other page of the pool is in use, a buffer consists of single pages.
     let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.allocate(4096)).collect();
     for at in (0..held.len()).rev().step_by(2) {
@@ -198,7 +195,7 @@ fn long_transfers_are_split_into_portions() {
     let data = pattern(128 * 512);
     let got = rig.write(9, &data, 0, 0);
     assert!(is_good(&got, 9), "{got:?}");
-    assert_eq!(rig.disk[..data.len()], data);
+    assert_eq!(rig.disks[0][..data.len()], data);
     let got = rig.read(10, 0, 128);
     assert!(is_good(&got, 10), "{got:?}");
     assert_eq!(rig.memory[&10], data);
@@ -287,7 +284,7 @@ fn receives_cover_all_legal_messages() {
         rig.data_out(tag, 1, 8192, &data[8192..], true);
         assert_eq!(rig.receives(), all, "a receive is posted again at once");
     }
-    assert_eq!(rig.blocks.len(), usize::from(WINDOW));
+    assert_eq!(rig.blocks().len(), usize::from(WINDOW));
     rig.close();
 }
 
@@ -368,13 +365,10 @@ fn tmf_response_invalidates_no_key() {
 
 #[test]
 fn abort_cancels_unposted_transfer() {
-    let mut rig = Rig::accepted(IserParams {
+    let mut rig = Rig::with_params(IserParams {
         send_queue: 3,
         ..params()
     });
-    rig.with(IserChannel::handle_established);
-    rig.login("");
-    rig.command(100, &[0; 6], None, 0, &[], true);
     rig.stalled = true;
     let data = pattern(4096);
     for tag in 1..=3 {
@@ -457,7 +451,7 @@ fn required_hello_must_be_first() {
 #[test]
 fn logout_responds_then_disconnects() {
     let mut rig = Rig::logged_in("");
-    let got = rig.logout(8);
+    let got = rig.log_out();
     assert!(matches!(only(&got).0, FromTarget::LogoutResponse(_)));
     rig.check_parting();
 }
@@ -467,9 +461,9 @@ fn logout_responds_then_disconnects() {
 #[test]
 fn logout_removes_nexus_before_disconnect() {
     let mut rig = Rig::logged_in("");
-    assert!(rig.gate.unit.lu.nexus(NexusId(7)).is_some());
-    rig.logout(8);
-    assert!(rig.gate.unit.lu.nexus(NexusId(7)).is_none());
+    assert!(rig.units[0].lu.nexus(NexusId(7)).is_some());
+    rig.log_out();
+    assert!(rig.units[0].lu.nexus(NexusId(7)).is_none());
     rig.check_parting();
 }
 
@@ -477,15 +471,15 @@ fn logout_removes_nexus_before_disconnect() {
 #[test]
 fn initiator_may_disconnect_after_logout() {
     let mut rig = Rig::logged_in("");
-    rig.logout(8);
+    rig.log_out();
     assert!(!rig.in_error);
     // Any further messages are ignored.
     assert!(rig.nop(9, &[]).is_empty());
     rig.close();
     // Another login that replaces this connection doesn't wait for the disconnect.
     let mut rig = Rig::logged_in("");
-    rig.logout(8);
-    rig.with(IserChannel::handle_terminate);
+    rig.log_out();
+    rig.apply(Input::Terminate);
     rig.check_gone();
 }
 
@@ -526,12 +520,12 @@ fn connection_terminates_in_any_state() {
         // The peer disconnects.
         let mut rig = make();
         assert_eq!(rig.conn.state(), state);
-        rig.with(IserChannel::handle_disconnected);
-        rig.with(IserChannel::handle_disconnected);
+        rig.apply(Input::Disconnected);
+        rig.apply(Input::Disconnected);
         rig.check_gone();
         // Terminated by an administrator, or by another login.
         let mut rig = make();
-        rig.with(IserChannel::handle_terminate);
+        rig.apply(Input::Terminate);
         rig.check_gone();
         // The queue pair fails and a receive is flushed.
         let mut rig = make();
@@ -541,12 +535,12 @@ fn connection_terminates_in_any_state() {
         // Shutdown without a logout.
         let mut rig = make();
         let until = rig.now + Duration::from_secs(2);
-        rig.with(|conn, cx| conn.input(cx, |ch, cx| ch.handle_shutdown(cx, until)));
+        rig.apply(Input::Shutdown(until));
         rig.wait(Duration::from_secs(2));
         rig.check_gone();
         // The device is removed with all posted work requests.
         let mut rig = make();
-        rig.with(IserChannel::handle_queues_gone);
+        rig.apply(Input::QueuesGone);
         assert!(rig.released);
         assert_eq!(rig.conn.state(), ConnState::Down);
         // Login timeout.
@@ -584,7 +578,7 @@ fn commands_in_any_state_end_with_connection() {
                         burst: Duration::ZERO,
                         ..IoLimits::default()
                     };
-                    rig.gate.unit.limits.set(&limits);
+                    rig.units[0].limits.set(&limits);
                     rig.prompt = true;
                     rig.stalled = false;
                     rig.read(8, 0, 64);
@@ -612,7 +606,7 @@ fn commands_in_any_state_end_with_connection() {
             if abort_first {
                 rig.tmf(20, TmfFunction::AbortTask, 9);
             }
-            rig.with(IserChannel::handle_disconnected);
+            rig.apply(Input::Disconnected);
             if let Some(hog) = hog {
                 rig.pool.release(hog);
             }
@@ -659,8 +653,8 @@ fn commands_end_with_their_connection() {
 #[test]
 fn last_completion_releases_connection() {
     let mut rig = Rig::logged_in("");
-    rig.with(IserChannel::handle_disconnected);
-    rig.with(IserChannel::handle_drained);
+    rig.apply(Input::Disconnected);
+    rig.apply(Input::Drained);
     assert!(!rig.released);
     while rig.receives() > 0 {
         assert!(!rig.released);
@@ -733,17 +727,6 @@ fn cve_2026_90293_early_command_closes_connection() {
     rig.check_gone();
 }
 
-/// SCST 93: INQUIRY with an allocation length of 0 to a missing unit.
-#[test]
-fn scst_93_empty_inquiry_to_missing_unit() {
-    let mut rig = Rig::logged_in("");
-    let mut command = rig.scsi(4, &[0x12, 0, 0, 0, 0, 0], false, 0);
-    command.lun = [0, 9, 0, 0, 0, 0, 0, 0];
-    let got = rig.send(&FromInitiator::ScsiCommand(command), &[]);
-    assert!(is_good(&got, 4));
-    rig.close();
-}
-
 #[test]
 fn command_without_buffer_closes_connection() {
     let mut rig = Rig::logged_in("");
@@ -783,10 +766,7 @@ fn buffers_of_ignored_command_are_not_reused() {
     command.cmd_sn.0 += 7;
     let buffers = Buffers {
         write: None,
-        read: Some(RemoteBuffer {
-            stag: Stag(1),
-            base: BASE,
-        }),
+        read: Some(remote_buffer(1)),
     };
     assert!(
         rig.send_with(buffers, &FromInitiator::ScsiCommand(command), &[])
@@ -829,7 +809,7 @@ fn long_data_uses_bounded_buffer() {
             };
             assert!(is_good(&got, 3), "{keys:?} {immediate} {got:?}");
             assert_eq!(only(&got).2, Some(3));
-            assert_eq!(rig.disk[..data.len()], data, "{keys:?} {immediate}");
+            assert_eq!(rig.disks[0][..data.len()], data, "{keys:?} {immediate}");
             let got = rig.read(4, 0, 20);
             assert!(is_good(&got, 4));
             assert_eq!(only(&got).2, Some(4));
@@ -840,85 +820,9 @@ fn long_data_uses_bounded_buffer() {
     }
 }
 
+/// A slow initiator is served without a limit.
 #[test]
-fn abort_between_pieces_waits_for_device() {
-    for write in [true, false] {
-        let mut rig = Rig::with_window(2048, "");
-        rig.stalled = true;
-        if write {
-            // The first piece was sent with the command, and the second piece is being read.
-            rig.write(3, &pattern(20 * 512), 2048, 2048);
-            assert_eq!(
-                rig.conn.channel().executor().task_state(Itt(3)),
-                Some(TaskState::Receive)
-            );
-        } else {
-            rig.read(3, 0, 20);
-            assert_eq!(
-                rig.conn.channel().executor().task_state(Itt(3)),
-                Some(TaskState::Send)
-            );
-        }
-        assert!(rig.tmf(9, TmfFunction::AbortTask, 3).is_empty());
-        assert!(rig.pool.free() < rig.pool.size(), "a device has the buffer");
-        assert_eq!(rig.gate.unit.tasks(), 1);
-        rig.stalled = false;
-        let got = rig.run_actions();
-        assert!(matches!(
-            only(&got).0,
-            FromTarget::TmfResponse(r) if r.status == TmfStatus::Complete
-        ));
-        assert_eq!(rig.pool.free(), rig.pool.size());
-        assert_eq!(rig.gate.unit.tasks(), 0);
-        rig.close();
-    }
-}
-
-/// An initiator that does not post receives blocks the chains after a response, even if their
-/// commands are aborted.
-#[test]
-fn aborted_command_cannot_linger() {
-    for write in [true, false] {
-        let mut rig = Rig::with_window(2048, "");
-        rig.stalled = true;
-        if write {
-            rig.write(3, &pattern(20 * 512), 2048, 2048);
-        } else {
-            rig.read(3, 0, 20);
-        }
-        rig.tmf(9, TmfFunction::AbortTask, 3);
-        assert_eq!(rig.gate.unit.tasks(), 1, "a device has its buffer");
-        for _ in 0..8 {
-            rig.wait(Duration::from_secs(2));
-            rig.nop(0xffff_ffff, b"");
-        }
-        assert!(rig.in_error, "{write}");
-        rig.check_gone();
-    }
-}
-
-/// An initiator that responds but does not post receives cannot keep the data of responses in use
-/// forever.
-#[test]
-fn unread_response_is_not_kept_forever() {
-    let mut rig = Rig::with_window(2048, "");
-    rig.stalled = true;
-    rig.read(3, 0, 1);
-    assert_eq!(
-        rig.conn.channel().executor().task_state(Itt(3)),
-        Some(TaskState::Sent)
-    );
-    for _ in 0..11 {
-        rig.wait(Duration::from_secs(10));
-        rig.nop(0xffff_ffff, b"");
-        assert!(!rig.in_error);
-    }
-    assert!(rig.pool.free() < rig.pool.size());
-    rig.wait(Duration::from_secs(10));
-    assert!(rig.in_error);
-    rig.check_gone();
-
-    // A slow initiator is served without a limit.
+fn slow_initiator_has_no_time_limit() {
     let mut rig = Rig::with_window(2048, "");
     for tag in 3..20 {
         rig.stalled = true;
@@ -928,7 +832,7 @@ fn unread_response_is_not_kept_forever() {
             rig.nop(0xffff_ffff, b"");
             // Several pieces, then the last piece with the response, which is delayed.
             if n < 4 {
-                rig.finish_chain();
+                rig.finish_chain(true);
                 rig.run_actions();
             }
         }
@@ -967,15 +871,11 @@ fn command_ended_by_other_nexus_gets_response() {
             rig.read(3, 0, 20);
         }
         let function = TaskManagement::ClearTaskSet;
-        let managed = rig.gate.unit.manage(NexusId(8), function);
+        let managed = rig.units[0].manage(NexusId(8), function);
         let task = managed.aborted[0];
-        let watcher = TaskRef {
-            generation: u32::MAX,
-            ..task
-        };
-        let got = rig.with(|conn, cx| conn.input(cx, |ch, cx| ch.handle_abort(cx, task, watcher)));
+        let got = rig.abort_by_other(task);
         assert!(got.is_empty());
-        assert_eq!(rig.gate.unit.tasks(), 1, "a device has its buffer");
+        assert_eq!(rig.units[0].tasks(), 1, "a device has its buffer");
         rig.stalled = false;
         let got = rig.run_actions();
         let (pdu, _, invalidated) = only(&got);
@@ -984,7 +884,7 @@ fn command_ended_by_other_nexus_gets_response() {
             "{pdu:?}"
         );
         assert_eq!(invalidated, Some(3));
-        assert_eq!(rig.gate.unit.tasks(), 0);
+        assert_eq!(rig.units[0].tasks(), 0);
         assert!(is_good(&rig.read(4, 0, 1), 4));
         rig.close();
     }
@@ -1019,14 +919,10 @@ fn transition_coverage_is_complete() {
 /// TCP.
 #[test]
 fn data_timeout_starts_with_fetch() {
-    let mut rig = Rig::accepted(IserParams {
+    let mut rig = Rig::with_params(IserParams {
         send_queue: 3,
         ..params()
     });
-    rig.with(IserChannel::handle_established);
-    rig.gate.unit = crate::iscsi::fixture::unit(1 << 20);
-    rig.login("InitialR2T=No\0");
-    rig.command(100, &[0; 6], None, 0, &[], true);
     rig.stalled = true;
     for tag in 1..4 {
         rig.read(tag, 0, 1);
@@ -1034,13 +930,9 @@ fn data_timeout_starts_with_fetch() {
     rig.write(9, &pattern(512), 0, 0);
     let more: Vec<_> = std::iter::from_fn(|| rig.pool.grant(Owner(1), 4096)).collect();
     rig.pool.wait(Owner(2));
-    rig.with(|conn, cx| conn.input(cx, Channel::handle_pressure));
-    let fetches = |rig: &Rig| {
-        let mut requests = rig.chains.iter().flat_map(|chain| &chain.requests);
-        requests.any(|request| request.direction == crate::fabric::Direction::FromInitiator)
-    };
+    rig.apply(Input::Pressure);
     let mut waited = 0;
-    while !fetches(&rig) {
+    while !rig.is_fetching() {
         for _ in 0..29 {
             rig.wait(Duration::from_millis(100));
         }
@@ -1049,7 +941,7 @@ fn data_timeout_starts_with_fetch() {
             !rig.in_error,
             "cut while it takes what lies before: {waited}"
         );
-        rig.finish_chain();
+        rig.finish_chain(true);
         rig.run_actions();
     }
     for tenth in 1..40 {

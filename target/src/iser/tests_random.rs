@@ -4,12 +4,15 @@
 use proptest::prelude::*;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::pdu::TmfFunction;
-use riser_scsi::iser::{Buffers, Header, RemoteBuffer, Stag};
+use riser_scsi::iser::{Buffers, Header};
 use riser_testkit::{fuzz, one_of};
 
-use super::IserChannel;
-use super::fixture::{BASE, Rig, WINDOW};
 use crate::iscsi::{Datamover as _, MAX_QUEUED};
+use crate::tests::rig;
+use crate::tests::rig::iser::{IserPeer, WINDOW, remote_buffer};
+use crate::worker::fabrics::Input;
+
+type Rig = rig::Rig<IserPeer>;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -99,12 +102,12 @@ fn run_step(rig: &mut Rig, step: Step) {
         Step::Nop(tag) => {
             rig.nop(300 + u32::from(tag), &[1, 2, 3]);
         }
-        Step::Block(at) if !rig.blocks.is_empty() => {
-            rig.finish_block(usize::from(at) % rig.blocks.len());
+        Step::Block(at) if !rig.blocks().is_empty() => {
+            rig.finish_block(usize::from(at) % rig.blocks().len());
             rig.run_actions();
         }
         Step::Chain => {
-            rig.finish_chain();
+            rig.finish_chain(true);
             rig.run_actions();
         }
         Step::Stall(stalled) => {
@@ -113,10 +116,7 @@ fn run_step(rig: &mut Rig, step: Step) {
         }
         Step::Bytes(stag, bytes) => {
             // Use existing keys only, because a device would reject other keys.
-            let buffer = stag.map(|_| RemoteBuffer {
-                stag: Stag(0xffff),
-                base: BASE,
-            });
+            let buffer = stag.map(|_| remote_buffer(0xffff));
             let header = Header::Control(Buffers {
                 write: buffer,
                 read: buffer,
@@ -133,11 +133,11 @@ fn run_step(rig: &mut Rig, step: Step) {
             rig.wait(std::time::Duration::from_secs(seconds.into()));
         }
         Step::Limit(n) => {
-            rig.gate.unit.limits.set(&crate::qos::fixture::limits(n));
-            rig.with(|conn, cx| conn.input(cx, crate::iscsi::Channel::handle_limits));
+            rig.units[0].limits.set(&crate::qos::fixture::limits(n));
+            rig.apply(Input::Limits);
         }
         Step::Logout => {
-            rig.logout(400);
+            rig.log_out();
         }
         Step::Block(_) => {}
     }
@@ -160,7 +160,7 @@ fn run(steps: Vec<Step>, prompt: bool, window: u32) {
         assert!(queued <= MAX_QUEUED + 64, "{queued}");
     }
     if !rig.in_error {
-        rig.with(IserChannel::handle_disconnected);
+        rig.apply(Input::Disconnected);
     }
     rig.check_gone();
 }

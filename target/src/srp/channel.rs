@@ -203,6 +203,12 @@ impl Channel {
         self.backlog.waits_begun()
     }
 
+    /// Returns the number of units with commands waiting for pool memory.
+    #[cfg(test)]
+    pub(crate) fn pool_waits(&self) -> usize {
+        self.backlog.memory_waits()
+    }
+
     /// Returns the next time at which to call [`Channel::handle_timeout`].
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {

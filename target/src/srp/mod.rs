@@ -54,8 +54,6 @@ mod teardown;
 mod timers;
 
 #[cfg(test)]
-mod fixture;
-#[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod tests_ioctx;

@@ -96,6 +96,14 @@ impl RequestTable {
         io.map_or(IoctxState::Done, |io| io.state)
     }
 
+    /// Returns the state of the request with this tag, if it exists.
+    #[cfg(test)]
+    pub(crate) fn task_state(&self, tag: u64) -> Option<IoctxState> {
+        let mut contexts = self.contexts.iter();
+        let found = contexts.find(|(_, io)| io.tag == Tag(tag));
+        found.map(|(_, io)| io.state)
+    }
+
     /// Returns the data buffer for the block operation of a context, if it needs one.
     pub(crate) fn data_buffer(&self, idx: TaskIdx) -> Option<&Buffer> {
         self.contexts[idx].exec.buffer.as_ref()

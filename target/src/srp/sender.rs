@@ -28,7 +28,7 @@ const RESERVED: u32 = OWN_MESSAGES + 2;
 /// Credits, the send ring, and the chains in flight.
 #[derive(Debug)]
 pub(crate) struct Sender {
-    pub(super) queue: SendQueue,
+    pub(crate) queue: SendQueue,
     pub(super) req_lim: ReqLim,
     pub(super) ring: SendRing,
     /// Limits for a single chain.

@@ -1,6 +1,5 @@
 //! Scripted tests: information units and completions as input, actions as output.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use riser_scsi::attention::Attention;
@@ -14,16 +13,18 @@ use riser_scsi::task::TaskManagement;
 use riser_state::testing::{assert_all_taken, table};
 
 use super::channel::{ChState, Channel};
-use super::fixture::{
-    Answer, Data, KEY, Pending, Rig, TABLE, blocks, cmd, indirect, params, read10, table_bytes,
-    tmf, write10,
-};
 use super::ioctx::{ChainKind, IoctxState};
 use super::login::ChannelParams;
 use super::timers::{JOIN_TIMEOUT, KEEPALIVE};
-use crate::config::DATA_OUT_TIMEOUT;
-use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
-use crate::stats::{Record, Stage, Tracer};
+use crate::fabric::{TaskIdx, UnitIdx};
+
+use crate::tests::rig::srp::{
+    Answer, Data, KEY, SrpPeer, TABLE, blocks, cmd, indirect, params, read10, table_bytes, tmf,
+    write10,
+};
+use crate::tests::rig::{self, Work};
+
+type Rig = rig::Rig<SrpPeer>;
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 % 251) as u8).collect()
@@ -52,32 +53,30 @@ fn good(tag: u64) -> Answer {
 fn read_is_sent_in_one_post() {
     let mut rig = Rig::live();
     rig.disks[0][512..1536].copy_from_slice(&pattern(1024));
-    rig.remote.insert(KEY, vec![0; 4096]);
+    rig.memory.insert(KEY, vec![0; 4096]);
     let iu = read10(1, 2).into(Data::Direct(MemDesc::new(100, KEY, 1024)));
     rig.send(0, &iu.bytes());
-    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
+    assert_eq!(state(&rig.channel), [IoctxState::DataIn]);
     rig.complete();
-    assert_eq!(state(&rig.channels[0]), [IoctxState::CmdRspSent]);
-    assert_eq!(rig.pending.len(), 1, "data and answer are one chain");
+    assert_eq!(state(&rig.channel), [IoctxState::CmdRspSent]);
+    assert_eq!(rig.work.len(), 1, "data and answer are one chain");
     rig.complete();
     assert_eq!(rig.rsp(), good(1));
-    assert_eq!(rig.remote[&KEY][100..1124], pattern(1024));
-    assert_eq!(state(&rig.channels[0]), []);
+    assert_eq!(rig.memory[&KEY][100..1124], pattern(1024));
+    assert_eq!(state(&rig.channel), []);
     rig.close();
 }
 
 #[test]
 fn write_fetches_data_first() {
     let mut rig = Rig::live();
-    rig.remote.insert(KEY, pattern(2048));
-    let iu = write10(4, 4)
-        .tag(9)
-        .out(Data::Direct(MemDesc::new(0, KEY, 2048)));
+    rig.memory.insert(KEY, pattern(2048));
+    let iu = write10(4, 4).tag(9).out(Data::direct(2048));
     rig.send(0, &iu.bytes());
-    assert_eq!(state(&rig.channels[0]), [IoctxState::NeedData]);
+    assert_eq!(state(&rig.channel), [IoctxState::NeedData]);
     rig.complete();
-    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
-    rig.run_actions();
+    assert_eq!(state(&rig.channel), [IoctxState::DataIn]);
+    rig.complete_all();
     assert_eq!(rig.rsp(), good(9));
     assert_eq!(rig.disks[0][2048..4096], pattern(2048));
     rig.close();
@@ -86,12 +85,12 @@ fn write_fetches_data_first() {
 #[test]
 fn immediate_data_keeps_its_receive() {
     let mut rig = Rig::live();
-    let before = rig.receives[0].len();
+    let before = rig.receives.len();
     let iu = write10(0, 8).out(Data::Immediate(pattern(4096)));
     rig.send(0, &iu.bytes());
-    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
-    assert_eq!(rig.receives[0].len(), before, "taken over, receive is back");
-    rig.run_actions();
+    assert_eq!(state(&rig.channel), [IoctxState::DataIn]);
+    assert_eq!(rig.receives.len(), before, "taken over, receive is back");
+    rig.complete_all();
     assert_eq!(rig.rsp(), good(1));
     assert_eq!(rig.disks[0][..4096], pattern(4096));
     rig.close();
@@ -106,8 +105,8 @@ fn indirect_tables_of_any_kind_work() {
         let descs: Vec<_> = (0..entries)
             .map(|i| MemDesc::new(u64::from(entries - 1 - i) * 1000, KEY, 512))
             .collect();
-        rig.remote.insert(KEY, vec![0; 1000 * entries as usize]);
-        rig.remote.insert(TABLE, table_bytes(&descs));
+        rig.memory.insert(KEY, vec![0; 1000 * entries as usize]);
+        rig.memory.insert(TABLE, table_bytes(&descs));
         let iu = read10(0, entries as u16).into(indirect(&descs, inline));
         rig.send(0, &iu.bytes());
         let external = inline < entries as usize;
@@ -116,12 +115,12 @@ fn indirect_tables_of_any_kind_work() {
         } else {
             IoctxState::DataIn
         };
-        assert_eq!(state(&rig.channels[0]), [first]);
-        rig.run_actions();
+        assert_eq!(state(&rig.channel), [first]);
+        rig.complete_all();
         assert_eq!(rig.rsp(), good(1));
         for (i, block) in pattern(len as usize).chunks(512).enumerate() {
             let at = (entries as usize - 1 - i) * 1000;
-            assert_eq!(rig.remote[&KEY][at..at + 512], *block);
+            assert_eq!(rig.memory[&KEY][at..at + 512], *block);
         }
         rig.close();
     }
@@ -130,38 +129,22 @@ fn indirect_tables_of_any_kind_work() {
 #[test]
 fn response_has_residuals_and_sense() {
     let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![0; 4096]);
-    let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 4096)));
+    rig.memory.insert(KEY, vec![0; 4096]);
+    let iu = read10(0, 1).into(Data::direct(4096));
     rig.send(0, &iu.bytes());
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(rig.rsp().data_in, Residual::Under(3584));
-    let iu = read10(u32::MAX, 1).into(Data::Direct(MemDesc::new(0, KEY, 512)));
+    let iu = read10(u32::MAX, 1).into(Data::direct(512));
     rig.send(0, &iu.bytes());
-    rig.run_actions();
+    rig.complete_all();
     let rsp = rig.rsp();
     assert_eq!((rsp.status, rsp.key), (2, Some(5)));
-    let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 512)));
+    let iu = read10(0, 1).into(Data::direct(512));
     rig.send(0, &iu.bytes());
     rig.complete_nth(0, false);
-    rig.run_actions();
+    rig.complete_all();
     let rsp = rig.rsp();
     assert_eq!((rsp.status, rsp.key), (2, Some(3)), "medium error");
-    rig.close();
-}
-
-#[test]
-fn inquiry_to_missing_unit_succeeds() {
-    let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![0xee; 255]);
-    for len in [36u8, 0] {
-        let iu = cmd(&[0x12, 0, 0, 0, len, 0])
-            .lun(77)
-            .into(Data::Direct(MemDesc::new(0, KEY, u32::from(len))));
-        rig.send(0, &iu.bytes());
-        rig.run_actions();
-        assert_eq!(rig.rsp(), good(1));
-    }
-    assert_eq!(rig.remote[&KEY][0], 0x7f);
     rig.close();
 }
 
@@ -171,12 +154,11 @@ fn early_commands_wait_for_establishment() {
     rig.add_channel(params(), 1);
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
-    assert_eq!((rig.notified, rig.pending.len()), (1, 0));
+    assert_eq!((rig.notified, rig.work.len()), (1, 0));
     rig.establish(0);
-    assert_eq!(rig.channels[0].state(), ChState::Live);
-    rig.run_actions();
-    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [1, 2]);
+    assert_eq!(rig.channel.state(), ChState::Live);
+    rig.complete_all();
+    assert_eq!(rig.tags(), [1, 2]);
     rig.close();
 }
 
@@ -186,9 +168,9 @@ fn unestablished_connection_times_out() {
     rig.add_channel(params(), 1);
     rig.send(0, &cmd(&[0; 6]).bytes());
     rig.advance(Duration::from_secs(19));
-    assert_eq!(rig.channels[0].state(), ChState::Connecting);
+    assert_eq!(rig.channel.state(), ChState::Connecting);
     rig.advance(Duration::from_secs(2));
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    assert_eq!(rig.channel.state(), ChState::Draining);
     rig.close();
 }
 
@@ -198,38 +180,15 @@ fn requests_without_context_wait_in_order() {
     for tag in 1..=7 {
         assert!(rig.send(0, &cmd(&[0x35; 1]).tag(tag).bytes()));
     }
-    assert_eq!(rig.channels[0].requests().len(), 4);
+    assert_eq!(rig.channel.requests().len(), 4);
     assert_eq!(
-        rig.channels[0].sender().req_lim.over_limit(),
+        rig.channel.sender().req_lim.over_limit(),
         0,
         "not looked at yet"
     );
-    rig.run_actions();
-    let answers = rig.answers();
-    let tags: Vec<_> = answers.iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [1, 2, 3, 4, 5, 6, 7]);
-    assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
-    rig.close();
-}
-
-#[test]
-fn ordered_tasks_wait_for_older_tasks() {
-    let mut rig = Rig::live();
-    let sync = |tag| cmd(&[0x35]).tag(tag);
-    rig.send(0, &sync(1).bytes());
-    rig.send(0, &sync(2).attr(TaskAttr::Ordered).bytes());
-    rig.send(0, &sync(3).bytes());
-    assert_eq!(
-        state(&rig.channels[0]),
-        [
-            IoctxState::DataIn,
-            IoctxState::AwaitTask,
-            IoctxState::AwaitTask
-        ]
-    );
-    rig.run_actions();
-    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [1, 2, 3]);
+    rig.complete_all();
+    assert_eq!(rig.tags(), [1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
     rig.close();
 }
 
@@ -237,13 +196,8 @@ fn ordered_tasks_wait_for_older_tasks() {
 fn command_waits_for_pool_memory() {
     let mut rig = Rig::live();
     let all = rig.pool.allocate(4 << 20).unwrap();
-    rig.remote.insert(KEY, vec![1; 512]);
-    rig.send(
-        0,
-        &write10(0, 1)
-            .out(Data::Direct(MemDesc::new(0, KEY, 512)))
-            .bytes(),
-    );
+    rig.memory.insert(KEY, vec![1; 512]);
+    rig.send(0, &write10(0, 1).out(Data::direct(512)).bytes());
     rig.send(
         0,
         &write10(1, 1)
@@ -252,98 +206,14 @@ fn command_waits_for_pool_memory() {
             .bytes(),
     );
     assert_eq!(
-        state(&rig.channels[0]),
+        state(&rig.channel),
         [IoctxState::AwaitBuffer, IoctxState::AwaitBuffer]
     );
     rig.pool.release(all);
     rig.pump();
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(rig.answers(), [good(2), good(1)], "no READ for the second");
     assert_eq!(rig.disks[0][512..1024], [2; 512]);
-    rig.close();
-}
-
-#[test]
-fn task_and_memory_waits_are_stages() {
-    let mut rig = Rig::live();
-    let tracer = Arc::new(Tracer::new(None, Duration::ZERO, 8));
-    rig.stats[0].trace(Some(Arc::clone(&tracer)));
-    let wait = Duration::from_millis(5);
-    rig.send(0, &cmd(&[0x35]).tag(1).bytes());
-    let ordered = cmd(&[0x35]).attr(TaskAttr::Ordered).tag(2);
-    rig.send(0, &ordered.bytes());
-    rig.advance(wait);
-    rig.run_actions();
-    let all = rig.pool.allocate(4 << 20).unwrap();
-    let write = write10(1, 1).tag(3).out(Data::Immediate(vec![2; 512]));
-    rig.send(0, &write.bytes());
-    rig.advance(wait);
-    rig.pool.release(all);
-    rig.pump();
-    rig.run_actions();
-    assert_eq!(rig.answers().len(), 3);
-    let mut records = tracer.take_records();
-    records.sort_by_key(|record| record.subject.tag);
-    let waited = |record: &Record, stage| {
-        let at = record.steps.iter().position(|(of, _)| *of == stage)?;
-        let end = record.steps.get(at + 1)?.1;
-        Some(end - record.steps[at].1)
-    };
-    assert_eq!(waited(&records[0], Stage::Backend), Some(wait));
-    assert_eq!(waited(&records[1], Stage::Order), Some(wait));
-    assert_eq!(waited(&records[1], Stage::Memory), None);
-    assert_eq!(waited(&records[2], Stage::Memory), Some(wait));
-    assert_eq!(waited(&records[2], Stage::Order), None);
-    rig.close();
-}
-
-/// An ordered command has no memory yet, and commands that use the memory are waiting for it.
-#[test]
-fn ordered_command_gets_memory_of_others() {
-    const MIB: usize = 1 << 20;
-    let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![7; MIB]);
-    let all = || Data::Direct(MemDesc::new(0, KEY, MIB as u32));
-    let page = Data::Direct(MemDesc::new(0, KEY + 1, 4096));
-    rig.remote.insert(KEY + 1, vec![7; 4096]);
-    let read = read10(0, 8).attr(TaskAttr::Ordered).tag(2).into(page);
-    rig.send(0, &cmd(&[0x35]).bytes());
-    rig.send(0, &read.bytes());
-    let others = rig.pool.allocate(3 << 20).unwrap();
-    rig.send(0, &write10(0, 2048).tag(3).out(all()).bytes());
-    rig.complete_nth(1, true);
-    assert_eq!(rig.pool.free(), 0);
-    let waits = IoctxState::AwaitTask;
-    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn, waits, waits]);
-    rig.run_actions();
-    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [1, 2, 3]);
-    assert_eq!(rig.remote[&(KEY + 1)], [0; 4096], "what was there before");
-    assert!(rig.disks[0].iter().all(|byte| *byte == 7));
-    rig.pool.release(others);
-    rig.close();
-}
-
-/// Newer commands of the nexus have to wait for an ORDERED command, so they must not use the memory
-/// that it needs.
-#[test]
-fn command_waiting_for_memory_is_not_overtaken() {
-    let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![7; 1 << 20]);
-    let data = |len| Data::Direct(MemDesc::new(0, KEY, len));
-    let most = rig.pool.allocate(7 << 19).unwrap();
-    let ordered = write10(0, 2048).attr(TaskAttr::Ordered);
-    rig.send(0, &ordered.out(data(1 << 20)).bytes());
-    rig.send(0, &write10(0, 8).tag(2).out(data(4096)).bytes());
-    assert_eq!(
-        state(&rig.channels[0]),
-        [IoctxState::AwaitBuffer, IoctxState::AwaitBuffer]
-    );
-    rig.pool.release(most);
-    rig.pump();
-    rig.run_actions();
-    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [1, 2]);
     rig.close();
 }
 
@@ -352,54 +222,20 @@ fn command_waiting_for_memory_is_not_overtaken() {
 fn table_fetch_keeps_its_memory() {
     const MIB: u32 = 1 << 20;
     let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![7; MIB as usize]);
+    rig.memory.insert(KEY, vec![7; MIB as usize]);
     let descs = [MemDesc::new(0, KEY, MIB)];
-    rig.remote.insert(TABLE, table_bytes(&descs));
+    rig.memory.insert(TABLE, table_bytes(&descs));
     let most = rig.pool.allocate(2 * MIB).unwrap();
     let table = indirect(&descs, 0);
     let ordered = write10(0, 2048).attr(TaskAttr::Ordered).out(table);
     rig.send(0, &ordered.bytes());
     for tag in [2, 3] {
-        let data = Data::Direct(MemDesc::new(0, KEY, MIB));
+        let data = Data::direct(MIB);
         rig.send(0, &write10(0, 2048).tag(tag).out(data).bytes());
     }
-    rig.run_actions();
-    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [1, 2, 3]);
+    rig.complete_all();
+    assert_eq!(rig.tags(), [1, 2, 3]);
     rig.pool.release(most);
-    rig.close();
-}
-
-#[test]
-fn commands_take_turns_with_reserve() {
-    let mut rig = Rig::live();
-    rig.add_channel(params(), 2);
-    rig.establish(1);
-    rig.send(1, &cmd(&[0; 6]).bytes());
-    rig.run_actions();
-    rig.sent.clear();
-    rig.remote.insert(KEY, vec![0; 512]);
-    let all = rig.pool.allocate(4 << 20).unwrap();
-    let data = || Data::Direct(MemDesc::new(0, KEY, 512));
-    // Commands that have not been ordered yet wait for memory, but do not block any other command.
-    rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
-    for (chan, tag) in [(0, 2), (0, 3), (1, 4), (1, 5)] {
-        rig.send(chan, &read10(0, 1).tag(tag).into(data()).bytes());
-    }
-    let running = |rig: &Rig| {
-        let states = rig.channels.iter().flat_map(state);
-        states.filter(|s| *s == IoctxState::DataIn).count()
-    };
-    assert_eq!(running(&rig), 1);
-    rig.run_actions();
-    let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    tags.sort_unstable();
-    assert_eq!(tags, [2, 3, 4, 5]);
-    assert_eq!(state(&rig.channels[0]), [IoctxState::AwaitBuffer]);
-    rig.pool.release(all);
-    rig.pump();
-    rig.run_actions();
-    assert_eq!(rig.rsp(), good(1));
     rig.close();
 }
 
@@ -408,24 +244,23 @@ fn long_transfers_yield_between_portions() {
     let mut rig = Rig::live();
     let entries = 60;
     rig.disks[0][..entries * 512].copy_from_slice(&pattern(entries * 512));
-    rig.remote.insert(KEY, vec![0; entries * 512]);
+    rig.memory.insert(KEY, vec![0; entries * 512]);
     let iu = read10(0, entries as u16).into(indirect(&blocks(entries as u32), entries));
     rig.send(0, &iu.tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
     rig.complete();
     assert_eq!(
-        rig.channels[0].requests().state(TaskIdx(0)),
+        rig.channel.requests().state(TaskIdx(0)),
         IoctxState::WriteData
     );
-    let portions = rig.pending.iter().map(|p| match p {
-        Pending::Chain { requests, .. } => requests.len(),
+    let portions = rig.work.iter().map(|p| match p {
+        Work::Chain { requests, .. } => requests.len(),
         _ => 0,
     });
     assert!(portions.max().unwrap() <= 8);
-    rig.run_actions();
-    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
-    assert_eq!(tags, [2, 1]);
-    assert_eq!(rig.remote[&KEY], pattern(entries * 512));
+    rig.complete_all();
+    assert_eq!(rig.tags(), [2, 1]);
+    assert_eq!(rig.memory[&KEY], pattern(entries * 512));
     rig.close();
 }
 
@@ -439,22 +274,22 @@ fn aborted_command_sends_no_more_data() {
         TskMgmtFunction::LogicalUnitReset,
     ] {
         let mut rig = Rig::live();
-        rig.remote.insert(KEY, vec![0; 60 * 512]);
+        rig.memory.insert(KEY, vec![0; 60 * 512]);
         let read = read10(0, 60).into(indirect(&blocks(60), 60));
         rig.send(0, &read.tag(1).bytes());
         rig.complete();
         // The function does not affect the other unit.
         rig.send(0, &read10(0, 1).lun(1).tag(2).bytes());
         assert_eq!(
-            rig.channels[0].requests().state(TaskIdx(0)),
+            rig.channel.requests().state(TaskIdx(0)),
             IoctxState::WriteData
         );
         rig.send(0, &tmf(6, 0, function, 0));
-        rig.run_actions();
-        let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+        rig.complete_all();
+        let mut tags = rig.tags();
         tags.retain(|tag| *tag != 2);
         assert_eq!(tags, [6], "{function:?}");
-        assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
+        assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
         rig.close();
     }
 }
@@ -464,25 +299,20 @@ fn aborted_command_sends_no_more_data() {
 #[test]
 fn cleared_command_completes_started_response() {
     let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![0; 60 * 512]);
+    rig.memory.insert(KEY, vec![0; 60 * 512]);
     let read = read10(0, 60).into(indirect(&blocks(60), 60));
     rig.send(0, &read.tag(1).bytes());
     let managed = rig.units[0].manage(NexusId(99), TaskManagement::ClearTaskSet);
     let task = managed.aborted[0];
     rig.complete();
     assert_eq!(
-        rig.channels[0].requests().state(TaskIdx(0)),
+        rig.channel.requests().state(TaskIdx(0)),
         IoctxState::WriteData
     );
-    let watcher = TaskRef {
-        generation: u32::MAX,
-        ..task
-    };
-    rig.with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
-    rig.run_actions();
-    let ended: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
-    assert_eq!(ended, [(1, 0x40)]);
-    assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
+    rig.abort(task);
+    rig.complete_all();
+    assert_eq!(rig.statuses(), [(1, 0x40)]);
+    assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
     rig.close();
 }
 
@@ -499,24 +329,20 @@ fn own_abort_suppresses_response_after_clear() {
             rig.send(0, &cmd(&[0x35]).tag(5).bytes());
             let managed = rig.units[0].manage(NexusId(99), TaskManagement::ClearTaskSet);
             let task = managed.aborted[0];
-            let watcher = TaskRef {
-                generation: u32::MAX,
-                ..task
-            };
             let idx = task.index;
-            assert_eq!(rig.channels[0].requests().state(idx), IoctxState::DataIn);
+            assert_eq!(rig.channel.requests().state(idx), IoctxState::DataIn);
             if !is_first {
                 rig.send(0, &iu);
             }
-            rig.with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
+            rig.abort(task);
             if is_first {
                 rig.send(0, &iu);
             }
-            rig.run_actions();
+            rig.complete_all();
             let answers = rig.answers();
             let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status == 0x40)).collect();
             assert_eq!(ended, [(tag, false)]);
-            assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
+            assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
             rig.close();
         }
     }
@@ -535,7 +361,7 @@ fn abort_from_other_channel_stops_data() {
         rig.add_channel(params(), 1);
         rig.establish(1);
         let entries = 60;
-        rig.remote.insert(KEY, vec![0; entries * 512]);
+        rig.memory.insert(KEY, vec![0; entries * 512]);
         let descs: Vec<_> = (0..entries as u64)
             .map(|i| MemDesc::new(i * 512, KEY, 512))
             .collect();
@@ -546,15 +372,16 @@ fn abort_from_other_channel_stops_data() {
         });
         rig.send(1, &read.tag(1).bytes());
         rig.complete();
-        let left = rig.channels[1].requests().state(TaskIdx(0));
+        let left = rig.peers[1].channel.requests().state(TaskIdx(0));
         assert_eq!(left, IoctxState::WriteData);
-        while is_last && rig.channels[1].requests().state(TaskIdx(0)) != IoctxState::CmdRspSent {
+        while is_last && rig.peers[1].channel.requests().state(TaskIdx(0)) != IoctxState::CmdRspSent
+        {
             rig.complete();
         }
         rig.send(0, &tmf(6, 0, function, 0));
-        assert_eq!(state(&rig.channels[0]), [IoctxState::Mgmt], "{function:?}");
-        rig.run_actions();
-        let sent = std::mem::take(&mut rig.sent);
+        assert_eq!(state(&rig.channel), [IoctxState::Mgmt], "{function:?}");
+        rig.complete_all();
+        let sent = std::mem::take(&mut rig.received);
         let is_rsp = |bytes: &[u8]| matches!(FromTarget::parse(bytes), Ok(FromTarget::Rsp(_)));
         let answers: Vec<_> = sent.iter().filter(|(_, bytes)| is_rsp(bytes)).collect();
         match is_last {
@@ -581,10 +408,10 @@ fn full_send_queue_delays_chains() {
         rig.send(0, &cmd(&[0; 6]).tag(tag).bytes());
     }
     assert_eq!(
-        state(&rig.channels[0])[2..],
+        state(&rig.channel)[2..],
         [IoctxState::AwaitCredit(ChainKind::Respond); 2]
     );
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(rig.answers().len(), 4);
     rig.close();
 }
@@ -592,29 +419,24 @@ fn full_send_queue_delays_chains() {
 #[test]
 fn abort_task_waits_for_device() {
     let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![0; 512]);
-    let iu = read10(0, 1)
-        .tag(5)
-        .into(Data::Direct(MemDesc::new(0, KEY, 512)));
+    rig.memory.insert(KEY, vec![0; 512]);
+    let iu = read10(0, 1).tag(5).into(Data::direct(512));
     rig.send(0, &iu.bytes());
     rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
     assert_eq!(
-        state(&rig.channels[0]),
+        state(&rig.channel),
         [IoctxState::DataIn, IoctxState::Mgmt],
         "the buffer is still the disk's"
     );
-    assert!(matches!(
-        rig.pending[..],
-        [Pending::Block { aborted: true, .. }]
-    ));
-    rig.run_actions();
+    assert!(matches!(rig.work[..], [Work::Block { aborted: true, .. }]));
+    rig.complete_all();
     let rsp = rig.rsp();
     assert_eq!(
         (rsp.tag, rsp.code, rsp.delta),
         (6, Some(0), 2),
         "two credits come back"
     );
-    assert_eq!(rig.channels[0].stats().counters.aborted, 1);
+    assert_eq!(rig.channel.stats().counters.aborted, 1);
     rig.close();
 }
 
@@ -622,7 +444,7 @@ fn abort_task_waits_for_device() {
 fn abort_of_unknown_task_completes() {
     let mut rig = Rig::live();
     rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 99));
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(rig.rsp().code, Some(0));
     for (function, lun, code) in [
         (TskMgmtFunction::ClearAca, 0, 4),
@@ -630,7 +452,7 @@ fn abort_of_unknown_task_completes() {
         (TskMgmtFunction::LogicalUnitReset, 9, 2),
     ] {
         rig.send(0, &tmf(6, lun, function, 0));
-        rig.run_actions();
+        rig.complete_all();
         assert_eq!(rig.rsp().code, Some(code), "{function:?}");
     }
     rig.close();
@@ -641,24 +463,24 @@ fn abort_of_unknown_task_completes() {
 fn cve_2016_6327_aborts_lose_no_command() {
     for steps in 0..6 {
         let mut rig = Rig::live();
-        rig.remote.insert(KEY, pattern(512 * 40));
+        rig.memory.insert(KEY, pattern(512 * 40));
         let descs = blocks(40);
-        rig.remote.insert(TABLE, table_bytes(&descs));
+        rig.memory.insert(TABLE, table_bytes(&descs));
         let iu = write10(0, 40).tag(5).out(indirect(&descs, 0));
         rig.send(0, &iu.bytes());
         for _ in 0..steps {
-            if !rig.pending.is_empty() {
+            if !rig.work.is_empty() {
                 rig.complete();
             }
         }
         rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
         rig.send(0, &tmf(7, 0, TskMgmtFunction::AbortTask, 5));
         rig.send(0, &tmf(8, 0, TskMgmtFunction::LogicalUnitReset, 0));
-        rig.run_actions();
-        let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+        rig.complete_all();
+        let mut tags = rig.tags();
         tags.retain(|&t| t != 5);
         assert_eq!(tags, [6, 7, 8], "after {steps} steps");
-        assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
+        assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
         rig.close();
     }
 }
@@ -666,16 +488,12 @@ fn cve_2016_6327_aborts_lose_no_command() {
 #[test]
 fn reset_aborts_tasks_of_other_channels() {
     let mut rig = Rig::live();
-    rig.add_channel(params(), 2);
-    rig.establish(1);
-    rig.send(1, &cmd(&[0; 6]).bytes());
-    rig.run_actions();
-    rig.sent.clear();
+    rig.add_live_channel(params(), 2);
     rig.send(1, &cmd(&[0x35]).tag(5).bytes());
     rig.send(0, &tmf(6, 0, TskMgmtFunction::ClearTaskSet, 0));
-    assert_eq!(state(&rig.channels[0]), [IoctxState::Mgmt]);
-    rig.run_actions();
-    let (mgmt, other): (Vec<_>, Vec<_>) = rig.sent.drain(..).partition(|(c, _)| *c == 0);
+    assert_eq!(state(&rig.channel), [IoctxState::Mgmt]);
+    rig.complete_all();
+    let (mgmt, other): (Vec<_>, Vec<_>) = rig.received.drain(..).partition(|(c, _)| *c == 0);
     assert_eq!(mgmt.len(), 1);
     assert_eq!(other.len(), 1, "TAS is one");
     let FromTarget::Rsp(rsp) = FromTarget::parse(&other[0].1).unwrap() else {
@@ -684,10 +502,10 @@ fn reset_aborts_tasks_of_other_channels() {
     let ended = (rsp.tag, rsp.status, rsp.req_lim_delta, rsp.sense);
     assert_eq!(ended, (Tag(5), 0x40, 1, None));
     rig.send(1, &cmd(&[0; 6]).tag(8).bytes());
-    rig.run_actions();
+    rig.complete_all();
     let rsp = rig.rsp();
     assert_eq!((rsp.tag, rsp.key), (8, None), "which says all");
-    assert_eq!(rig.channels[1].sender().req_lim.at_initiator(), 4);
+    assert_eq!(rig.peers[1].channel.sender().req_lim.at_initiator(), 4);
     rig.close();
 }
 
@@ -698,16 +516,16 @@ fn initiator_logout_closes_channel() {
     let mut iu = [0; 16];
     ILogout { tag: Tag(4) }.emit(&mut iu);
     rig.send(0, &iu);
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    assert_eq!(rig.channel.state(), ChState::Draining);
     assert_eq!(rig.disconnects, 1);
-    rig.run_actions();
-    assert!(rig.released[0]);
-    assert_eq!(rig.channels[0].stats().counters.torn_down, 1);
+    rig.complete_all();
+    assert!(rig.released);
+    assert_eq!(rig.channel.stats().counters.torn_down, 1);
     rig.close();
 }
 
 fn t_logout(rig: &mut Rig) -> TLogoutReason {
-    let (_, bytes) = rig.sent.pop().expect("a message");
+    let (_, bytes) = rig.received.pop().expect("a message");
     match FromTarget::parse(&bytes).unwrap() {
         FromTarget::TLogout(iu) => iu.reason,
         other => panic!("a T_LOGOUT, not {other:?}"),
@@ -720,14 +538,14 @@ fn shutdown_completes_commands_before_logout() {
     rig.send(0, &cmd(&[0x35]).bytes());
     let until = rig.now + Duration::from_secs(5);
     rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
-    assert_eq!(rig.channels[0].state(), ChState::Live);
+    assert_eq!(rig.channel.state(), ChState::Live);
     rig.complete();
     rig.complete();
-    assert_eq!(rig.channels[0].state(), ChState::Disconnecting);
-    rig.run_actions();
+    assert_eq!(rig.channel.state(), ChState::Disconnecting);
+    rig.complete_all();
     assert_eq!(t_logout(&mut rig), TLogoutReason::NoReason);
     assert_eq!(rig.rsp(), good(1));
-    assert!(rig.released[0]);
+    assert!(rig.released);
 
     let mut rig = Rig::live();
     rig.send(0, &cmd(&[0x35]).bytes());
@@ -735,13 +553,13 @@ fn shutdown_completes_commands_before_logout() {
     rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
     rig.advance(Duration::from_secs(6));
     assert_eq!(
-        rig.channels[0].state(),
+        rig.channel.state(),
         ChState::Disconnecting,
         "its time is up"
     );
     rig.advance(Duration::from_secs(2));
     assert_eq!(
-        rig.channels[0].state(),
+        rig.channel.state(),
         ChState::Draining,
         "nor does the logout hang"
     );
@@ -754,7 +572,7 @@ fn terminated_channel_gets_logout_reason() {
     rig.with(0, |ch, cx| {
         ch.handle_terminate(cx);
     });
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(t_logout(&mut rig), TLogoutReason::MultiChannelAction);
     rig.close();
 }
@@ -765,23 +583,19 @@ fn terminated_channel_waits_for_device() {
     let write = |byte| write10(0, 1).out(Data::Immediate(vec![byte; 512]));
     rig.send(0, &write(0xaa).tag(1).bytes());
     rig.send(0, &write(0xbb).tag(2).attr(TaskAttr::Ordered).bytes());
-    assert_eq!(
-        rig.pending.len(),
-        1,
-        "one write runs, the other waits for it"
-    );
+    assert_eq!(rig.work.len(), 1, "one write runs, the other waits for it");
     rig.with(0, |ch, cx| {
         ch.handle_terminate(cx);
     });
-    while rig.pending.len() > 1 {
+    while rig.work.len() > 1 {
         rig.complete_nth(1, true);
     }
-    assert!(!rig.released[0], "the disk still has the first write");
+    assert!(!rig.released, "the disk still has the first write");
     rig.complete();
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(rig.disks[0][..512], [0; 512]);
-    assert_eq!(rig.channels[0].stats().counters.torn_down, 2);
-    assert!(rig.released[0]);
+    assert_eq!(rig.channel.stats().counters.torn_down, 2);
+    assert!(rig.released);
     rig.close();
 }
 
@@ -792,21 +606,21 @@ fn replacing_channel_waits_for_replaced() {
         let chan = rig.add_channel(params(), 1);
         rig.with(chan, |ch, cx| ch.handle_established(cx, false));
         rig.send(chan, &cmd(&[0x35]).bytes());
-        assert_eq!(rig.channels[chan].state(), ChState::Joining);
-        assert!(rig.pending.is_empty());
+        assert_eq!(rig.peers[chan].channel.state(), ChState::Joining);
+        assert!(rig.work.is_empty());
         rig
     };
     let mut rig = waiting();
     rig.with(0, Channel::handle_others_gone);
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(rig.rsp().tag, 1);
     rig.close();
 
     let mut rig = waiting();
     rig.advance(JOIN_TIMEOUT);
-    rig.run_actions();
+    rig.complete_all();
     assert_eq!(t_logout(&mut rig), TLogoutReason::NoReason);
-    assert!(rig.released[0]);
+    assert!(rig.released);
     rig.close();
 }
 
@@ -824,16 +638,16 @@ fn duplicate_tag_aborts_nexus_commands() {
         0,
         "those that it ends are at the disks"
     );
-    rig.run_actions();
+    rig.complete_all();
     let answers = rig.answers();
     let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status, a.key)).collect();
     assert_eq!(ended, [(2, 0, None), (1, 2, Some(0xb))]);
-    assert_eq!(rig.channels[0].stats().counters.aborted, 2);
+    assert_eq!(rig.channel.stats().counters.aborted, 2);
     assert_eq!(rig.disks[0][..512], [0; 512]);
     // A tag can be reused once the response was sent, even before the send has completed.
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
-    rig.run_actions();
+    rig.complete_all();
     let again = rig.answers();
     assert!(
         again.iter().all(|a| (a.tag, a.status) == (1, 0)),
@@ -872,9 +686,9 @@ fn malformed_messages_close_one_channel() {
         rig.add_channel(params(), 2);
         rig.establish(1);
         rig.send(0, &iu);
-        rig.run_actions();
+        rig.complete_all();
         assert_eq!(t_logout(&mut rig), reason);
-        assert_eq!(rig.channels[1].state(), ChState::Live);
+        assert_eq!(rig.peers[1].channel.state(), ChState::Live);
         rig.close();
     }
 }
@@ -882,16 +696,13 @@ fn malformed_messages_close_one_channel() {
 #[test]
 fn malformed_command_gets_response() {
     let mut rig = Rig::live();
-    let mut iu = read10(0, 1)
-        .tag(5)
-        .into(Data::Direct(MemDesc::new(0, KEY, 512)))
-        .bytes();
+    let mut iu = read10(0, 1).tag(5).into(Data::direct(512)).bytes();
     iu[5] = 0x0f;
     rig.send(0, &iu);
-    rig.run_actions();
+    rig.complete_all();
     let rsp = rig.rsp();
     assert_eq!((rsp.tag, rsp.code, rsp.delta), (5, Some(2), 1));
-    assert_eq!(rig.channels[0].state(), ChState::Live);
+    assert_eq!(rig.channel.state(), ChState::Live);
     rig.close();
 }
 
@@ -907,7 +718,7 @@ fn cve_2026_74394_immediate_data_length_wraps() {
         let at = 48;
         iu[at..at + 4].copy_from_slice(&len.to_be_bytes());
         rig.send(0, &iu);
-        rig.run_actions();
+        rig.complete_all();
         assert_eq!(rig.rsp().code, Some(2), "{len:#x}");
         assert!(rig.disks[0].iter().all(|&b| b == 0));
         rig.close();
@@ -944,12 +755,8 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
             cdb[12..14].copy_from_slice(&512_u16.to_be_bytes());
             let out = Data::Immediate(list.clone());
             rig.send(0, &cmd(&cdb).tag(5).out(out).bytes());
-            let is_at_a_disk = |p: &Pending| matches!(p, Pending::Block { .. });
-            assert!(
-                !rig.pending.iter().any(is_at_a_disk),
-                "{opcode:#x}/{action:#x}"
-            );
-            rig.run_actions();
+            assert!(rig.blocks().is_empty(), "{opcode:#x}/{action:#x}");
+            rig.complete_all();
             let rsp = rig.rsp();
             assert_eq!(
                 (rsp.status, rsp.key),
@@ -965,22 +772,22 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
             (cdb[0], cdb[1]) = (opcode, action);
             let out = Data::Immediate(list.clone());
             rig.send(0, &cmd(&cdb).tag(6).out(out).bytes());
-            for pending in &rig.pending {
-                if let Pending::Block { unit, .. } = pending {
+            for pending in &rig.work {
+                if let Work::Block { unit, .. } = pending {
                     assert_eq!(*unit, UnitIdx(0), "{opcode:#x}/{action:#x}");
                 }
             }
-            rig.run_actions();
-            rig.sent.clear();
+            rig.complete_all();
+            rig.received.clear();
         }
     }
     assert_eq!(rig.disks[1], was[1]);
     // If a LUN is not mapped for this initiator, there is no unit, even if it is mapped for another
     // initiator.
     for lun in [2, 9, 255] {
-        rig.sent.clear();
+        rig.received.clear();
         rig.send(0, &read10(0, 1).tag(7).lun(lun).bytes());
-        rig.run_actions();
+        rig.complete_all();
         assert_eq!(rig.rsp().key, Some(5), "{lun}");
     }
     rig.close();
@@ -990,20 +797,20 @@ fn cve_2020_28374_and_2021_3139_other_unit_is_unreachable() {
 #[test]
 fn cve_2026_100075_failed_table_keeps_credit() {
     let mut rig = Rig::live();
-    let free = rig.channels[0].sender().queue.free();
+    let free = rig.channel.sender().queue.free();
     for round in 0..50 {
         // The fetched table describes less data than the length in the command.
         let mut descs = blocks(20);
         let data = indirect(&descs, 5);
         descs[19] = MemDesc::new(0, KEY, 511);
-        rig.remote.insert(TABLE, table_bytes(&descs));
-        rig.remote.insert(KEY, vec![0; 20 * 512]);
+        rig.memory.insert(TABLE, table_bytes(&descs));
+        rig.memory.insert(KEY, vec![0; 20 * 512]);
         let iu = write10(0, 20).tag(round).out(data);
         rig.send(0, &iu.bytes());
-        rig.run_actions();
+        rig.complete_all();
         assert_eq!(rig.rsp().code, Some(2));
-        assert_eq!(rig.channels[0].sender().queue.free(), free);
-        assert_eq!(rig.channels[0].sender().req_lim.at_initiator(), 4);
+        assert_eq!(rig.channel.sender().queue.free(), free);
+        assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
     }
     rig.close();
 }
@@ -1017,9 +824,9 @@ fn cve_2022_50129_and_2024_26872_teardown_leaks_nothing() {
             let mut rig = Rig::live();
             rig.add_channel(params(), 2);
             rig.establish(1);
-            rig.remote.insert(KEY, pattern(512 * 60));
+            rig.memory.insert(KEY, pattern(512 * 60));
             let descs = blocks(60);
-            rig.remote.insert(TABLE, table_bytes(&descs));
+            rig.memory.insert(TABLE, table_bytes(&descs));
             let write = write10(0, 60).tag(1).out(indirect(&descs, 0));
             rig.send(0, &write.bytes());
             let read = read10(0, 60).tag(2).into(indirect(&descs, 60));
@@ -1028,20 +835,20 @@ fn cve_2022_50129_and_2024_26872_teardown_leaks_nothing() {
             rig.send(0, &ordered.out(Data::Immediate(vec![1; 512])).bytes());
             rig.send(1, &tmf(9, 0, TskMgmtFunction::LogicalUnitReset, 0));
             for _ in 0..before {
-                if !rig.pending.is_empty() {
+                if !rig.work.is_empty() {
                     rig.complete();
                 }
             }
             rig.with(0, Channel::handle_disconnected);
             for i in 0..after {
-                if !rig.pending.is_empty() {
-                    rig.complete_nth(i % rig.pending.len(), true);
+                if !rig.work.is_empty() {
+                    rig.complete_nth(i % rig.work.len(), true);
                 }
             }
-            rig.run_actions();
-            assert!(rig.released[0]);
+            rig.complete_all();
+            assert!(rig.released);
             assert!(
-                rig.sent.iter().any(|(c, b)| *c == 1 && b[0] == 0xc1),
+                rig.received.iter().any(|(c, b)| *c == 1 && b[0] == 0xc1),
                 "the reset of the other channel is answered"
             );
             rig.close();
@@ -1065,9 +872,9 @@ fn events_are_sent_one_by_one() {
             rig.with(chan, |ch, cx| ch.handle_event(cx, UnitIdx(1), attention));
         }
     }
-    rig.run_actions();
+    rig.complete_all();
     let mut seen = Vec::new();
-    while let Some((chan, bytes)) = rig.sent.pop() {
+    while let Some((chan, bytes)) = rig.received.pop() {
         let FromTarget::AerReq(req) = FromTarget::parse(&bytes).unwrap() else {
             panic!("an AER_REQ");
         };
@@ -1076,7 +883,7 @@ fn events_are_sent_one_by_one() {
         let mut rsp = [0; 16];
         AerRsp { tag: req.tag }.emit(&mut rsp);
         rig.send(0, &rsp);
-        rig.run_actions();
+        rig.complete_all();
     }
     assert_eq!(seen, [0x2a, 0x3f]);
     rig.close();
@@ -1087,49 +894,16 @@ fn silent_initiator_is_probed() {
     let mut rig = Rig::live();
     rig.advance(KEEPALIVE - Duration::from_secs(1));
     rig.send(0, &cmd(&[0; 6]).bytes());
-    rig.run_actions();
+    rig.complete_all();
     rig.advance(Duration::from_secs(2));
-    assert!(rig.pending.is_empty(), "it was heard a moment ago");
+    assert!(rig.work.is_empty(), "it was heard a moment ago");
     rig.advance(KEEPALIVE);
-    assert!(matches!(rig.pending[..], [Pending::Probe { chan: 0 }]));
-    rig.run_actions();
-    assert_eq!(rig.channels[0].state(), ChState::Live);
+    assert!(matches!(rig.work[..], [Work::Probe { peer: 0 }]));
+    rig.complete_all();
+    assert_eq!(rig.channel.state(), ChState::Live);
     rig.advance(KEEPALIVE);
     rig.complete_nth(0, false);
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.close();
-}
-
-/// Returns a COMPARE AND WRITE with data in the initiator's memory.
-fn compare_and_write(lba: u8) -> Vec<u8> {
-    let mut caw = [0; 16];
-    caw[0] = 0x89;
-    caw[9] = lba;
-    caw[13] = 1;
-    cmd(&caw)
-        .out(Data::Direct(MemDesc::new(0, KEY, 1024)))
-        .bytes()
-}
-
-#[test]
-fn command_without_data_blocks_no_others() {
-    let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![0; 1024]);
-    rig.send(0, &compare_and_write(0));
-    rig.send(
-        0,
-        &write10(0, 1)
-            .tag(2)
-            .out(Data::Immediate(vec![2; 512]))
-            .bytes(),
-    );
-    let states = [IoctxState::NeedData, IoctxState::DataIn];
-    assert_eq!(state(&rig.channels[0]), states);
-    rig.run_actions();
-    let answers = rig.answers();
-    assert_eq!(answers.len(), 2);
-    assert_eq!(answers[0], good(2), "its data were here first");
-    assert_eq!(rig.disks[0][..512], [2; 512], "the comparison failed");
+    assert_eq!(rig.channel.state(), ChState::Draining);
     rig.close();
 }
 
@@ -1137,27 +911,13 @@ fn command_without_data_blocks_no_others() {
 fn table_for_missing_unit_is_fetched() {
     let mut rig = Rig::live();
     let descs = [MemDesc::new(0, KEY, 96)];
-    rig.remote.insert(TABLE, table_bytes(&descs));
-    rig.remote.insert(KEY, vec![0xff; 96]);
+    rig.memory.insert(TABLE, table_bytes(&descs));
+    rig.memory.insert(KEY, vec![0xff; 96]);
     let inquiry = cmd(&[0x12, 0, 0, 0, 96, 0]);
     let iu = inquiry.lun(7).into(indirect(&descs, 0));
     rig.send(0, &iu.bytes());
-    rig.run_actions();
-    assert_eq!(rig.remote[&KEY][0], 0x7f, "no unit has this number");
-    rig.close();
-}
-
-#[test]
-fn missing_data_closes_channel() {
-    let mut rig = Rig::live();
-    rig.remote.insert(KEY, vec![0; 1024]);
-    rig.send(0, &compare_and_write(0));
-    rig.advance(DATA_OUT_TIMEOUT - Duration::from_secs(1));
-    assert_eq!(rig.channels[0].state(), ChState::Live);
-    rig.advance(Duration::from_secs(2));
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.run_actions();
-    assert_eq!(rig.units[0].tasks(), 0);
+    rig.complete_all();
+    assert_eq!(rig.memory[&KEY][0], 0x7f, "no unit has this number");
     rig.close();
 }
 

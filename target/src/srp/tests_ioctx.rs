@@ -10,12 +10,15 @@ use riser_state::State as _;
 use riser_state::testing::{assert_all_taken, table};
 
 use super::channel::Channel;
-use super::fixture::*;
 use super::ioctx::{ChainKind, IoctxState};
 use super::login::ChannelParams;
-use crate::fabric::{TaskIdx, TaskRef};
+
 use crate::pool::{Buffer, MIN_BLOCK, Owner};
 use crate::qos::IoLimits;
+use crate::tests::rig::srp::*;
+use crate::tests::rig::{self, DISK, Work, windowed};
+
+type Rig = rig::Rig<SrpPeer>;
 
 const STATES: [IoctxState; 17] = [
     IoctxState::Done,
@@ -63,7 +66,7 @@ impl Bench {
     fn new(send_queue: u32) -> Self {
         // GET LBA STATUS requires a thin unit.
         let granularity = 1;
-        let mut rig = Rig::of_units(&Config {
+        let mut rig = Rig::of(&Config {
             provisioning: Provisioning::Thin { granularity },
             ..windowed(WINDOW)
         });
@@ -72,16 +75,9 @@ impl Bench {
             send_queue,
             ..params()
         };
-        for (chan, params) in [first, params()].into_iter().enumerate() {
-            rig.add_channel(params, chan as u64 + 1);
-            rig.establish(chan);
-            for lun in 0..2 {
-                rig.send(chan, &cmd(&[0; 6]).lun(lun).bytes());
-                rig.run_actions();
-            }
-        }
-        rig.sent.clear();
-        rig.remote.insert(KEY, vec![7; 1 << 16]);
+        rig.add_live_channel(first, 1);
+        rig.add_live_channel(params(), 2);
+        rig.memory.insert(KEY, vec![7; 1 << 16]);
         Self {
             rig,
             hog: None,
@@ -95,7 +91,7 @@ impl Bench {
 
     /// Returns the state of the command's context.
     fn state(&self) -> IoctxState {
-        let contexts = &self.rig.channels[0].requests;
+        let contexts = &self.rig.channel.requests;
         let mut contexts = contexts.iter();
         let found = contexts.find(|(_, io)| io.tag.0 == TAG);
         found.map_or(IoctxState::Done, |(_, io)| io.state)
@@ -110,15 +106,14 @@ impl Bench {
     #[track_caller]
     fn complete_until(&mut self, state: IoctxState) {
         while self.state() != state {
-            assert!(!self.rig.pending.is_empty(), "never {state:?}");
+            assert!(!self.rig.work.is_empty(), "never {state:?}");
             self.rig.complete();
         }
     }
 
     /// Completes the running block operation.
     fn complete_block(&mut self) {
-        let is_block = |work: &Pending| matches!(work, Pending::Block { .. });
-        let at = self.rig.pending.iter().position(is_block);
+        let at = self.rig.work.iter().position(Work::is_block);
         self.rig.complete_nth(at.expect("an operation runs"), true);
     }
 
@@ -136,7 +131,7 @@ impl Bench {
             let inquiry = cmd(&[0x12, 0, 0, 0, 16, 0]).lun(1).tag(tag);
             self.send(&inquiry.into(indirect(&descs, 16)));
         }
-        assert_eq!(self.rig.channels[0].sender().queue.free(), 1);
+        assert_eq!(self.rig.channel.sender().queue.free(), 1);
     }
 
     fn take_memory(&mut self) {
@@ -176,7 +171,7 @@ impl Bench {
             ..IoLimits::default()
         });
         self.rig.send(1, &read(1).bytes());
-        self.rig.run_actions();
+        self.rig.complete_all();
     }
 
     /// Sends a command that has to wait for another command of its nexus.
@@ -188,7 +183,7 @@ impl Bench {
     /// Sends a write for blocks that will exist when the command starts.
     fn send_before_growth(&mut self) {
         let blocks = DISK as u32 / 512;
-        let data = Data::Direct(MemDesc::new(0, KEY, 512));
+        let data = Data::direct(512);
         self.send_behind(write10(blocks, 1).tag(TAG).out(data));
         self.rig.disks[0].resize(2 * DISK, 0);
         let unit = &self.rig.units[0].lu;
@@ -217,7 +212,7 @@ impl Bench {
     /// Completes the command.
     fn finish(mut self) {
         self.give_memory();
-        self.rig.run_actions();
+        self.rig.complete_all();
         self.expect(IoctxState::Done);
         self.close();
     }
@@ -245,7 +240,7 @@ fn write(count: u16) -> CmdBuilder {
 /// Returns a write with an external table.
 fn external(bench: &mut Bench) -> CmdBuilder {
     let descs = quarters(1);
-    bench.rig.remote.insert(TABLE, table_bytes(&descs));
+    bench.rig.memory.insert(TABLE, table_bytes(&descs));
     write10(0, 1).tag(TAG).out(indirect(&descs, 0))
 }
 
@@ -253,7 +248,7 @@ fn external(bench: &mut Bench) -> CmdBuilder {
 fn long_external(bench: &mut Bench) -> CmdBuilder {
     bench.cut_table_memory();
     let descs: Vec<_> = (0..1100).map(|i| MemDesc::new(i, KEY, 1)).collect();
-    bench.rig.remote.insert(TABLE, table_bytes(&descs));
+    bench.rig.memory.insert(TABLE, table_bytes(&descs));
     write10(0, 1).tag(TAG).out(indirect(&descs, 0))
 }
 
@@ -382,17 +377,7 @@ fn an_abort_comes_late() {
     bench.take_credit();
     bench.complete_block();
     bench.expect(IoctxState::AwaitCredit(ChainKind::Respond));
-    let watcher = TaskRef {
-        worker: 0,
-        channel: 1,
-        index: TaskIdx(0),
-        generation: u32::MAX,
-    };
-    for task in aborted {
-        bench
-            .rig
-            .with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
-    }
+    aborted.into_iter().for_each(|task| bench.rig.abort(task));
     bench.expect(IoctxState::AwaitCredit(ChainKind::Respond));
     bench.finish();
 }
@@ -402,7 +387,7 @@ fn commands_go_on() {
     let ways: [fn(&mut Bench); 10] = [
         |b| b.send(&write(4)),
         |b| {
-            let data = Data::Direct(MemDesc::new(0, KEY, 512));
+            let data = Data::direct(512);
             let write_and_verify = cmd(&[0x2e, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
             b.send(&write_and_verify.tag(TAG).out(data));
         },
@@ -420,13 +405,13 @@ fn commands_go_on() {
         },
         |b| {
             let descs = quarters(1);
-            b.rig.remote.insert(TABLE, table_bytes(&descs));
+            b.rig.memory.insert(TABLE, table_bytes(&descs));
             b.send(&read10(0, 1).tag(TAG).into(indirect(&descs, 0)));
         },
         |b| {
             let mut status = [0; 16];
             (status[0], status[1], status[13]) = (0x9e, 0x12, 24);
-            let data = Data::Direct(MemDesc::new(0, KEY, 24));
+            let data = Data::direct(24);
             b.send(&cmd(&status).tag(TAG).into(data));
             b.take_memory();
             b.complete_block();

@@ -6,9 +6,12 @@ use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
 use riser_testkit::{fuzz, one_of};
 
 use super::channel::{ChState, Channel};
-use super::fixture::{
-    Data, KEY, Rig, TABLE, blocks, cmd, params, read10, table_bytes, tmf, write10,
+use crate::tests::rig;
+use crate::tests::rig::srp::{
+    Data, KEY, SrpPeer, TABLE, blocks, cmd, params, read10, table_bytes, tmf, write10,
 };
+
+type Rig = rig::Rig<SrpPeer>;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -87,7 +90,7 @@ fn data(shape: u8, len: u32) -> Data {
     let inline = match shape % 8 {
         0 => return Data::None,
         1 => return Data::Immediate(vec![shape; (len as usize).min(8000)]),
-        2 | 3 => return Data::Direct(MemDesc::new(0, KEY, len)),
+        2 | 3 => return Data::direct(len),
         4 => 0,
         5 => n as usize / 2,
         _ => n as usize,
@@ -144,7 +147,7 @@ fn iu(step: &Step, tag: u64) -> Option<(usize, Vec<u8>)> {
             (*chan, c.tag(tag).attr(attr(*a)).bytes())
         }
         Step::Other(chan, op) => {
-            let into = Data::Direct(MemDesc::new(0, KEY, 255));
+            let into = Data::direct(255);
             (
                 *chan,
                 cmd(&[*op, 0, 0, 0, 255, 0]).tag(tag).into(into).bytes(),
@@ -174,16 +177,16 @@ fn run(steps: &[Step], window: u32) {
     let mut rig = Rig::with_window(window);
     rig.add_channel(params(), 2);
     rig.establish(1);
-    rig.remote.insert(TABLE, table_bytes(&blocks(40)));
+    rig.memory.insert(TABLE, table_bytes(&blocks(40)));
     let mut starved = None;
     for (tag, step) in steps.iter().enumerate() {
-        rig.remote.insert(KEY, vec![0x5a; 64 << 10]);
+        rig.memory.insert(KEY, vec![0x5a; 64 << 10]);
         if let Some((chan, bytes)) = iu(step, tag as u64) {
             rig.send(chan, &bytes);
         }
         match step {
-            Step::Complete(n, ok) if !rig.pending.is_empty() => {
-                let n = usize::from(*n) % rig.pending.len();
+            Step::Complete(n, ok) if !rig.work.is_empty() => {
+                let n = usize::from(*n) % rig.work.len();
                 rig.complete_nth(n, *ok);
             }
             Step::Disconnect(chan) => rig.with(*chan, Channel::handle_disconnected),
@@ -210,7 +213,7 @@ fn run(steps: &[Step], window: u32) {
             }
             _ => {}
         }
-        for channel in &rig.channels {
+        for channel in rig.peers.iter().map(|peer| &peer.channel) {
             let lim = &channel.sender().req_lim;
             assert_eq!(
                 lim.at_initiator() + i64::from(lim.outstanding()) + i64::from(lim.owed()),
@@ -226,7 +229,7 @@ fn run(steps: &[Step], window: u32) {
         rig.pool.release(buffer);
     }
     rig.pump();
-    while !rig.pending.is_empty() {
+    while !rig.work.is_empty() {
         rig.complete();
     }
     rig.close();

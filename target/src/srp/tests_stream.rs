@@ -3,17 +3,20 @@
 
 use std::time::Duration;
 
-use riser_scsi::srp::{MemDesc, Residual, TskMgmtFunction};
+use riser_scsi::srp::{MemDesc, Residual};
 use riser_scsi::step::BlockOp;
 
 use super::channel::{ChState, Channel};
-use super::fixture::{
-    Answer, Data, KEY, Pending, Rig, TABLE, cmd, indirect, read10, table_bytes, tmf, write10,
-};
 use super::ioctx::{ChainKind, IoctxState};
 use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{Direction, MAX_DATA_TIMEOUTS, RdmaRequest, TaskIdx};
 use crate::pool::Owner;
+use crate::tests::rig::srp::{
+    Answer, Data, KEY, SrpPeer, TABLE, cmd, indirect, read10, table_bytes, write10,
+};
+use crate::tests::rig::{self, Work};
+
+type Rig = rig::Rig<SrpPeer>;
 
 /// Not a multiple of the length of a descriptor.
 const WINDOW: u32 = 2048;
@@ -28,13 +31,13 @@ fn last_first(rig: &mut Rig, inline: bool) -> Data {
     let descs: Vec<_> = (0..6)
         .map(|i| MemDesc::new(u64::from(5 - i as u32) * 1000, KEY, 768))
         .collect();
-    rig.remote.insert(TABLE, table_bytes(&descs));
+    rig.memory.insert(TABLE, table_bytes(&descs));
     indirect(&descs, if inline { 6 } else { 0 })
 }
 
 /// Returns the bytes referenced by the descriptors, in order.
 fn described(rig: &Rig) -> Vec<u8> {
-    let memory = &rig.remote[&KEY];
+    let memory = &rig.memory[&KEY];
     (0..6)
         .flat_map(|i| &memory[(5 - i) * 1000..][..768])
         .copied()
@@ -46,11 +49,11 @@ fn describe(rig: &mut Rig, data: &[u8]) {
     for (i, part) in data.chunks(768).enumerate() {
         memory[(5 - i) * 1000..][..part.len()].copy_from_slice(part);
     }
-    rig.remote.insert(KEY, memory);
+    rig.memory.insert(KEY, memory);
 }
 
 fn state(rig: &Rig) -> IoctxState {
-    rig.channels[0].requests().state(TaskIdx(0))
+    rig.channel.requests().state(TaskIdx(0))
 }
 
 fn check_memory(rig: &Rig) {
@@ -73,11 +76,13 @@ fn long_write_fetches_pieces_in_sequence() {
             rig.complete();
         }
         let mut writes = Vec::new();
-        while let Some(pending) = rig.pending.first() {
+        while let Some(pending) = rig.work.first() {
             match pending {
-                Pending::Block { op, .. } => writes.push(*op),
-                Pending::Chain { send: Some(_), .. } => {}
-                Pending::Chain { requests, .. } => {
+                Work::Block { op, .. } => writes.push(*op),
+                Work::Chain {
+                    message: Some(_), ..
+                } => {}
+                Work::Chain { requests, .. } => {
                     let mut all = requests.iter();
                     assert!(!requests.is_empty());
                     assert!(all.all(|r| r.direction == Direction::FromInitiator));
@@ -110,16 +115,18 @@ fn long_read_responds_with_last_piece() {
     for inline in [true, false] {
         let mut rig = Rig::with_window(WINDOW);
         rig.disks[0][..LEN].copy_from_slice(&pattern());
-        rig.remote.insert(KEY, vec![0; 6000]);
+        rig.memory.insert(KEY, vec![0; 6000]);
         let data = last_first(&mut rig, inline);
         rig.send(0, &read10(0, 9).into(data).bytes());
         let mut chains = Vec::new();
-        while let Some(pending) = rig.pending.first() {
-            if let Pending::Chain { send, requests, .. } = pending
+        while let Some(pending) = rig.work.first() {
+            if let Work::Chain {
+                message, requests, ..
+            } = pending
                 && state(&rig) != IoctxState::FetchTable
             {
                 let bytes: u32 = requests.iter().map(RdmaRequest::bytes).sum();
-                chains.push((bytes, send.is_some()));
+                chains.push((bytes, message.is_some()));
             }
             rig.complete();
         }
@@ -134,53 +141,14 @@ fn long_read_responds_with_last_piece() {
 #[test]
 fn immediate_data_can_exceed_window() {
     let mut rig = Rig::with_window(WINDOW);
-    let before = rig.receives[0].len();
+    let before = rig.receives.len();
     rig.send(0, &write10(0, 9).out(Data::Immediate(pattern())).bytes());
-    assert_eq!(
-        rig.receives[0].len(),
-        before - 1,
-        "some of it is left there"
-    );
-    rig.run_actions();
+    assert_eq!(rig.receives.len(), before - 1, "some of it is left there");
+    rig.complete_all();
     assert!(is_good(&rig.rsp()));
-    assert_eq!(rig.receives[0].len(), before);
+    assert_eq!(rig.receives.len(), before);
     assert_eq!(rig.disks[0][..LEN], pattern());
     rig.close();
-}
-
-/// If a command is aborted between pieces, its buffer should be returned when it is no longer used
-/// by a device.
-#[test]
-fn abort_between_pieces_works_in_all_states() {
-    let aborts = |write: bool, steps: usize, expected: IoctxState| {
-        let mut rig = Rig::with_window(WINDOW);
-        describe(&mut rig, &pattern());
-        let data = last_first(&mut rig, true);
-        let command = if write {
-            write10(0, 9).out(data)
-        } else {
-            read10(0, 9).into(data)
-        };
-        rig.send(0, &command.tag(5).bytes());
-        for _ in 0..steps {
-            rig.complete();
-        }
-        assert_eq!(state(&rig), expected);
-        rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
-        assert!(rig.pool.free() < rig.pool.size(), "a device has it");
-        assert_eq!(rig.units[0].tasks(), 1);
-        rig.complete();
-        assert_eq!(rig.pool.free(), rig.pool.size());
-        assert_eq!(rig.units[0].tasks(), 0);
-        rig.run_actions();
-        let answer = rig.rsp();
-        assert_eq!((answer.tag, answer.code), (6, Some(0)));
-        rig.close();
-    };
-    aborts(true, 2, IoctxState::NeedData);
-    aborts(true, 3, IoctxState::DataIn);
-    aborts(false, 1, IoctxState::SendData);
-    aborts(false, 2, IoctxState::DataIn);
 }
 
 #[test]
@@ -199,7 +167,7 @@ fn error_between_pieces_has_residual() {
             rig.complete();
         }
         rig.complete_nth(0, false);
-        rig.run_actions();
+        rig.complete_all();
         let answer = rig.rsp();
         assert_eq!((answer.status, answer.key), (2, Some(3)));
         let (residual, left) = if write {
@@ -212,42 +180,12 @@ fn error_between_pieces_has_residual() {
     }
 }
 
-/// A command that reads and writes keeps its blocks between pieces. If the initiator does not send
-/// the next piece, its channel is closed.
-#[test]
-fn blocks_are_kept_between_pieces() {
-    let mut rig = Rig::with_window(WINDOW);
-    describe(&mut rig, &pattern());
-    let data = last_first(&mut rig, true);
-    let mut orwrite = [0; 16];
-    (orwrite[0], orwrite[13]) = (0x8b, 9);
-    rig.send(0, &cmd(&orwrite).tag(1).out(data).bytes());
-    // Data, a read, a write. Then the next piece is requested.
-    for _ in 0..3 {
-        rig.complete();
-    }
-    assert_eq!(state(&rig), IoctxState::NeedData);
-    let short = |lba| write10(lba, 1).out(Data::Immediate(vec![0x77; 512]));
-    rig.send(0, &short(1).tag(2).bytes());
-    rig.send(0, &short(9).tag(3).bytes());
-    let waits: Vec<_> = (0..4)
-        .map(|i| rig.channels[0].requests().state(TaskIdx(i)))
-        .filter(|state| *state == IoctxState::AwaitTask)
-        .collect();
-    assert_eq!(waits.len(), 1, "what writes other blocks goes on");
-    rig.advance(DATA_OUT_TIMEOUT);
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.run_actions();
-    assert_eq!(rig.disks[0][512..1024], pattern()[512..1024]);
-    rig.close();
-}
-
 /// Each piece is received in time, but other commands wait for the command to complete.
 #[test]
 fn later_pieces_share_time_limit() {
     let mut rig = Rig::with_window(WINDOW);
     const BLOCKS: u8 = 40;
-    rig.remote.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
+    rig.memory.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
     let mut orwrite = [0; 16];
     (orwrite[0], orwrite[13]) = (0x8b, BLOCKS);
     let data = Data::Direct(MemDesc::new(0, KEY, u32::from(BLOCKS) * 512));
@@ -257,7 +195,7 @@ fn later_pieces_share_time_limit() {
     for _ in 0..=MAX_DATA_TIMEOUTS {
         assert_eq!(state(&rig), IoctxState::NeedData);
         rig.advance(late);
-        assert_eq!(rig.channels[0].state(), ChState::Live);
+        assert_eq!(rig.channel.state(), ChState::Live);
         rig.complete();
         while state(&rig) == IoctxState::DataIn {
             rig.complete();
@@ -265,7 +203,7 @@ fn later_pieces_share_time_limit() {
     }
     assert_eq!(state(&rig), IoctxState::NeedData);
     rig.advance(late);
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    assert_eq!(rig.channel.state(), ChState::Draining);
     rig.close();
 }
 
@@ -277,23 +215,23 @@ fn busy_connection_has_more_time() {
     let late = DATA_OUT_TIMEOUT - Duration::from_secs(1);
     let pieces_with = |moved: u32| {
         let mut rig = Rig::with_window(WINDOW);
-        rig.remote.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
+        rig.memory.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
         let mut orwrite = [0; 16];
         (orwrite[0], orwrite[13]) = (0x8b, BLOCKS);
         let data = Data::Direct(MemDesc::new(0, KEY, u32::from(BLOCKS) * 512));
         rig.send(0, &cmd(&orwrite).out(data).bytes());
-        let before = rig.channels[0].timers.pace.moved();
+        let before = rig.channel.timers.pace.moved();
         let mut pieces = 0;
-        while rig.channels[0].state() == ChState::Live {
+        while rig.channel.state() == ChState::Live {
             assert_eq!(state(&rig), IoctxState::NeedData);
-            rig.channels[0].timers.pace.on_moved(moved);
+            rig.channel.timers.pace.on_moved(moved);
             rig.advance(late);
-            if rig.channels[0].state() != ChState::Live {
+            if rig.channel.state() != ChState::Live {
                 break;
             }
             rig.complete();
             pieces += 1;
-            let counted = rig.channels[0].timers.pace.moved() - before;
+            let counted = rig.channel.timers.pace.moved() - before;
             let own = u64::from(WINDOW);
             assert_eq!(counted, pieces * (own + u64::from(moved)));
             while state(&rig) == IoctxState::DataIn {
@@ -326,31 +264,14 @@ fn credit_wait_times_out() {
         let read = read10(0, 4).tag(tag).into(scattered.clone());
         rig.send(0, &read.bytes());
     }
-    let is_block = |p: &Pending| matches!(p, Pending::Block { .. });
-    while let Some(at) = rig.pending.iter().position(is_block) {
+    while let Some(at) = rig.work.iter().position(Work::is_block) {
         rig.complete_nth(at, true);
     }
-    let states = [0, 1, 2].map(|i| rig.channels[0].requests().state(TaskIdx(i)));
+    let states = [0, 1, 2].map(|i| rig.channel.requests().state(TaskIdx(i)));
     assert_eq!(states[0], IoctxState::AwaitCredit(ChainKind::NeedData));
     assert_eq!(states[1..], [IoctxState::WriteData; 2]);
     rig.advance(DATA_OUT_TIMEOUT);
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.close();
-}
-
-/// These keep their data in memory.
-#[test]
-fn unreceived_response_times_out() {
-    let mut rig = Rig::with_window(WINDOW);
-    rig.remote.insert(KEY, vec![0; 512]);
-    let data = Data::Direct(MemDesc::new(0, KEY, 512));
-    rig.send(0, &read10(0, 1).into(data).bytes());
-    rig.complete();
-    assert_eq!(state(&rig), IoctxState::CmdRspSent);
-    rig.advance(DATA_OUT_TIMEOUT * MAX_DATA_TIMEOUTS - Duration::from_secs(1));
-    assert_eq!(rig.channels[0].state(), ChState::Live);
-    rig.advance(Duration::from_secs(1));
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    assert_eq!(rig.channel.state(), ChState::Draining);
     rig.close();
 }
 
@@ -358,17 +279,16 @@ fn unreceived_response_times_out() {
 #[test]
 fn slowly_received_responses_time_out() {
     let mut rig = Rig::with_window(WINDOW);
-    rig.remote.insert(KEY, vec![0; 512]);
+    rig.memory.insert(KEY, vec![0; 512]);
     for tag in [1, 2, 3] {
-        let data = Data::Direct(MemDesc::new(0, KEY, 512));
+        let data = Data::direct(512);
         rig.send(0, &read10(0, 1).tag(tag).into(data).bytes());
     }
-    let is_block = |p: &Pending| matches!(p, Pending::Block { .. });
-    while let Some(at) = rig.pending.iter().position(is_block) {
+    while let Some(at) = rig.work.iter().position(Work::is_block) {
         rig.complete_nth(at, true);
     }
     for n in [0, 1, 2] {
-        let state = rig.channels[0].requests().state(TaskIdx(n));
+        let state = rig.channel.requests().state(TaskIdx(n));
         assert_eq!(state, IoctxState::CmdRspSent);
     }
     for _ in 0..2 {
@@ -376,24 +296,10 @@ fn slowly_received_responses_time_out() {
         rig.complete();
     }
     rig.advance(DATA_OUT_TIMEOUT * 2 - Duration::from_secs(1));
-    assert_eq!(rig.channels[0].state(), ChState::Live);
+    assert_eq!(rig.channel.state(), ChState::Live);
     // The transferred data only extends the deadline by a millisecond.
     rig.advance(Duration::from_secs(2));
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
-    rig.close();
-}
-
-/// The channel is also closed if the initiator stops receiving data in the middle of a READ.
-#[test]
-fn unreceived_data_times_out() {
-    let mut rig = Rig::with_window(WINDOW);
-    rig.remote.insert(KEY, vec![0; 6000]);
-    let data = last_first(&mut rig, true);
-    rig.send(0, &read10(0, 9).into(data).bytes());
-    rig.complete();
-    assert_eq!(state(&rig), IoctxState::SendData);
-    rig.advance(DATA_OUT_TIMEOUT);
-    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    assert_eq!(rig.channel.state(), ChState::Draining);
     rig.close();
 }
 
@@ -403,13 +309,13 @@ fn unreceived_data_times_out() {
 /// more than its share.
 fn hold_memory(others_wait: bool, early: bool, trickles: bool) -> Option<u32> {
     let mut rig = Rig::with_window(WINDOW);
-    rig.remote.insert(KEY, vec![0; 512]);
-    let data = Data::Direct(MemDesc::new(0, KEY, 512));
+    rig.memory.insert(KEY, vec![0; 512]);
+    let data = Data::direct(512);
     for tag in 1..=8 {
         let write = write10(tag as u32, 1).tag(tag).out(data.clone());
         rig.send(0, &write.bytes());
     }
-    let owner = Owner(rig.channels[0].config().serial);
+    let owner = Owner(rig.channel.config().serial);
     let other = Owner(owner.0 + 100);
     if early {
         rig.with(0, Channel::handle_pressure);
@@ -421,17 +327,20 @@ fn hold_memory(others_wait: bool, early: bool, trickles: bool) -> Option<u32> {
     if !early {
         rig.with(0, Channel::handle_pressure);
     }
-    let is_chain = |p: &Pending| matches!(p, Pending::Chain { .. });
     // Transfer less often, so that data is left when the channel is closed.
     let interval = if early { 2 } else { 1 };
     let ended = (1..=7).find(|step| {
         rig.advance(Duration::from_secs(4));
         let is_moving = trickles && step % interval == 0;
-        let chain = rig.pending.iter().position(is_chain).filter(|_| is_moving);
-        if let Some(at) = chain.filter(|_| rig.channels[0].state() == ChState::Live) {
+        let chain = rig
+            .work
+            .iter()
+            .position(Work::is_chain)
+            .filter(|_| is_moving);
+        if let Some(at) = chain.filter(|_| rig.channel.state() == ChState::Live) {
             rig.complete_nth(at, true);
         }
-        rig.channels[0].state() != ChState::Live
+        rig.channel.state() != ChState::Live
     });
     rig.pool.leave_line(other);
     more.into_iter().for_each(|buffer| rig.pool.release(buffer));

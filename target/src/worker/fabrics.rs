@@ -36,9 +36,9 @@ use crate::stats::Functions;
 
 /// Unused command contexts for each type of connection.
 #[derive(Debug, Default)]
-pub(super) struct Spares {
-    pub(super) srp: Spare<srp::SendIoctx>,
-    pub(super) iscsi: SpareTasks,
+pub(crate) struct Spares {
+    pub(crate) srp: Spare<srp::SendIoctx>,
+    pub(crate) iscsi: SpareTasks,
 }
 
 impl Spares {
@@ -261,7 +261,7 @@ fn accounts_of<M: Datamover>(channel: &Channel<M>) -> (String, &Accounts) {
 }
 
 /// Channel with its context for a call.
-pub(super) enum Machine<'a, 'b> {
+pub(crate) enum Machine<'a, 'b> {
     Srp(&'a mut srp::Channel, &'a mut srp::Cx<'b>),
     Tcp(&'a mut TcpChannel, &'a mut iscsi::Cx<'b>),
     Iser(&'a mut IserChannel, &'a mut iscsi::Cx<'b>),
@@ -269,7 +269,7 @@ pub(super) enum Machine<'a, 'b> {
 
 /// Input that is not received from the connection itself.
 #[derive(Debug)]
-pub(super) enum Input {
+pub(crate) enum Input {
     /// A block operation of a task has completed.
     BlockDone(TaskIdx, StepResult),
     /// There may be pool memory for waiting commands.
@@ -337,7 +337,7 @@ impl RecoveryInput {
 impl Input {
     /// Passes the input to a channel. If the fabric does not support this input, it is ignored,
     /// because it was meant for a connection that was closed.
-    fn apply(self, machine: Machine<'_, '_>) {
+    pub(crate) fn apply(self, machine: Machine<'_, '_>) {
         match machine {
             Machine::Srp(channel, cx) => self.apply_srp(channel, cx),
             Machine::Tcp(channel, cx) => match self {

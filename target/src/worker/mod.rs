@@ -55,7 +55,7 @@ mod ends;
 mod env;
 mod events;
 mod exec;
-mod fabrics;
+pub(crate) mod fabrics;
 mod gate;
 mod iscsi;
 mod iser;

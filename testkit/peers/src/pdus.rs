@@ -2,7 +2,8 @@
 //! should set this field.
 
 use riser_scsi::iscsi::pdu::{
-    DataOut, NopIn, NopOut, ScsiCommand, TaskAttr, TextRequest, TmfFunction, TmfRequest,
+    DataOut, NopIn, NopOut, ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest, TmfFunction,
+    TmfRequest,
 };
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt, text};
 
@@ -90,6 +91,19 @@ pub fn tmf_request(tag: u32, cmd_sn: u32, function: TmfFunction, referenced: u32
     }
 }
 
+/// Creates a SNACK for LUN 0 without a target transfer tag.
+pub fn snack(kind: SnackKind, tag: u32, begin: u32, run: u32) -> Snack {
+    Snack {
+        kind,
+        lun: [0; 8],
+        itt: Itt(tag),
+        ttt: Ttt::NONE,
+        exp_stat_sn: StatSn(0),
+        begin,
+        run,
+    }
+}
+
 /// Creates an immediate ping.
 pub fn nop_out(tag: u32, cmd_sn: u32) -> NopOut {
     NopOut {
@@ -116,4 +130,17 @@ pub fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
     let [a, b, c, d] = lba.to_be_bytes();
     let [e, f] = blocks.to_be_bytes();
     [op, 0, a, b, c, d, 0, e, f, 0]
+}
+
+/// Creates the parameter list of PERSISTENT RESERVE OUT without APTPL.
+pub fn reserve_out_list(own: u64, key: u64) -> [u8; 24] {
+    let mut list = [0; 24];
+    list[..8].copy_from_slice(&own.to_be_bytes());
+    list[8..16].copy_from_slice(&key.to_be_bytes());
+    list
+}
+
+/// Creates data that differs for each seed.
+pub fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }

@@ -10,7 +10,7 @@
 //!
 //! | module | purpose |
 //! | --- | --- |
-//! | [`iscsi_rig`] | the initiator library with a target in the same process, using iSCSI and iSER |
+//! | [`rig`] | the initiator library with a target in the same process, using any protocol |
 //! | [`load`], [`history`] | verified reads and writes, and a checker for the data returned by a disk |
 //! | [`contest`] | initiators of all protocols that write to the same blocks |
 //! | [`capture`], [`dissect`] | captures, both as bytes and as parsed by Wireshark's dissectors |
@@ -27,7 +27,7 @@ pub mod capture;
 pub mod contest;
 pub mod dissect;
 pub mod history;
-pub mod iscsi_rig;
 pub mod load;
 pub mod mutator;
+pub mod rig;
 pub mod seeds;

@@ -11,99 +11,29 @@ use std::thread;
 use std::time::Duration;
 
 use riser_block::task::block_on;
-use riser_initiator::engine::{Client, EngineError, LinkState, Session};
+use riser_initiator::engine::{EngineError, LinkState, Session};
 use riser_initiator::lun::Lun;
 use riser_initiator::paths::PathState;
 use riser_initiator::session::Down;
-use riser_initiator::url::TargetUrl;
-use riser_target::config::Config;
-use riser_target::server::Server;
 use riser_testkit::eventually_ok;
 use riser_testkit::programs::Pair;
-use riser_tests::iscsi_rig::{IQN, buffer_of, builder, eventually, get, pattern, put, start};
 use riser_tests::load::{Disk, Nbd};
+use riser_tests::rig::{IQN, Protocol, Rig, buffer_of, eventually, get, pattern, put};
 
 /// Timeout for any event that should happen without our help.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A client, and a server that serves a file on 127.0.`number`.1 and 127.0.`number`.3.
-struct Rig {
-    client: Client,
-    server: Option<Server>,
-    scheme: &'static str,
-    number: u8,
-    disk: String,
+/// Serves a file on hosts 1 and 3 of a network.
+fn rig(protocol: Protocol, number: u8) -> Rig {
+    let mut rig = Rig::with_file(protocol, number, "32MiB");
+    rig.serve(&[1, 3]);
+    rig
 }
 
-impl Rig {
-    fn new(scheme: &'static str, number: u8) -> Self {
-        let client = match scheme {
-            "iscsi" => builder().without_device(),
-            _ => builder().open(format!("127.0.{number}.2").parse().unwrap()),
-        };
-        let disk =
-            std::env::temp_dir().join(format!("riser-paths-{}-{number}", std::process::id()));
-        let mut rig = Self {
-            client: client.unwrap(),
-            server: None,
-            scheme,
-            number,
-            disk: disk.to_str().unwrap().to_owned(),
-        };
-        rig.serve(&[1, 3]);
-        rig
-    }
-
-    /// Serves only these addresses.
-    fn serve(&mut self, hosts: &[u8]) {
-        if let Some(server) = self.server.take() {
-            server.shutdown().unwrap();
-        }
-        let (scheme, number) = (self.scheme, self.number);
-        let portal = |host| format!("{{ protocol: {scheme}, listen: 127.0.{number}.{host} }}");
-        let portals: Vec<_> = hosts.iter().map(portal).collect();
-        let iqn = match scheme {
-            "srp" => String::new(),
-            _ => format!("iqn: {IQN}\n    "),
-        };
-        let text = format!(
-            "identity: test\n\
-             backends:\n  disk: {{ kind: file, path: {}, size: 32MiB, create: true }}\n\
-             targets:\n  - name: t\n    {iqn}portals: [{}]\n    luns: {{ 0: disk }}\n    access: open\n",
-            self.disk,
-            portals.join(", ")
-        );
-        let config = Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
-        self.server = Some(start(&config));
-    }
-
-    fn url(&self, host: u8, keys: &str) -> TargetUrl {
-        let target = match self.scheme {
-            "srp" => "0".to_owned(),
-            _ => format!("{IQN}/0"),
-        };
-        let url = format!(
-            "{}://127.0.{}.{host}/{target}?{keys}",
-            self.scheme, self.number
-        );
-        url.parse().unwrap()
-    }
-
-    fn connect(&self, host: u8, other: u8) -> Session {
-        let keys = format!("portal=127.0.{}.{other}", self.number);
-        let session = block_on(self.client.connect(self.url(host, &keys)));
-        session.unwrap_or_else(|e| panic!("{keys}: {e}"))
-    }
-}
-
-impl Drop for Rig {
-    fn drop(&mut self) {
-        self.client.shutdown();
-        if let Some(server) = self.server.take() {
-            server.shutdown().unwrap();
-        }
-        let _ = std::fs::remove_file(&self.disk);
-    }
+fn connect(rig: &Rig, host: u8, other: u8) -> Session {
+    let keys = format!("?portal={}", rig.address(other));
+    let session = block_on(rig.client.connect(rig.url_on(host, "", &keys)));
+    session.unwrap_or_else(|e| panic!("{keys}: {e}"))
 }
 
 fn states(session: &Session) -> Vec<PathState> {
@@ -159,9 +89,9 @@ fn verify(lun: &Lun, progress: &Progress) {
 }
 
 /// Removes and adds portals in turn while there are verified writes.
-fn portals_come_and_go(scheme: &'static str, number: u8) {
-    let mut rig = Rig::new(scheme, number);
-    let session = rig.connect(1, 3);
+fn portals_come_and_go(protocol: Protocol, number: u8) {
+    let mut rig = rig(protocol, number);
+    let session = connect(&rig, 1, 3);
     assert_eq!(states(&session), [PathState::Live; 2]);
     let lun = block_on(session.lun(0)).unwrap();
     let progress = Arc::new(Progress::default());
@@ -172,7 +102,7 @@ fn portals_come_and_go(scheme: &'static str, number: u8) {
     for hosts in [&[1][..], &[3], &[1, 3], &[3], &[1, 3]] {
         // If a write was lost with an SRP portal, it has to wait for the same portal, and other
         // writes have to wait for this write.
-        if scheme != "srp" || states(&session) == [PathState::Live; 2] {
+        if protocol != Protocol::Srp || states(&session) == [PathState::Live; 2] {
             let before = progress.rounds.load(Ordering::Relaxed);
             eventually("further rounds", || {
                 assert!(!work.is_finished(), "an error");
@@ -197,17 +127,17 @@ fn portals_come_and_go(scheme: &'static str, number: u8) {
 
 #[test]
 fn portals_come_and_go_on_tcp() {
-    portals_come_and_go("iscsi", 101);
+    portals_come_and_go(Protocol::Tcp, 101);
 }
 
 #[test]
 fn portals_come_and_go_on_iser() {
-    portals_come_and_go("iser", 102);
+    portals_come_and_go(Protocol::Iser, 102);
 }
 
 #[test]
 fn portals_come_and_go_on_srp() {
-    portals_come_and_go("srp", 103);
+    portals_come_and_go(Protocol::Srp, 103);
 }
 
 /// A proxy between a client and a portal, which either forwards or holds data sent by the client.
@@ -305,10 +235,10 @@ fn forward(mut from: &TcpStream, mut to: &TcpStream, hold: &Hold) {
 
 #[test]
 fn late_write_does_not_undo_newer() {
-    let rig = Rig::new("iscsi", 104);
-    let at = |host: u8| SocketAddr::from(([127, 0, 104, host], 3260));
+    let rig = rig(Protocol::Tcp, 104);
+    let at = |host: u8| SocketAddr::new(rig.address(host).into(), 3260);
     let proxy = Proxy::new(at(4), at(3));
-    let session = rig.connect(1, 4);
+    let session = connect(&rig, 1, 4);
     let lun = block_on(session.lun(0)).unwrap();
     for round in 0..3u64 {
         wait_for(&session, &[PathState::Live; 2]);
@@ -355,33 +285,31 @@ fn late_write_does_not_undo_newer() {
 
 #[test]
 fn portals_of_different_disks_are_never_mixed() {
-    let one = Rig::new("iscsi", 105);
-    let two = Rig::new("iscsi", 106);
-    let url: TargetUrl = format!("iscsi://127.0.105.1/{IQN}/0?portal=127.0.106.1")
-        .parse()
-        .unwrap();
+    let [one, two] = [105, 106].map(|number| rig(Protocol::Tcp, number));
+    let url = |portal: &str| one.url_on(1, "", &format!("?portal={portal}"));
     // Both use the same identity, except for the disk.
-    let error = block_on(one.client.connect(url)).unwrap_err();
+    let other = url(&two.address(1).to_string());
+    let error = block_on(one.client.connect(other)).unwrap_err();
     assert!(
         matches!(error, EngineError::Login(Down::OtherUnit)),
         "{error}"
     );
     drop(two);
-    let same: TargetUrl = format!("iscsi://127.0.105.1/{IQN}/0?portal=127.0.105.1:3261")
-        .parse()
-        .unwrap();
+    let same = url(&format!("{}:3261", one.address(1)));
     let session = block_on(one.client.connect(same)).unwrap();
     assert_eq!(states(&session), [PathState::Live, PathState::Lost]);
 }
 
 #[test]
 fn listed_portals_are_used() {
-    let rig = Rig::new("iscsi", 107);
-    let session = block_on(rig.client.connect(rig.url(3, "paths=all"))).unwrap();
+    let rig = rig(Protocol::Tcp, 107);
+    let url = rig.url_on(3, "", "?paths=all");
+    let session = block_on(rig.client.connect(url)).unwrap();
     let mut portals: Vec<_> = session.status().report().paths.into_iter().collect();
     portals.sort_by(|a, b| a.portal.cmp(&b.portal));
     let names: Vec<_> = portals.iter().map(|p| p.portal.as_str()).collect();
-    assert_eq!(names, ["127.0.107.1:3260", "127.0.107.3:3260"]);
+    let portal = |host| format!("{}:3260", rig.address(host));
+    assert_eq!(names, [portal(1), portal(3)]);
     assert_eq!(states(&session), [PathState::Live; 2]);
     let lun = block_on(session.lun(0)).unwrap();
     put(&lun, 0, &pattern(1, 65536));

@@ -1,6 +1,7 @@
-//! Test setup for the iSCSI initiator: a server with a single disk, and a client connected to it.
+//! Test setup for the initiator library: a client and a server with a single disk, for any protocol.
 
-use std::net::TcpStream;
+use std::net::{Ipv4Addr, TcpStream};
+use std::path::PathBuf;
 use std::process::{Output, Stdio};
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use riser_initiator::engine::{Client, ClientBuilder, EngineError, IoData, ScsiIo
 use riser_initiator::lun::Lun;
 use riser_initiator::scsi::{BlockRange, Command};
 use riser_initiator::session::Timing;
-use riser_initiator::url::IscsiUrl;
+use riser_initiator::url::{IscsiUrl, TargetUrl};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_testkit::eventually_ok;
@@ -24,13 +25,45 @@ pub const TARGET_SECRET: &str = "target-secret-1";
 pub const CHAP: &str = "chap:\n  users: [{ name: me, secret: initiator-secret }]\n  \
                     mutual: { name: you, secret: target-secret-1 }";
 
-/// A client, and a server on 127.0.`number`.1.
+/// Protocol of a portal. The value is the second byte of the addresses in its tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    Srp = 71,
+    Iser = 72,
+    Tcp = 73,
+}
+
+impl Protocol {
+    /// Returns the protocol of a test.
+    pub fn of(name: &str) -> Self {
+        match name {
+            "srp" => Self::Srp,
+            "iser" => Self::Iser,
+            "tcp" => Self::Tcp,
+            other => panic!("unknown protocol {other}"),
+        }
+    }
+
+    /// Returns the scheme of an address, which is also the name in the configuration.
+    pub fn scheme(self) -> &'static str {
+        match self {
+            Self::Srp => "srp",
+            Self::Iser => "iser",
+            Self::Tcp => "iscsi",
+        }
+    }
+}
+
+/// A client, and a server on host 1 of a network.
 pub struct Rig {
     pub client: Client,
-    pub config: Config,
     pub server: Option<Server>,
-    scheme: &'static str,
+    protocol: Protocol,
     number: u8,
+    backend: String,
+    more: String,
+    /// File to remove.
+    file: Option<PathBuf>,
 }
 
 pub fn start(config: &Config) -> Server {
@@ -48,60 +81,120 @@ pub fn builder() -> ClientBuilder {
     Client::builder().pool(32 << 20).timing(timing)
 }
 
+fn client(protocol: Protocol, number: u8, faults: Option<FaultConfig>) -> Client {
+    let builder = match protocol {
+        Protocol::Tcp => return builder().without_device().unwrap(),
+        Protocol::Srp => builder().region_segments(2),
+        Protocol::Iser => builder(),
+    };
+    let client = builder.build(move || {
+        let address = Ipv4Addr::new(127, protocol as u8, number, 2);
+        let mut config = RoceConfig::new(address.into());
+        config.faults.transmit = faults;
+        config.faults.receive = faults;
+        Roce::open(&config)
+    });
+    client.unwrap()
+}
+
 impl Rig {
-    /// Creates a client for TCP, which doesn't need a device.
-    pub fn tcp(number: u8, backend: &str, more: &str) -> Self {
-        Self::new(
-            number,
-            backend,
-            more,
-            "iscsi",
-            builder().without_device().unwrap(),
-        )
+    /// Serves a backend. Each test uses another network number.
+    pub fn new(protocol: Protocol, number: u8, backend: &str) -> Self {
+        Self::with(protocol, number, backend, "", None)
     }
 
-    /// Creates a client for iSER with a software NIC on 127.0.`number`.2.
-    pub fn iser(number: u8, backend: &str, more: &str, faults: Option<FaultConfig>) -> Self {
-        let client = builder().build(move || {
-            let mut config = RoceConfig::new(std::net::Ipv4Addr::new(127, 0, number, 2).into());
-            config.faults.transmit = faults;
-            config.faults.receive = faults;
-            Roce::open(&config)
-        });
-        Self::new(number, backend, more, "iser", client.unwrap())
+    /// Same as [`Rig::new`], with more settings of the target, and a software NIC of the client with
+    /// these faults.
+    pub fn with(
+        protocol: Protocol,
+        number: u8,
+        backend: &str,
+        more: &str,
+        faults: Option<FaultConfig>,
+    ) -> Self {
+        let mut rig = Self {
+            client: client(protocol, number, faults),
+            server: None,
+            protocol,
+            number,
+            backend: backend.to_owned(),
+            more: more.to_owned(),
+            file: None,
+        };
+        rig.serve(&[1]);
+        rig
     }
 
-    fn new(number: u8, backend: &str, more: &str, scheme: &'static str, client: Client) -> Self {
-        let text = format!(
-            "identity: test\n\
-             backends:\n  disk: {backend}\n\
-             targets:\n  - name: t\n    iqn: {IQN}\n    \
-             portals: [{{ protocol: {scheme}, listen: 127.0.{number}.1 }}]\n    \
-             luns: {{ 0: disk, 7: disk }}\n    access: open\n{}",
-            more.lines()
-                .map(|line| format!("    {line}\n"))
-                .collect::<String>()
-        );
-        let config = Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
-        Self {
-            client,
-            scheme,
-            server: Some(start(&config)),
-            config,
-            number,
+    /// Serves a new file.
+    pub fn with_file(protocol: Protocol, number: u8, size: &str) -> Self {
+        let id = std::process::id();
+        let name = format!("riser-{}-{number}-{id}.img", protocol.scheme());
+        let path = std::env::temp_dir().join(name);
+        let shown = path.display();
+        let backend = format!("{{ kind: file, path: {shown}, size: {size}, create: true }}");
+        let mut rig = Self::new(protocol, number, &backend);
+        rig.file = Some(path);
+        rig
+    }
+
+    /// Returns an address of the network.
+    pub fn address(&self, host: u8) -> Ipv4Addr {
+        Ipv4Addr::new(127, self.protocol as u8, self.number, host)
+    }
+
+    /// Stops the server.
+    pub fn stop(&mut self) {
+        if let Some(server) = self.server.take() {
+            server.shutdown().unwrap();
         }
     }
 
-    pub fn url(&self, user: &str, keys: &str) -> IscsiUrl {
-        let url = format!(
-            "{}://{user}127.0.{}.1/{IQN}/0{keys}",
-            self.scheme, self.number
+    /// Restarts the server with portals on these hosts.
+    pub fn serve(&mut self, hosts: &[u8]) {
+        self.stop();
+        let scheme = self.protocol.scheme();
+        let portal =
+            |host: &u8| format!("{{ protocol: {scheme}, listen: {} }}", self.address(*host));
+        let portals: Vec<_> = hosts.iter().map(portal).collect();
+        let iqn = match self.protocol {
+            Protocol::Srp => String::new(),
+            _ => format!("iqn: {IQN}\n    "),
+        };
+        let more = self.more.lines().map(|line| format!("    {line}\n"));
+        let text = format!(
+            "identity: test\n\
+             backends:\n  disk: {}\n\
+             targets:\n  - name: t\n    {iqn}portals: [{}]\n    \
+             luns: {{ 0: disk, 7: disk }}\n    access: open\n{}",
+            self.backend,
+            portals.join(", "),
+            more.collect::<String>()
         );
+        let config = Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
+        self.server = Some(start(&config));
+    }
+
+    /// Returns the address of LUN 0 on a host.
+    pub fn url_on(&self, host: u8, user: &str, keys: &str) -> TargetUrl {
+        let (scheme, address) = (self.protocol.scheme(), self.address(host));
+        let target = match self.protocol {
+            Protocol::Srp => "0".to_owned(),
+            _ => format!("{IQN}/0"),
+        };
+        let url = format!("{scheme}://{user}{address}/{target}{keys}");
         url.parse().unwrap()
     }
 
+    /// Returns the iSCSI address of LUN 0.
+    pub fn iscsi_url(&self, user: &str) -> IscsiUrl {
+        match self.url_on(1, user, "") {
+            TargetUrl::Iscsi(url) => url,
+            TargetUrl::Srp(url) => panic!("{url:?}"),
+        }
+    }
+
     pub fn try_connect(&self, user: &str, keys: &str) -> Result<Session, EngineError> {
-        block_on(self.client.connect(&self.url(user, keys)))
+        block_on(self.client.connect(self.url_on(1, user, keys)))
     }
 
     pub fn connect(&self, keys: &str) -> Session {
@@ -113,8 +206,9 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         self.client.shutdown();
-        if let Some(server) = self.server.take() {
-            server.shutdown().unwrap();
+        self.stop();
+        if let Some(file) = &self.file {
+            let _ = std::fs::remove_file(file);
         }
     }
 }
@@ -146,10 +240,9 @@ pub fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
     block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
 }
 
-/// Reads and writes with sizes that are not aligned to blocks or PDUs.
-pub fn scattered(lun: &Lun, keys: &str) {
+/// Writes and reads a buffer with pieces of these lengths, which are a multiple of a block in total.
+pub fn scattered(lun: &Lun, lens: &[usize], keys: &str) {
     let io = |command, data| ScsiIo::new(lun.info().lun, command, data, Duration::from_secs(30));
-    let lens = [1, 511, 1023, 1025, 4096, 3, 8189, 100_000, 51_552];
     let pieces: Vec<Vec<u8>> = lens.iter().map(|len| pattern(*len as u64, *len)).collect();
     let len: usize = lens.iter().sum::<usize>();
     assert_eq!(len % 512, 0);

@@ -45,9 +45,7 @@ fn reads(commands: u32) {
     let dev = world.client(1);
     let dst = SocketAddr::new(SERVER, 5555);
     let req = login_req(1, target);
-    let mut mini = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut mini = Mini::connected(dev, dst, &req, &mut |d| world.pump(d));
     mini.settle(&mut |d| world.pump(d));
     for n in 0..commands {
         let answer = mini.read(n % 256 * 8, 8, 0, &mut |d| world.pump(d));

@@ -14,7 +14,8 @@ use riser_target::server::Server;
 use riser_test_peers::iser_client;
 use riser_test_peers::mini;
 use riser_test_peers::mini::{Mini, login_req, real};
-use riser_test_peers::pdus::cdb10;
+use riser_test_peers::open_target;
+use riser_test_peers::pdus::{cdb10, pattern};
 use riser_test_peers::tcp;
 use riser_testkit::alloc::Counting;
 use riser_testkit::allocations::{self, allocates_nothing};
@@ -30,18 +31,12 @@ fn at(host: u8) -> IpAddr {
     IpAddr::V4(Ipv4Addr::new(127, 80, 1, host))
 }
 
-fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
-}
-
 fn srp(server: &Server) {
     let dev = Roce::open(&RoceConfig::new(at(2))).unwrap();
     let catalog = server.shared().registry.catalog();
     let port = catalog.targets[0].portals[0].target_port();
     let to = SocketAddr::new(at(1), 5555);
-    let mut srp = Mini::connect(dev, to, &login_req(1, port), &mut real)
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut srp = Mini::connected(dev, to, &login_req(1, port), &mut real);
     srp.settle(&mut real);
     let is_good = |answer: mini::Answer| assert_eq!(answer.status, 0);
     allocates_nothing("SRP", |n| {
@@ -102,8 +97,7 @@ fn iser() {
 
 fn iscsi() {
     let to = SocketAddr::new(at(1), 3260);
-    let mut client = tcp::Client::login_at(to, IQN, 3, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = tcp::Client::ready_at(to, IQN, 3);
     for (name, immediate) in [
         ("iSCSI over TCP, solicited data", 0),
         ("iSCSI over TCP, immediate data", 8192),
@@ -156,17 +150,9 @@ fn finish_write(client: &mut tcp::Client, data: &[u8]) {
 
 fn serve(backend: &str) -> Server {
     let listen = at(1);
-    let text = format!(
-        "backends: {{ d: {{ {backend}, size: 16MiB }} }}\n\
-         targets:\n\
-         - name: t\n\
-         \x20 iqn: {IQN}\n\
-         \x20 portals: [{{ protocol: srp, listen: '{listen}' }}, {{ protocol: iser, listen: '{listen}' }}, \
-         {{ protocol: iscsi, listen: '{listen}' }}]\n\
-         \x20 luns: {{ 0: d }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n"
-    );
+    let portals = ["srp", "iser", "iscsi"].map(|protocol| (protocol, listen.to_string()));
+    let disk = format!("d: {{ {backend}, size: 16MiB }}");
+    let text = open_target(IQN, &portals, &disk, "0: d", "workers: { count: 1 }\n");
     Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
 }
 

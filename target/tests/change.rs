@@ -59,9 +59,7 @@ fn connect(server: &Server, net: u8, host: u8) -> Mini<Roce> {
 fn connect_on(dev: Roce, server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(net, 1), 5555);
-    let mut mini = Mini::connect(dev, dst, &login_req(host, target), &mut real)
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut mini = Mini::connected(dev, dst, &login_req(host, target), &mut real);
     mini.settle(&mut real);
     mini
 }

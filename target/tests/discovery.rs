@@ -86,8 +86,7 @@ fn targets_are_discovered_by_address() {
     });
     let port = entries[0].service_id as u16;
     let req = login_req(2, target);
-    let mini = Mini::connect(gsi.dev, SocketAddr::new(addr(1), port), &req, &mut real);
-    let mini = mini.map_err(|(_, e)| e).unwrap();
+    let mini = Mini::connected(gsi.dev, SocketAddr::new(addr(1), port), &req, &mut real);
     mini.disconnect(&mut real);
     server.shutdown().unwrap();
 }

@@ -30,12 +30,12 @@ use riser_target::worker::WorkerError;
 use riser_target::worker::mail::{Mail, Snapshot};
 use riser_test_peers::iser_client::Client as Iser;
 use riser_test_peers::mini::{Mini, login_req};
-use riser_test_peers::pdus::cdb10;
+use riser_test_peers::pdus::{cdb10, pattern};
 use riser_test_peers::tcp::Client;
 use riser_transport::loopback::{Endpoint, Fabric, FabricConfig, Failing, Record};
 use riser_transport::nic::NicUsage;
 use riser_transport::verbs::{WcOpcode, WcStatus};
-use simulation::{IQN, Simulation, Wire, footprint, pattern};
+use simulation::{IQN, Simulation, Wire, footprint};
 use world::SERVER;
 
 const GOOD: u8 = 0;

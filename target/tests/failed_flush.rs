@@ -11,6 +11,7 @@ use riser_target::config::{Config, Location};
 use riser_target::control::history::History;
 use riser_target::server::handover::ServerState;
 use riser_target::server::{Server, ServerError};
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
@@ -21,16 +22,10 @@ const CHECK_CONDITION: u8 = 2;
 const HOST: &str = "127.97.1.1";
 
 fn start(dir: &Path, faults: Vec<Fault>) -> Server {
-    let text = format!(
-        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
-         targets:\n\
-         - name: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '{HOST}:3290' }}]\n\
-         \x20 luns: {{ 0: a }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 2 }}\n",
-        dir.display()
-    );
+    let portals = [("iscsi", format!("{HOST}:3290"))];
+    let dir_name = dir.display();
+    let disk = format!("a: {{ kind: file, path: {dir_name}/a, size: 1MiB, create: true }}");
+    let text = open_target(IQN, &portals, &disk, "0: a", "workers: { count: 2 }\n");
     let mut config = Config::parse(&text, "test.yaml").unwrap();
     config.backends[0].spec.faults = Some(Arc::new(Faults::new(faults)));
     let history = History::open(&Location::At(dir.join("state"))).unwrap();
@@ -40,8 +35,7 @@ fn start(dir: &Path, faults: Vec<Fault>) -> Server {
 /// Sends WRITE and SYNCHRONIZE CACHE. Returns their status.
 fn write_and_flush() -> (u8, u8) {
     let to: SocketAddr = format!("{HOST}:3290").parse().unwrap();
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    client.command(&[0; 6], false, 0, &[]);
+    let mut client = Client::ready_at(to, IQN, 1);
     let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     let written = client.command(&write, true, 512, &[1; 512]).0;
     let flushed = client.command(&[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0], false, 0, &[]);

@@ -9,6 +9,7 @@ use riser_target::backend::Cause;
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::server::problems::Subject;
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 use riser_testkit::skip::skip;
 
@@ -49,18 +50,12 @@ fn start(dir: &Path) -> (Server, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap();
     drop(listener);
-    let text = format!(
-        "backends:\n  a: {{ kind: file, path: {}/a, size: 64MiB, create: true }}\n  \
-         b: {{ kind: ram, size: 1MiB }}\n\
-         targets:\n\
-         - name: t\n\
-         \x20 iqn: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '{to}' }}]\n\
-         \x20 luns: {{ 0: a, 1: b }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n",
+    let backends = format!(
+        "a: {{ kind: file, path: {}/a, size: 64MiB, create: true }}, b: {{ kind: ram, size: 1MiB }}",
         dir.display()
     );
+    let (portals, workers) = ([("iscsi", to.to_string())], "workers: { count: 1 }\n");
+    let text = open_target(IQN, &portals, &backends, "0: a, 1: b", workers);
     let config = Config::parse(&text, "test.yaml").unwrap();
     (Server::start(&config).unwrap(), to)
 }
@@ -95,8 +90,7 @@ fn full_file_system_fails_and_recovers() {
         );
     };
     let (mut server, to) = start(&mount.at());
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    client.command(&[0; 6], false, 0, &[]);
+    let mut client = Client::ready_at(to, IQN, 1);
     assert_eq!(causes(&mut server), []);
     assert!(write_fails(&mut client, 8));
     let backend = Subject::Backend("a".to_owned());
@@ -125,8 +119,7 @@ fn read_only_file_system_is_reported() {
         return skip(name, "nothing may be mounted");
     };
     let (mut server, to) = start(&mount.at());
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    client.command(&[0; 6], false, 0, &[]);
+    let mut client = Client::ready_at(to, IQN, 1);
     assert!(!write_fails(&mut client, 1));
     let at = mount.at();
     if !run("mount", &["-o", "remount,abort", at.to_str().unwrap()]) {
@@ -144,7 +137,6 @@ fn read_only_file_system_is_reported() {
     );
     // Other disks are still served.
     let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
-    let mut other = Client::login_at(to, IQN, 2, None).unwrap();
-    other.command(&[0; 6], false, 0, &[]);
+    let mut other = Client::ready_at(to, IQN, 2);
     assert_eq!(other.command(&read, false, 512, &[]).0, 0);
 }

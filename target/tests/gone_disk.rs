@@ -11,6 +11,7 @@ use riser_target::config::{Config, Location};
 use riser_target::control::history::History;
 use riser_target::server::Server;
 use riser_target::server::handover::ServerState;
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
@@ -34,16 +35,10 @@ fn gone() -> Fault {
 
 /// Starts a server for a disk with these faults.
 fn start(dir: &Path, host: &str, faults: Vec<Fault>) -> Server {
-    let text = format!(
-        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
-         targets:\n\
-         - name: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '{host}:3290' }}]\n\
-         \x20 luns: {{ 0: a }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 2 }}\n",
-        dir.display()
-    );
+    let portals = [("iscsi", format!("{host}:3290"))];
+    let dir_name = dir.display();
+    let disk = format!("a: {{ kind: file, path: {dir_name}/a, size: 1MiB, create: true }}");
+    let text = open_target(IQN, &portals, &disk, "0: a", "workers: { count: 2 }\n");
     let mut config = Config::parse(&text, "test.yaml").unwrap();
     config.backends[0].spec.faults = Some(Arc::new(Faults::new(faults)));
     let history = History::open(&Location::At(dir.join("state"))).unwrap();
@@ -69,8 +64,7 @@ fn removed_disk_is_opened_again() {
     std::fs::create_dir(&dir).unwrap();
     let mut server = start(&dir, host, vec![gone()]);
     let to: SocketAddr = format!("{host}:3290").parse().unwrap();
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    client.command(&[0; 6], false, 0, &[]);
+    let mut client = Client::ready_at(to, IQN, 1);
     let before = names(&mut client);
     assert!(!server.check_resources() && server.problems().is_empty());
 
@@ -117,8 +111,7 @@ fn restart_remembers_loss_of_removed_disk() {
     let mut server = start(&dir, host, vec![gone()]);
     let before = generation(&server);
     let to: SocketAddr = format!("{host}:3290").parse().unwrap();
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    client.command(&[0; 6], false, 0, &[]);
+    let mut client = Client::ready_at(to, IQN, 1);
     assert_eq!(read(&mut client, 1).0, CHECK_CONDITION);
     assert!(server.check_resources());
     std::fs::rename(dir.join("a"), dir.join("away")).unwrap();

@@ -1,6 +1,5 @@
 //! Tests servers with a hanging disk and healthy disks.
 
-use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,33 +7,24 @@ use riser_scsi::iscsi::pdu::FromTarget;
 use riser_target::backend::{FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::{Server, ServerError};
-use riser_test_peers::tcp::Client;
+use riser_test_peers::open_target;
+use riser_test_peers::tcp::{Client, free_port};
 
 const IQN: &str = "iqn.2026-01.org.example:hanging";
 
 /// Timeout for everything that doesn't have to wait for the disk.
 const PATIENCE: Duration = Duration::from_secs(40);
 
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
-
 /// LUN 0 hangs while its WRITEs are held by the faults, LUN 1 is a RAM disk.
 fn start(name: &str, port: u16) -> (Server, Arc<Faults>) {
     let image = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}.img"));
-    let text = format!(
-        "backends:\n\
-         \x20 hung: {{ kind: file, path: {}, size: 8MiB, create: true }}\n\
-         \x20 ram: {{ kind: ram, size: 8MiB }}\n\
-         targets:\n\
-         - name: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
-         \x20 luns: {{ 0: hung, 1: ram }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n",
+    let portals = [("iscsi", format!("127.0.0.1:{port}"))];
+    let backends = format!(
+        "hung: {{ kind: file, path: {}, size: 8MiB, create: true }}, ram: {{ kind: ram, size: 8MiB }}",
         image.display(),
     );
+    let workers = "workers: { count: 1 }\n";
+    let text = open_target(IQN, &portals, &backends, "0: hung, 1: ram", workers);
     let mut config = Config::parse(&text, "test.yaml").unwrap();
     let hung = config.backends.iter_mut().find(|b| b.name == "hung");
     let faults = Arc::new(Faults::new(Vec::new()));

@@ -28,7 +28,7 @@ use riser_target::sessions::nexus::{Endpoints, NexusKey};
 use riser_target::worker::mail::Mail;
 use riser_target::worker::{Report, TcpListener};
 use riser_test_peers::mini::{Mini, Refused, Said, config, login_req};
-use riser_test_peers::pdus::cdb10;
+use riser_test_peers::pdus::{cdb10, pattern, reserve_out_list};
 use riser_testkit::eventually;
 use riser_transport::loopback::{Endpoint, Refusals};
 use riser_transport::roce::fault::FaultConfig;
@@ -48,16 +48,10 @@ impl World {
         let dev = self.client(n);
         let req = login_req(n, self.target());
         let dst = SocketAddr::new(SERVER, 5555);
-        let mut mini = Mini::connect(dev, dst, &req, &mut |d| self.pump(d))
-            .map_err(|(_, e)| e)
-            .unwrap();
+        let mut mini = Mini::connected(dev, dst, &req, &mut |d| self.pump(d));
         mini.settle(&mut |d| self.pump(d));
         mini
     }
-}
-
-fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }
 
 #[test]
@@ -214,9 +208,7 @@ fn second_login_replaces_or_joins_session() {
     let mut req = login_req(1, world.target());
     req.multi_channel = MultiChannelAction::Multi;
     let dev = world.client(2);
-    let mut second = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut second = Mini::connected(dev, dst, &req, &mut |d| world.pump(d));
     assert_eq!(second.rsp.multi_channel, MultiChannelResult::Maintained);
     // Both channels use the same nexus, so the unit attention was already reported on the first
     // channel.
@@ -226,9 +218,7 @@ fn second_login_replaces_or_joins_session() {
     assert_eq!(world.shared.registry.sessions(), 1);
     req.multi_channel = MultiChannelAction::Single;
     let dev = world.client(3);
-    let mut third = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut third = Mini::connected(dev, dst, &req, &mut |d| world.pump(d));
     assert_eq!(third.rsp.multi_channel, MultiChannelResult::Terminated);
     for old in [&mut first, &mut second] {
         assert_eq!(old.next(&mut |d| world.pump(d)), Said::Logout(4));
@@ -302,10 +292,7 @@ fn reserve_out(
     (action, kind): (u8, u8),
     (own, key): (u64, u64),
 ) -> u8 {
-    let mut list = [0_u8; 24];
-    list[..8].copy_from_slice(&own.to_be_bytes());
-    list[8..16].copy_from_slice(&key.to_be_bytes());
-    mini.data.write(8192, &list);
+    mini.data.write(8192, &reserve_out_list(own, key));
     let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
     let data = DataBuffer::Direct(mini.desc(8192, 24));
     let pump = &mut |d: &mut _| world.pump(d);
@@ -614,10 +601,7 @@ fn new_login_releases_reserve() {
         };
         assert_eq!(pump(&mut world, &mut holder, &cdb[..cdb_len]), 0);
         assert_eq!(pump(&mut world, &mut other, &[0; 6]), 0x18, "reserved");
-        let (dev, req) = (world.client(3), login_req(1, world.target()));
-        let at = SocketAddr::new(SERVER, 5555);
-        let again = Mini::connect(dev, at, &req, &mut |d| world.pump(d));
-        let mut again = again.map_err(|(_, e)| e).unwrap();
+        let mut again = log_in_again(&mut world, 3).unwrap();
         again.settle(&mut |d| world.pump(d));
         assert_eq!(pump(&mut world, &mut other, &[0; 6]), 0);
         assert_eq!(pump(&mut world, &mut again, &[0; 6]), 0);
@@ -705,10 +689,7 @@ fn hung_state_directory_delays_no_login() {
     let read = host.read(0, 1, 4096, &mut |d| world.pump(d));
     assert_eq!(read.status, 0);
     // It disconnects and logs in again.
-    let (dev, req) = (world.client(2), login_req(1, world.target()));
-    let at = SocketAddr::new(SERVER, 5555);
-    let again = Mini::connect(dev, at, &req, &mut |d| world.pump(d));
-    let mut again = again.map_err(|(_, e)| e).unwrap();
+    let mut again = log_in_again(&mut world, 2).unwrap();
     again.settle(&mut |d| world.pump(d));
     let read = again.read(0, 1, 4096, &mut |d| world.pump(d));
     assert_eq!(read.status, 0);
@@ -1077,8 +1058,7 @@ fn repeated_logins_leave_no_resources() {
     let req = login_req(1, world.target());
     let mut dev = world.client(1);
     for round in 0..300 {
-        let mini = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
-        let mut mini = mini.map_err(|(_, e)| e).unwrap();
+        let mut mini = Mini::connected(dev, dst, &req, &mut |d| world.pump(d));
         if round % 2 == 0 {
             // Some disconnect while commands are in flight.
             for tag in 0..5 {

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Waker};
@@ -19,13 +19,8 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
-use riser_test_peers::tcp::Client;
+use riser_test_peers::tcp::{Client, free_port};
 use riser_testkit::eventually;
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
 
 fn start() -> (Server, u16) {
     let port = free_port();
@@ -231,8 +226,7 @@ fn two_connections_share_session() {
     let text = format!("{}{RECOVERABLE}", text(port));
     let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
     let open = "iqn.2026-01.org.example:open";
-    let mut first = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut first = Client::ready(port, open, 1);
     let tsih = first.tsih.0;
     // The kernel distributes connections among workers, so some of these use different workers.
     for round in 1..9_u8 {
@@ -402,8 +396,7 @@ fn discovery_sessions_may_share_name() {
 fn session_follows_configuration() {
     let (mut server, port) = start();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready(port, open, 1);
     assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 0);
     let luns = [0xa0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0];
     assert_eq!(client.command(&luns, false, 64, &[]).1.len(), 16);
@@ -557,8 +550,7 @@ fn connections_without_login_are_limited() {
     let text = format!("{}limits: {{ max_sessions: 8 }}\n", text(port));
     let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready(port, open, 1);
     let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
     let mut peers = Vec::new();
     for number in 0..5000_u32 {
@@ -578,8 +570,7 @@ fn connections_without_login_are_limited() {
     eventually("few of them are held", WAIT, || held(&mut peers) <= 2 * 20);
     assert_eq!(client.command(&read, false, 512, &[]).0, 0);
     // New connections replace the oldest ones, even from the same address.
-    let mut same = Client::login(port, open, 3, None).unwrap();
-    assert_eq!(same.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let _same = Client::ready(port, open, 3);
     let elsewhere = SocketAddr::from(([127, 0, 0, 2], 0));
     let to = SocketAddr::from(([127, 0, 0, 1], port));
     let mut other = Client::attempt_from(elsewhere, to, open, 2, (0, 0), None)
@@ -594,8 +585,7 @@ fn connections_without_login_are_limited() {
 fn ping_flood_blocks_only_its_session() {
     let (server, port) = start();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready(port, open, 1);
     let mut floods: Vec<_> = (2..6)
         .map(|isid| Client::login(port, open, isid, None).unwrap())
         .collect();
@@ -690,13 +680,11 @@ fn reinstated_session_has_no_late_writes() {
     let faults = one_slow_write();
     let server = Server::start(&slow(&text(port), &faults)).unwrap();
     let open = "iqn.2026-01.org.example:open";
-    let mut first = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut first = Client::ready(port, open, 1);
     first.send_command(&WRITE, true, 512, &[1; 512]);
     has_begun(&faults);
     let delay_ends = Instant::now() + SLOW;
-    let mut second = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut second = Client::ready(port, open, 1);
     assert_eq!(second.command(&WRITE, true, 512, &[2; 512]).0, 0);
     // If the first write had not completed before the second one was started, it would now be
     // written to the disk.
@@ -715,8 +703,7 @@ fn dropped_server_closes_connections() {
     let faults = one_slow_write();
     let server = Server::start(&slow(&text(port), &faults)).unwrap();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready(port, open, 1);
     client.send_command(&WRITE, true, 512, &[1; 512]);
     has_begun(&faults);
     let failure = server.failure();
@@ -733,8 +720,7 @@ fn removed_unit_completes_commands() {
     let faults = one_slow_write();
     let mut server = Server::start(&slow(&text(port), &faults)).unwrap();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready(port, open, 1);
     client.send_command(&WRITE, true, 512, &[1; 512]);
     has_begun(&faults);
     let without = text(port).replacen("luns: { 0: ram }", "luns: { 3: more }", 1);
@@ -758,8 +744,7 @@ fn remapped_lun_keeps_commands_separate() {
     };
     let mut server = Server::start(&mapped("ram")).unwrap();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready(port, open, 1);
     let tag = client.cmd_sn;
     client.send_command(&WRITE, true, 512, &[1; 512]);
     has_begun(&faults);
@@ -954,8 +939,7 @@ fn discovery_sessions_block_no_host() {
         .map(|isid| Client::discovery(port, isid).unwrap())
         .collect();
     let open = "iqn.2026-01.org.example:open";
-    let mut client = Client::login(port, open, 9, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let client = Client::ready(port, open, 9);
     assert_eq!(server.sessions(), 1);
     // They can't have a second connection.
     let second = Client::rediscovery(port, 0, finders[0].tsih.0);

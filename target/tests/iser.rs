@@ -17,7 +17,7 @@ use riser_target::worker::mail::{Mail, Snapshot};
 use riser_test_peers::Pump;
 use riser_test_peers::iser_client::Client;
 use riser_test_peers::mini::{Mini, Said, login_req, real};
-use riser_test_peers::pdus::cdb10;
+use riser_test_peers::pdus::{cdb10, pattern};
 use riser_test_peers::tcp;
 use riser_transport::loopback::{Endpoint, Refusals};
 use riser_transport::roce::fault::FaultConfig;
@@ -81,10 +81,6 @@ impl World {
         let units = &self.shared.registry.catalog().targets[0].units;
         assert_eq!(units[0].1.tasks(), 0);
     }
-}
-
-fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
 }
 
 /// Writes and reads back data of several sizes, with all ways of sending the data.
@@ -353,12 +349,9 @@ fn target_serves_all_protocols_at_once() {
     iser.settle(&mut real);
     let dev = Roce::open(&RoceConfig::new(at(3))).unwrap();
     let port = server.shared().registry.catalog().targets[0].portals[0].target_port();
-    let mut srp = Mini::connect(dev, to(5555), &login_req(1, port), &mut real)
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut srp = Mini::connected(dev, to(5555), &login_req(1, port), &mut real);
     srp.settle(&mut real);
-    let mut tcp = tcp::Client::login_at(to(3260), IQN, 2, None).unwrap();
-    assert_eq!(tcp.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut tcp = tcp::Client::ready_at(to(3260), IQN, 2);
 
     round_trips(&mut iser, false, &mut real);
     let data = pattern(4096, 0x77);
@@ -397,8 +390,7 @@ fn reset_is_reported_as_srp_event() {
     let port = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let srp = |host, login: &LoginReq| {
         let dev = Roce::open(&RoceConfig::new(at(host))).unwrap();
-        let connected = Mini::connect(dev, to(5555), login, &mut real);
-        let mut srp = connected.map_err(|(_, e)| e).unwrap();
+        let mut srp = Mini::connected(dev, to(5555), login, &mut real);
         srp.settle(&mut real);
         srp
     };

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::Write;
-use std::net::TcpListener;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,12 +12,20 @@ use riser_scsi::iscsi::pdu::{FromTarget, R2t};
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::open_target;
 use riser_test_peers::pdus::{data_out, scsi_command};
-use riser_test_peers::tcp::Client;
+use riser_test_peers::tcp::{Client, free_port};
 
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
+/// Serves two files, the first of which is large.
+fn text(port: u16, one: &Path, other: &Path, rest: &str) -> String {
+    let portals = [("iscsi", format!("127.0.0.1:{port}"))];
+    let (one, other) = (one.display(), other.display());
+    let backends = format!(
+        "one: {{ kind: file, path: {one}, size: 256MiB, create: true }}, \
+         other: {{ kind: file, path: {other}, size: 1MiB, create: true }}"
+    );
+    let (iqn, luns) = ("iqn.2026-01.org.example:t", "0: one, 1: other");
+    open_target(iqn, &portals, &backends, luns, rest)
 }
 
 /// Sends the data requested by R2Ts at this rate in bytes per second until `is_over` is set.
@@ -77,23 +85,10 @@ fn trickling_initiator_delays_no_other() {
 /// Returns the maximum latency of a WRITE to another unit.
 fn wait_beside_trickle(n: usize, rate: u64) -> Duration {
     let port = free_port();
-    let image = |disk| {
-        std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("isolation-{n}-{disk}.img"))
-    };
-    let text = format!(
-        "backends:\n\
-         \x20 one: {{ kind: file, path: {}, size: 256MiB, create: true }}\n\
-         \x20 other: {{ kind: file, path: {}, size: 1MiB, create: true }}\n\
-         targets:\n\
-         - name: iqn.2026-01.org.example:t\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
-         \x20 luns: {{ 0: one, 1: other }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n\
-         limits: {{ buffer_pool_mib: 8 }}\n",
-        image(0).display(),
-        image(1).display(),
-    );
+    let image =
+        |disk| Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("isolation-{n}-{disk}.img"));
+    let rest = "workers: { count: 1 }\nlimits: { buffer_pool_mib: 8 }\n";
+    let text = text(port, &image(0), &image(1), rest);
     let config = Config::parse(&text, "test.yaml").unwrap();
     let server = Server::start(&config).unwrap();
     let target = "iqn.2026-01.org.example:t";
@@ -140,23 +135,10 @@ fn wait_beside_trickle(n: usize, rate: u64) -> Duration {
 fn hung_disk_delays_no_other_disk() {
     const HANGS: Duration = Duration::from_secs(25);
     let port = free_port();
-    let image =
-        |n| std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("isolation-{n}.img"));
-    let text = format!(
-        "backends:\n\
-         \x20 hung: {{ kind: file, path: {}, size: 256MiB, create: true }}\n\
-         \x20 other: {{ kind: file, path: {}, size: 1MiB, create: true }}\n\
-         targets:\n\
-         - name: iqn.2026-01.org.example:t\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
-         \x20 luns: {{ 0: hung, 1: other }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n",
-        image(2).display(),
-        image(3).display(),
-    );
+    let image = |n| Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("isolation-{n}.img"));
+    let text = text(port, &image(2), &image(3), "workers: { count: 1 }\n");
     let mut config = Config::parse(&text, "test.yaml").unwrap();
-    let hung = config.backends.iter_mut().find(|b| b.name == "hung");
+    let hung = config.backends.iter_mut().find(|b| b.name == "one");
     hung.unwrap().spec.faults = Some(Arc::new(Faults::new(vec![Fault {
         on: FaultOn::Read,
         offset: 0,

@@ -12,6 +12,7 @@ use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_test_peers::iser_client;
 use riser_test_peers::mini::{Mini, login_req, real};
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 use riser_testkit::eventually;
 use riser_transport::roce::{Roce, RoceConfig};
@@ -26,26 +27,21 @@ fn at(net: u8, host: u8) -> IpAddr {
 /// Uses default limits except for the pool.
 fn start(net: u8, limits: &str) -> Server {
     let listen = at(net, 1);
-    let text = format!(
-        "backends: {{ d: {{ kind: ram, size: 40MiB }} }}\n\
-         targets:\n\
-         - name: t\n\
-         \x20 iqn: {IQN}\n\
-         \x20 portals: [{{ protocol: iser, listen: '{listen}' }}, {{ protocol: iscsi, listen: '{listen}' }}, \
-         {{ protocol: srp, listen: '{listen}' }}]\n\
-         \x20 luns: {{ 0: d }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n\
-         limits: {{ buffer_pool_mib: 2{limits} }}\n"
+    let portals = ["iser", "iscsi", "srp"].map(|protocol| (protocol, listen.to_string()));
+    let rest = format!("workers: {{ count: 1 }}\nlimits: {{ buffer_pool_mib: 2{limits} }}\n");
+    let text = open_target(
+        IQN,
+        &portals,
+        "d: { kind: ram, size: 40MiB }",
+        "0: d",
+        &rest,
     );
     Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
 }
 
 fn connect(net: u8, isid: u8) -> Client {
     let to = SocketAddr::new(at(net, 1), 3260);
-    let mut client = Client::login_at(to, IQN, isid, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
-    client
+    Client::ready_at(to, IQN, isid)
 }
 
 fn cdb16(opcode: u8, flags: u8, lba: u64, blocks: u32) -> [u8; 16] {
@@ -167,9 +163,7 @@ fn protocols_transfer_long_data_concurrently() {
     let dev = Roce::open(&RoceConfig::new(at(2, 3))).unwrap();
     let catalog = server.shared().registry.catalog();
     let port = catalog.targets[0].portals[0].target_port();
-    let mut srp = Mini::connect(dev, to(5555), &login_req(1, port), &mut real)
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut srp = Mini::connected(dev, to(5555), &login_req(1, port), &mut real);
     srp.settle(&mut real);
     let piece = 3 << 20;
     let descs: Vec<MemDesc> = (0..LEN.div_ceil(piece))

@@ -8,6 +8,7 @@ use std::time::Duration;
 use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 use riser_testkit::daemon::{Daemon, RISERD};
 use riser_testkit::eventually;
@@ -210,15 +211,9 @@ fn stuck_writes(blocks: &[u64]) -> Arc<Faults> {
 #[test]
 fn preempt_and_abort_aborts_preempted_commands() {
     let host = "127.97.0.4";
-    let text = format!(
-        "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
-         targets:\n\
-         - name: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '{host}:3290' }}]\n\
-         \x20 luns: {{ 0: a }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 2 }}\n"
-    );
+    let portals = [("iscsi", format!("{host}:3290"))];
+    let (disk, workers) = ("a: { kind: ram, size: 1MiB }", "workers: { count: 2 }\n");
+    let text = open_target(IQN, &portals, disk, "0: a", workers);
     let mut config = Config::parse(&text, "test.yaml").unwrap();
     config.backends[0].spec.faults = Some(stuck_writes(&[1, 2]));
     let server = Server::start(&config).unwrap();

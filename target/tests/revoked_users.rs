@@ -1,22 +1,17 @@
 //! Tests sessions of initiators that are no longer allowed to log in.
 
-use std::net::TcpListener;
 use std::time::Duration;
 
 use riser_scsi::iscsi::pdu::{AsyncEvent, FromTarget};
 use riser_target::config::Config;
 use riser_target::server::Server;
-use riser_test_peers::tcp::Client;
+use riser_test_peers::open_target;
+use riser_test_peers::tcp::{Client, free_port};
 
 const IQN: &str = "iqn.2026-01.org.example:users";
 
 const ALICE: &str = "{ name: alice, secret: twelve-bytes-or-more }";
 const BOB: &str = "{ name: bob, secret: bob-has-another-one }";
-
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
 
 /// Creates a target with these CHAP users. An empty list disables authentication.
 fn config(port: u16, users: &[&str]) -> Config {
@@ -24,16 +19,15 @@ fn config(port: u16, users: &[&str]) -> Config {
         [] => String::new(),
         users => format!("\x20 chap: {{ users: [{}] }}\n", users.join(", ")),
     };
-    let text = format!(
-        "backends: {{ ram: {{ kind: ram, size: 1MiB }} }}\n\
-         targets:\n\
-         - name: {IQN}\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
-         \x20 luns: {{ 0: ram }}\n\
-         \x20 access: open\n\
-         {chap}\
-         limits: {{ connections_per_session: 2 }}\n\
-         workers: {{ count: 2 }}\n"
+    let portals = [("iscsi", format!("127.0.0.1:{port}"))];
+    let rest = "limits: { connections_per_session: 2 }\nworkers: { count: 2 }\n";
+    let rest = format!("{chap}{rest}");
+    let text = open_target(
+        IQN,
+        &portals,
+        "ram: { kind: ram, size: 1MiB }",
+        "0: ram",
+        &rest,
     );
     Config::parse(&text, "test.yaml").unwrap()
 }

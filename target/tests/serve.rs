@@ -27,9 +27,7 @@ fn connect(server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let dev = Roce::open(&RoceConfig::new(addr(net, host))).unwrap();
     let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(net, 1), 5555);
-    let mut mini = Mini::connect(dev, dst, &login_req(host, target), &mut real)
-        .map_err(|(_, e)| e)
-        .unwrap();
+    let mut mini = Mini::connected(dev, dst, &login_req(host, target), &mut real);
     mini.settle(&mut real);
     mini
 }
@@ -183,8 +181,7 @@ fn new_login_closes_channels_on_other_workers() {
     req.multi_channel = MultiChannelAction::Multi;
     let log_in = |host: u8, req: &LoginReq| {
         let dev = Roce::open(&RoceConfig::new(addr(7, host))).unwrap();
-        let mini = Mini::connect(dev, dst, req, &mut real);
-        let mut mini = mini.map_err(|(_, e)| e).unwrap();
+        let mut mini = Mini::connected(dev, dst, req, &mut real);
         // When a command was completed, the target knows that the connection is established.
         // Otherwise there would be no T_LOGOUT.
         let none = || DataBuffer::None;

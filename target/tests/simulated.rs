@@ -9,10 +9,10 @@ use std::net::SocketAddr;
 use std::rc::Rc;
 
 use riser_test_peers::mini::{Mini, login_req};
-use riser_test_peers::pdus::cdb10;
+use riser_test_peers::pdus::{cdb10, pattern};
 use riser_test_peers::tcp::Client;
 use riser_transport::loopback::Endpoint;
-use simulation::{IQN, Simulation, Wire, footprint, pattern};
+use simulation::{IQN, Simulation, Wire, footprint};
 use world::SERVER;
 
 /// Data sent by the target: over TCP, and a hash for RDMA, with timestamps.
@@ -62,9 +62,7 @@ fn run(seed: u64) -> Trace {
     let step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
     let dev = simulation.borrow().world.client(1);
     let at = SocketAddr::new(SERVER, 5555);
-    let mut rdma = Mini::connect(dev, at, &login_req(1, target), &mut |d| step(d))
-        .map_err(|(_, refused)| refused)
-        .unwrap();
+    let mut rdma = Mini::connected(dev, at, &login_req(1, target), &mut |d| step(d));
     rdma.settle(&mut |d| step(d));
     assert_eq!(rdma.read(8, 16, 0, &mut |d| step(d)).status, 0);
     assert_eq!(rdma.data.slice(0..8192).unwrap().to_vec(), data);

@@ -10,6 +10,7 @@ use riser_scsi::iscsi::pdu::{FromTarget, LogoutReason, LogoutRequest, LogoutStat
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt, frame};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 use riser_testkit::skip::skip;
 
@@ -72,17 +73,10 @@ impl Drop for Mount {
 }
 
 fn serve(at: &str, port: u16) -> Server {
-    let text = format!(
-        "backends: {{ f: {{ kind: file, path: {at}/disk, size: 8MiB, create: true }} }}\n\
-         targets:\n\
-         - name: t\n\
-         \x20 iqn: iqn.2026-01.org.example:t\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
-         \x20 luns: {{ 0: f }}\n\
-         \x20 access: open\n\
-         limits: {{ connections_per_session: 8 }}\n\
-         workers: {{ count: 1 }}\n"
-    );
+    let portals = [("iscsi", format!("127.0.0.1:{port}"))];
+    let disk = format!("f: {{ kind: file, path: {at}/disk, size: 8MiB, create: true }}");
+    let rest = "limits: { connections_per_session: 8 }\nworkers: { count: 1 }\n";
+    let text = open_target("iqn.2026-01.org.example:t", &portals, &disk, "0: f", rest);
     Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
 }
 
@@ -212,8 +206,7 @@ fn logout_waits_for_all_connections() {
         return;
     };
     let target = "iqn.2026-01.org.example:t";
-    let mut first = Client::login(port, target, 1, None).unwrap();
-    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut first = Client::ready(port, target, 1);
     let mut second = Client::join(port, target, 1, (first.tsih.0, 1), None).unwrap();
     second.cmd_sn = first.cmd_sn;
     assert!(run("fsfreeze", &["-f", &mount.at]));
@@ -264,20 +257,15 @@ fn frozen_file_system_delays_no_other_flush() {
     let port = listener.local_addr().unwrap().port();
     drop(listener);
     let other = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("beside-a-slow-disk.img");
-    let text = format!(
-        "backends:\n\
-         \x20 hung: {{ kind: file, path: {}/disk, size: 8MiB, create: true }}\n\
-         \x20 other: {{ kind: file, path: {}, size: 8MiB, create: true }}\n\
-         targets:\n\
-         - name: t\n\
-         \x20 iqn: iqn.2026-01.org.example:t\n\
-         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
-         \x20 luns: {{ 0: hung, 1: other }}\n\
-         \x20 access: open\n\
-         workers: {{ count: 1 }}\n",
+    let portals = [("iscsi", format!("127.0.0.1:{port}"))];
+    let backends = format!(
+        "hung: {{ kind: file, path: {}/disk, size: 8MiB, create: true }}, \
+         other: {{ kind: file, path: {}, size: 8MiB, create: true }}",
         mount.at,
         other.display(),
     );
+    let (iqn, luns) = ("iqn.2026-01.org.example:t", "0: hung, 1: other");
+    let text = open_target(iqn, &portals, &backends, luns, "workers: { count: 1 }\n");
     let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
     let [mut user, mut client] = [1, 2].map(|isid| {
         let target = "iqn.2026-01.org.example:t";

@@ -9,6 +9,7 @@ use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_target::stats::{LunStats, Record, Stage, Tracer};
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 use riser_testkit::eventually_some;
 
@@ -35,22 +36,13 @@ impl Bench {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to: SocketAddr = listener.local_addr().unwrap();
         drop(listener);
-        let text = format!(
-            "backends: {{ r: {{ kind: ram, size: 64MiB }} }}\n\
-             targets:\n\
-             - name: t\n\
-             \x20 iqn: {IQN}\n\
-             \x20 portals: [{{ protocol: iscsi, listen: '{to}' }}]\n\
-             \x20 luns: {{ 0: r }}\n\
-             \x20 access: open\n\
-             workers: {{ count: 1 }}\n"
-        );
+        let (portals, disk) = ([("iscsi", to.to_string())], "r: { kind: ram, size: 64MiB }");
+        let text = open_target(IQN, &portals, disk, "0: r", "workers: { count: 1 }\n");
         let faults = Arc::new(Faults::default());
         let mut config = Config::parse(&text, "test.yaml").unwrap();
         config.backends[0].spec.faults = Some(Arc::clone(&faults));
         let server = Server::start(&config).unwrap();
-        let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        let client = Client::ready_at(to, IQN, 1);
         let tracer = Arc::new(Tracer::new(None, Duration::ZERO, 1));
         let bench = Self {
             server,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use riser_target::config::Config;
 use riser_target::server::Server;
+use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 
 const IQN: &str = "iqn.2026-01.org.example:t";
@@ -25,25 +26,18 @@ impl Bench {
         let name = format!("riserd-threshold-{}-{}", std::process::id(), to.port());
         let dir = std::env::temp_dir().join(name);
         std::fs::create_dir(&dir).unwrap();
-        let text = format!(
-            "backends: {{ f: {{ kind: file, path: {}/disk, size: 8MiB, create: true, threshold: 50% }} }}\n\
-             targets:\n\
-             - name: t\n\
-             \x20 iqn: {IQN}\n\
-             \x20 portals: [{{ protocol: iscsi, listen: '{to}' }}]\n\
-             \x20 luns: {{ 0: f }}\n\
-             \x20 access: open\n\
-             workers: {{ count: 1 }}\n",
+        let disk = format!(
+            "f: {{ kind: file, path: {}/disk, size: 8MiB, create: true, threshold: 50% }}",
             dir.display()
         );
+        let portals = [("iscsi", to.to_string())];
+        let text = open_target(IQN, &portals, &disk, "0: f", "workers: { count: 1 }\n");
         let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
         Self { server, to, dir }
     }
 
     fn login(&self, isid: u8) -> Client {
-        let mut client = Client::login_at(self.to, IQN, isid, None).unwrap();
-        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
-        client
+        Client::ready_at(self.to, IQN, isid)
     }
 
     fn measure(&self) {

@@ -39,15 +39,6 @@ fn read(client: &mut Client, lba: u8) -> Vec<u8> {
     data
 }
 
-/// Sends PERSISTENT RESERVE OUT.
-fn reserve_out(client: &mut Client, action: u8, kind: u8, own: u64, key: u64) -> u8 {
-    let mut list = [0; 24];
-    list[..8].copy_from_slice(&own.to_be_bytes());
-    list[8..16].copy_from_slice(&key.to_be_bytes());
-    let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
-    client.command(&cdb, true, 24, &list).0
-}
-
 /// Sends PERSISTENT RESERVE IN: READ KEYS or READ RESERVATION.
 fn reserve_in(client: &mut Client, action: u8) -> Vec<u8> {
     let cdb = [0x5e, action, 0, 0, 0, 0, 0, 1, 0, 0];
@@ -88,10 +79,10 @@ fn upgrade_keeps_reservations_and_ram_disks() {
     daemon.restart(&[]);
     let mut a = log_in(HOST, 1);
     assert_eq!(write(&mut a, 3, 0xaa), GOOD);
-    assert_eq!(reserve_out(&mut a, 0, 0, 0, 0xa), GOOD);
-    assert_eq!(reserve_out(&mut a, 1, 1, 0xa, 0), GOOD);
+    assert_eq!(a.reserve_out(0, 0, 0, 0xa), GOOD);
+    assert_eq!(a.reserve_out(1, 1, 0xa, 0), GOOD);
     let mut b = log_in(HOST, 2);
-    assert_eq!(reserve_out(&mut b, 0, 0, 0, 0xb), GOOD);
+    assert_eq!(b.reserve_out(0, 0, 0, 0xb), GOOD);
     assert_eq!(write(&mut b, 3, 0xbb), RESERVATION_CONFLICT);
     let before = [0, 1].map(|action| reserve_in(&mut a, action));
     let history = daemon.json("history");
@@ -234,7 +225,7 @@ fn vanished_program_keeps_old_one_serving() {
     let daemon = Daemon::start("gone", HOST);
     let mut a = log_in(HOST, 1);
     assert_eq!(write(&mut a, 3, 0xaa), GOOD);
-    assert_eq!(reserve_out(&mut a, 0, 0, 0, 0xa), GOOD);
+    assert_eq!(a.reserve_out(0, 0, 0, 0xa), GOOD);
     drop(a);
     let gone = format!("rm \"$0\"; exec {} \"$@\"", *RISERD);
     let gone = script(&daemon.dir, "gone", &gone);

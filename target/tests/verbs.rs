@@ -60,8 +60,7 @@ fn target_is_created_changed_and_removed() {
     assert_eq!(document(&daemon, &["get", "/targets"]), json!([]));
     build(&daemon, "127.82.0.1");
     let to = "127.82.0.1:3260".parse().unwrap();
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready_at(to, IQN, 1);
     let capacity = [&[0x25][..], &[0; 9]].concat();
     let (status, data) = client.command(&capacity, false, 8, &[]);
     assert_eq!((status, &data[..4]), (0, &2047u32.to_be_bytes()[..]));
@@ -387,8 +386,7 @@ fn grown_file_is_measured_again() {
     );
     ok(&daemon, &["set", "/targets/demo", "access=open"]);
     let to = "127.82.0.9:3260".parse().unwrap();
-    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
-    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut client = Client::ready_at(to, IQN, 1);
     let mut last_block = || {
         let capacity = [&[0x25][..], &[0; 9]].concat();
         let (status, data) = client.command(&capacity, false, 8, &[]);

@@ -215,10 +215,6 @@ impl Write for Wire {
     }
 }
 
-pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
-    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
-}
-
 /// Returns the number of descriptors and threads of this process.
 pub(crate) fn footprint() -> (usize, usize) {
     let count = |path| std::fs::read_dir(path).unwrap().count();

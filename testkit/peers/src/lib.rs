@@ -24,3 +24,28 @@ pub mod pdus;
 pub mod tcp;
 
 pub use dial::Pump;
+
+/// Creates a configuration with a target that any initiator can use. Portals have a protocol and an
+/// address.
+pub fn open_target(
+    iqn: &str,
+    portals: &[(&str, String)],
+    backends: &str,
+    luns: &str,
+    rest: &str,
+) -> String {
+    let portal =
+        |(protocol, at): &(&str, String)| format!("{{ protocol: {protocol}, listen: '{at}' }}");
+    let portals: Vec<_> = portals.iter().map(portal).collect();
+    let portals = portals.join(", ");
+    format!(
+        "backends: {{ {backends} }}\n\
+         targets:\n\
+         - name: t\n\
+         \x20 iqn: {iqn}\n\
+         \x20 portals: [{portals}]\n\
+         \x20 luns: {{ {luns} }}\n\
+         \x20 access: open\n\
+         {rest}"
+    )
+}

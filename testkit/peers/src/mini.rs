@@ -97,6 +97,12 @@ impl<P: Provider> Mini<P> {
         Self::connect_with(dev, dst, PortSpace::Tcp, private_data, pump)
     }
 
+    /// Same as [`Mini::connect`], but the login must succeed.
+    pub fn connected(dev: P, dst: SocketAddr, req: &LoginReq, pump: Pump<'_, P>) -> Self {
+        let mini = Self::connect(dev, dst, req, pump);
+        mini.map_err(|(_, refused)| refused).unwrap()
+    }
+
     /// Connects and logs in using a service ID, as on InfiniBand.
     pub fn connect_service(
         dev: P,

@@ -2,9 +2,10 @@
 //! state machine and can send one command at a time.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
+use crate::pdus::reserve_out_list;
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
@@ -14,6 +15,12 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt, chap};
 use socket2::{Domain, Socket, Type};
+
+/// Returns a port of 127.0.0.1 that is not in use.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
 
 /// A connection to a target.
 pub struct Client<S = TcpStream> {
@@ -46,6 +53,25 @@ impl Client {
             (client, None) => Ok(client),
             (_, Some(elsewhere)) => panic!("sent to {elsewhere:?}"),
         }
+    }
+
+    /// Logs in on 127.0.0.1 without a secret, and clears the unit attention.
+    pub fn ready(port: u16, target: &str, isid: u8) -> Self {
+        Self::ready_at(SocketAddr::from(([127, 0, 0, 1], port)), target, isid)
+    }
+
+    /// Same as [`Client::ready`] for any address.
+    pub fn ready_at(to: SocketAddr, target: &str, isid: u8) -> Self {
+        let mut client = Self::login_at(to, target, isid, None).unwrap();
+        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        client
+    }
+
+    /// Sends PERSISTENT RESERVE OUT without APTPL. Returns the status.
+    pub fn reserve_out(&mut self, action: u8, kind: u8, own: u64, key: u64) -> u8 {
+        let list = reserve_out_list(own, key);
+        let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+        self.command(&cdb, true, 24, &list).0
     }
 
     /// Opens a connection with this connection ID for a new or existing session.

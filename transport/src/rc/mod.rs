@@ -110,7 +110,7 @@ mod responder;
 pub mod send_queue;
 pub mod state;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::time::Duration;
 

@@ -2,22 +2,18 @@
 //! bytes based on the specification, instead of using the code under test.
 
 use std::collections::BTreeSet;
-use std::time::Instant;
 
 use proptest::prelude::*;
-use riser_memory::Memory;
 use riser_state::State;
 use riser_state::testing::assert_all_taken;
 use riser_testkit::{fuzz, one_of};
 
 use super::*;
-use crate::mr::MrTable;
-use crate::rc::{RecvQueue, packet_cost};
+use crate::rc::packet_cost;
+use crate::rc::tests::{Bench, CAP, PD, QP};
 use crate::verbs::qp_state::{OfType, STATES};
-use crate::verbs::{Handle, LKey, Mr, PostReason, RKey, RemoteAddr, SendFlags, SendOp, Sge};
+use crate::verbs::{LKey, PostReason, RKey, RemoteAddr, SendFlags, SendOp, Sge};
 
-const PD: PdId = PdId(Handle::new(1, 1));
-const QP: QpId = QpId(Handle::new(7, 1));
 const SQ_PSN: u32 = 0x00ff_fffe;
 const RQ_PSN: u32 = 0x100;
 const PEER: RemoteAddr = RemoteAddr {
@@ -26,16 +22,7 @@ const PEER: RemoteAddr = RemoteAddr {
 };
 const MTU: usize = 256;
 
-/// QP with its environment. Receives use memory at offset 32 KiB.
-struct Rig {
-    qp: UcQp,
-    mrs: MrTable,
-    rq: RecvQueue,
-    out: Vec<RcEvent>,
-    now: Instant,
-    memory: Memory,
-    mr: Mr,
-}
+type Rig = Bench<UcQp>;
 
 impl Rig {
     fn new() -> Self {
@@ -51,35 +38,15 @@ impl Rig {
     }
 
     fn in_reset(has_srq: bool) -> Self {
-        let mut mrs = MrTable::new(16, 8, [5; 16]);
-        let memory = Memory::new(64 * 1024).unwrap();
-        let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
-        let mr = mrs.reg(PD, &memory.whole(), access).unwrap();
-        let cap = QpCap {
-            max_send_wr: 16,
-            max_recv_wr: 4,
-            max_send_sge: 2,
-            max_recv_sge: 2,
-            max_inline: 32,
-        };
-        let cfg = UcConfig {
+        Self::of(UcQp::new(UcConfig {
             qp: QP,
             qp_num: 0x11,
             pd: PD,
-            cap,
+            cap: CAP,
             sq_sig_all: false,
             has_srq,
             max_burst_bytes: 16 * packet_cost(Mtu::Mtu256),
-        };
-        Self {
-            qp: UcQp::new(cfg),
-            mrs,
-            rq: RecvQueue::new(4, 2),
-            out: Vec::new(),
-            now: Instant::now(),
-            memory,
-            mr,
-        }
+        }))
     }
 
     fn receive_with(&mut self, access: Access) {
@@ -89,19 +56,6 @@ impl Rig {
             rq_psn: Psn::new(RQ_PSN),
             access,
         });
-    }
-
-    fn run<R>(&mut self, f: impl FnOnce(&mut UcQp, &mut Env<'_>) -> R) -> R {
-        let mut env = Env {
-            mrs: &mut self.mrs,
-            rq: &mut self.rq,
-            out: &mut self.out,
-        };
-        f(&mut self.qp, &mut env)
-    }
-
-    fn sge(&self, offset: usize, length: usize) -> Sge {
-        self.mr.sge(offset, length)
     }
 
     fn try_post(&mut self, wr_id: u64, op: SendOp, sges: &[Sge]) -> Result<(), PostError> {
@@ -129,10 +83,6 @@ impl Rig {
         .unwrap();
     }
 
-    fn received(&self, length: usize) -> Vec<u8> {
-        self.memory.slice(0x8000..0x8000 + length).unwrap().to_vec()
-    }
-
     /// Returns the next packet without its ICRC.
     fn packet(&mut self) -> Option<Vec<u8>> {
         let (now, mut tx) = (self.now, TxPacket::default());
@@ -156,21 +106,8 @@ impl Rig {
         self.run(|qp, env| qp.handle_packet(&packet, env));
     }
 
-    fn events(&mut self) -> Vec<RcEvent> {
-        std::mem::take(&mut self.out)
-    }
-
-    /// Returns the IDs and status values of send completions since the last call. Panics on any
-    /// other event.
-    fn sends(&mut self) -> Vec<(u64, WcStatus)> {
-        let send = |e| match e {
-            RcEvent::Send(c) => (c.wr_id.0, c.status),
-            other => panic!("unexpected {other:?}"),
-        };
-        self.events().into_iter().map(send).collect()
-    }
-
-    /// The same for receive completions, including the size.
+    /// Returns the IDs, status values and sizes of receive completions since the last call. Panics
+    /// on any other event.
     fn receives(&mut self) -> Vec<(u64, WcStatus, u32)> {
         let recv = |e| match e {
             RcEvent::Recv(c) => (c.wr_id.0, c.status, c.byte_len),

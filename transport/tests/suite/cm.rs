@@ -9,8 +9,8 @@ use riser_transport::verbs::{
 };
 
 use crate::suite::world::{
-    End, Side, Wants, World, cm_event, connect_on, connect_to, connected, init_attr, listen,
-    listen_in, objects, resolve, resolve_in,
+    End, Side, Wants, World, cm_event, connect_on, connect_to, connected, create_cm_qp, init_attr,
+    listen, listen_in, objects, resolve, resolve_in,
 };
 
 fn param(data: &[u8]) -> ConnParam {
@@ -26,9 +26,7 @@ pub(crate) fn connection_exchanges_private_data<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
-    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    let qp_a = w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    let qp_a = create_cm_qp(w, End::A, id);
     w.provider(End::A).connect(id, &param(b"hello")).unwrap();
     let request = cm_event(w, End::B);
     let CmEventKind::ConnectRequest {
@@ -102,9 +100,7 @@ pub(crate) fn rejection_contains_reason<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
-    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    let qp = w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    let qp = create_cm_qp(w, End::A, id);
     w.provider(End::A).connect(id, &param(b"")).unwrap();
     let request = cm_event(w, End::B).id;
     w.provider(End::B).reject(request, b"no thanks").unwrap();
@@ -127,9 +123,7 @@ pub(crate) fn rejection_contains_reason<W: World>(mut w: W) {
 pub(crate) fn missing_listener_rejects_request<W: World>(mut w: W) {
     let w = &mut w;
     let id = resolve(w, 4001);
-    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    create_cm_qp(w, End::A, id);
     let asked = w.provider(End::A).connect(id, &param(b""));
     if w.is_siw(End::A) && asked.is_err() {
         // siw waits for the TCP connection inside the call.
@@ -421,9 +415,7 @@ pub(crate) fn connections_work_in_all_port_spaces<W: World>(mut w: W) {
         // Use the same port in both port spaces, with a separate listener in each.
         let listener = listen_in(w, space, End::B, 4000);
         let id = resolve_in(w, space, 4000);
-        let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-        let init = init_attr(pd, cq, &Wants::default());
-        w.provider(End::A).create_cm_qp(id, &init).unwrap();
+        create_cm_qp(w, End::A, id);
         w.provider(End::A).connect(id, &param(b"hello")).unwrap();
         let request = cm_event(w, End::B);
         let CmEventKind::ConnectRequest {
@@ -658,9 +650,7 @@ pub(crate) fn qp_owner_can_reject_reply<W: World>(mut w: W) {
         };
         w.provider(End::A).connect(id, &own).unwrap();
         let request = cm_event(w, End::B).id;
-        let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
-        let init = init_attr(pd, cq, &Wants::default());
-        w.provider(End::B).create_cm_qp(request, &init).unwrap();
+        create_cm_qp(w, End::B, request);
         w.provider(End::B).accept(request, &param(b"")).unwrap();
         let event = cm_event(w, End::A);
         assert!(matches!(event.kind, CmEventKind::ConnectResponse { .. }));
@@ -713,9 +703,7 @@ pub(crate) fn vendor_options_are_rejected_with_reason<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
-    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    create_cm_qp(w, End::A, id);
     w.provider(End::A).connect(id, &param(b"")).unwrap();
     let request = cm_event(w, End::B).id;
     w.provider(End::B).reject_ece(request, b"other").unwrap();
@@ -736,14 +724,10 @@ pub(crate) fn timewait_only_follows_connection<W: World>(mut w: W) {
     let w = &mut w;
     let _listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
-    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    create_cm_qp(w, End::A, id);
     w.provider(End::A).connect(id, &param(b"")).unwrap();
     let request = cm_event(w, End::B).id;
-    let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    w.provider(End::B).create_cm_qp(request, &init).unwrap();
+    create_cm_qp(w, End::B, request);
     w.provider(End::B).accept(request, &param(b"")).unwrap();
     // Cancel before the other side has received the request.
     w.provider(End::A).destroy_id(id).unwrap();
@@ -807,9 +791,7 @@ pub(crate) fn destroying_listener_rejects_pending_requests<W: World>(mut w: W) {
     let w = &mut w;
     let listener = listen(w, End::B, 4000);
     let id = resolve(w, 4000);
-    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
-    let init = init_attr(pd, cq, &Wants::default());
-    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    create_cm_qp(w, End::A, id);
     w.provider(End::A).connect(id, &param(b"")).unwrap();
     w.pass(Duration::from_millis(20));
     w.provider(End::B).destroy_id(listener).unwrap();

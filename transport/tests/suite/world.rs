@@ -227,6 +227,13 @@ pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
     }
 }
 
+/// Creates a queue pair for an identifier.
+pub(crate) fn create_cm_qp<W: World>(w: &mut W, end: End, id: CmId) -> QpId {
+    let (pd, cq, ..) = objects(w, end, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.provider(end).create_cm_qp(id, &init).unwrap()
+}
+
 /// Returns the next RDMA CM event.
 pub(crate) fn cm_event<W: World>(w: &mut W, end: End) -> CmEvent {
     w.until("an event of the RDMA CM", |w| w.poll_cm_event(end))

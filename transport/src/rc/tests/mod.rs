@@ -18,8 +18,8 @@ use crate::verbs::{
 };
 use crate::wire::Packet;
 
-pub(super) const PD: PdId = PdId(Handle::new(1, 1));
-pub(super) const QP: QpId = QpId(Handle::new(7, 1));
+pub(crate) const PD: PdId = PdId(Handle::new(1, 1));
+pub(crate) const QP: QpId = QpId(Handle::new(7, 1));
 /// First PSN sent by the QP, and first PSN it expects.
 pub(super) const SQ_PSN: u32 = 0x200;
 pub(super) const RQ_PSN: u32 = 0x100;
@@ -31,15 +31,76 @@ pub(super) const PEER: RemoteAddr = RemoteAddr {
     rkey: RKey(0xabcd_ef01),
 };
 
-/// QP with its environment.
-pub(super) struct Rig {
-    pub(super) qp: RcQp,
-    pub(super) mrs: MrTable,
-    pub(super) rq: RecvQueue,
-    pub(super) out: Vec<RcEvent>,
-    pub(super) now: Instant,
-    pub(super) memory: Memory,
-    pub(super) mr: Mr,
+/// Capacity of the QP in a rig.
+pub(crate) const CAP: QpCap = QpCap {
+    max_send_wr: 16,
+    max_recv_wr: 4,
+    max_send_sge: 2,
+    max_recv_sge: 2,
+    max_inline: 32,
+};
+
+/// QP of any service with its environment. Receives use memory at offset 32 KiB.
+pub(crate) struct Bench<Q> {
+    pub(crate) qp: Q,
+    pub(crate) mrs: MrTable,
+    pub(crate) rq: RecvQueue,
+    pub(crate) out: Vec<RcEvent>,
+    pub(crate) now: Instant,
+    pub(crate) memory: Memory,
+    pub(crate) mr: Mr,
+}
+
+pub(super) type Rig = Bench<RcQp>;
+
+impl<Q> Bench<Q> {
+    pub(crate) fn of(qp: Q) -> Self {
+        let mut mrs = MrTable::new(16, 8, [5; 16]);
+        let memory = Memory::new(64 * 1024).unwrap();
+        // Zero-based, so that a script can use addresses before the memory is allocated.
+        let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
+        let mr = mrs.reg(PD, &memory.whole(), access).unwrap();
+        Self {
+            qp,
+            mrs,
+            rq: RecvQueue::new(4, 2),
+            out: Vec::new(),
+            now: Instant::now(),
+            memory,
+            mr,
+        }
+    }
+
+    pub(crate) fn run<R>(&mut self, f: impl FnOnce(&mut Q, &mut Env<'_>) -> R) -> R {
+        let mut env = Env {
+            mrs: &mut self.mrs,
+            rq: &mut self.rq,
+            out: &mut self.out,
+        };
+        f(&mut self.qp, &mut env)
+    }
+
+    pub(crate) fn sge(&self, offset: usize, length: usize) -> Sge {
+        self.mr.sge(offset, length)
+    }
+
+    pub(crate) fn received(&self, length: usize) -> Vec<u8> {
+        self.memory.slice(0x8000..0x8000 + length).unwrap().to_vec()
+    }
+
+    pub(crate) fn events(&mut self) -> Vec<RcEvent> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// Returns the IDs and status values of send completions since the last call. Panics on any
+    /// other event.
+    pub(crate) fn sends(&mut self) -> Vec<(u64, WcStatus)> {
+        let send = |e| match e {
+            RcEvent::Send(c) => (c.wr_id.0, c.status),
+            other => panic!("unexpected {other:?}"),
+        };
+        self.events().into_iter().map(send).collect()
+    }
 }
 
 pub(super) struct Options {
@@ -76,34 +137,14 @@ impl Rig {
     }
 
     pub(super) fn with(options: &Options) -> Self {
-        let mut mrs = MrTable::new(16, 8, [5; 16]);
-        let memory = Memory::new(64 * 1024).unwrap();
-        // Zero-based, so that a script can use addresses before the memory is allocated.
-        let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
-        let mr = mrs.reg(PD, &memory.whole(), access).unwrap();
-        let cap = QpCap {
-            max_send_wr: 16,
-            max_recv_wr: 4,
-            max_send_sge: 2,
-            max_recv_sge: 2,
-            max_inline: 32,
-        };
-        let mut cfg = RcConfig::new(QP, PD, cap);
+        let mut cfg = RcConfig::new(QP, PD, CAP);
         cfg.service = options.service;
         cfg.has_srq = options.has_srq;
         cfg.max_inflight_bytes = options.window * packet_cost(Mtu::Mtu256);
         cfg.first_retransmit = T;
         cfg.min_retransmit = T;
         cfg.ack_every = options.ack_every;
-        let mut rig = Self {
-            qp: RcQp::new(cfg),
-            mrs,
-            rq: RecvQueue::new(4, 2),
-            out: Vec::new(),
-            now: Instant::now(),
-            memory,
-            mr,
-        };
+        let mut rig = Self::of(RcQp::new(cfg));
         if options.state == QpState::Reset {
             return rig;
         }
@@ -130,19 +171,6 @@ impl Rig {
             max_rd_atomic: options.reads,
         });
         rig
-    }
-
-    pub(super) fn run<R>(&mut self, f: impl FnOnce(&mut RcQp, &mut Env<'_>) -> R) -> R {
-        let mut env = Env {
-            mrs: &mut self.mrs,
-            rq: &mut self.rq,
-            out: &mut self.out,
-        };
-        f(&mut self.qp, &mut env)
-    }
-
-    pub(super) fn sge(&self, offset: usize, length: usize) -> Sge {
-        self.mr.sge(offset, length)
     }
 
     /// Posts a signaled request for `length` bytes at the start of the memory.
@@ -172,10 +200,6 @@ impl Rig {
             }
         })
         .unwrap();
-    }
-
-    pub(super) fn received(&self, length: usize) -> Vec<u8> {
-        self.memory.slice(0x8000..0x8000 + length).unwrap().to_vec()
     }
 
     /// Returns all packets that are currently sent, without ICRCs.
@@ -234,20 +258,6 @@ impl Rig {
         let now = self.now;
         self.run(|qp, env| qp.handle_timeout(now, env));
         waited
-    }
-
-    pub(super) fn events(&mut self) -> Vec<RcEvent> {
-        std::mem::take(&mut self.out)
-    }
-
-    /// Returns the IDs and status values of send completions since the last call. Panics on any
-    /// other event.
-    pub(super) fn sends(&mut self) -> Vec<(u64, WcStatus)> {
-        let send = |e| match e {
-            RcEvent::Send(c) => (c.wr_id.0, c.status),
-            other => panic!("unexpected {other:?}"),
-        };
-        self.events().into_iter().map(send).collect()
     }
 }
 

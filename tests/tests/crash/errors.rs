@@ -820,7 +820,7 @@ impl Fault {
 fn each_call_fails_once(protocol: Protocol) {
     let most = setting("RISER_CRASH_ERRORS", 30) as usize;
     let calls = std::env::var("RISER_CRASH_CALLS").unwrap_or_default();
-    let test = format!("each_call_that_fails_once_loses_nothing_over_{protocol:?}").to_lowercase();
+    let test = format!("failed_calls_lose_nothing_over_{protocol:?}").to_lowercase();
     println!(
         "RISER_CRASH_ERRORS={most} RISER_CRASH_CALLS={calls} cargo test -p riser-tests --test crash {test}"
     );

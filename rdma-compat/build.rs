@@ -21,7 +21,7 @@ use std::{env, fs};
 fn main() {
     println!("cargo::rerun-if-changed=symbols.txt");
     println!("cargo::rerun-if-changed=build.rs");
-    let table = fs::read_to_string("symbols.txt").expect("symbols.txt is beside build.rs");
+    let table = fs::read_to_string("symbols.txt").expect("symbols.txt is next to build.rs");
     let out = env::var_os("OUT_DIR").expect("Cargo sets it");
     let jump = match env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
         Ok("x86_64") => "jmp",

@@ -29,7 +29,7 @@ const UPGRADE: Duration = Duration::from_secs(150);
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Maximum response size in bytes.
-const MAX_ANSWER: usize = 64 << 20;
+const MAX_RESPONSE: usize = 64 << 20;
 
 /// A request that failed, or has no valid response.
 #[derive(Debug, thiserror::Error)]
@@ -256,7 +256,7 @@ async fn exchange(
     let revision = response.headers().get(hyper::header::ETAG);
     let revision = revision.and_then(|tag| tag.to_str().ok());
     let revision = revision.map(|tag| tag.trim_matches('"').to_owned());
-    let body = Limited::new(response.into_body(), MAX_ANSWER)
+    let body = Limited::new(response.into_body(), MAX_RESPONSE)
         .collect()
         .await;
     let body = body.map_err(|e| ClientError::Garbled(e.to_string()))?;

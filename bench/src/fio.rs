@@ -253,8 +253,8 @@ impl Parser<'_> {
                 "`include {name}` exceeds the limit of {MAX_INCLUDES} included files"
             ));
         }
-        let beside = Path::new(&place.file).parent().map(|dir| dir.join(name));
-        let paths = [Some(PathBuf::from(name)), beside];
+        let relative = Path::new(&place.file).parent().map(|dir| dir.join(name));
+        let paths = [Some(PathBuf::from(name)), relative];
         let mut error = None;
         for path in paths.into_iter().flatten() {
             match (self.sources.read)(&path) {

@@ -232,18 +232,18 @@ impl Ledger {
     fn update_entries(
         &self,
         blocks: Range<usize>,
-        settled: impl Fn(Entry) -> Entry,
+        completed: impl Fn(Entry) -> Entry,
     ) -> Result<(), BenchError> {
         let entries = &self.entries[blocks.clone()];
         if let Some(file) = &self.file {
             let words = entries.iter().map(|entry| {
                 let entry = Entry::unpack(entry.load(Ordering::Acquire));
-                settled(entry).pack()
+                completed(entry).pack()
             });
             file.write(blocks.start, words)?;
         }
         for entry in entries {
-            change(entry, &settled);
+            change(entry, &completed);
         }
         Ok(())
     }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use super::error::BenchError;
 use super::outcome::Verified;
-use super::stats::{Figures, memory};
+use super::stats::{Measurements, memory};
 
 /// A report from a worker.
 pub(super) enum Report {
     /// Index of an interval and its results.
-    Figures(u64, Figures),
+    Measurements(u64, Measurements),
     /// The worker has completed.
     Ended(WorkerReport),
 }
@@ -65,23 +65,27 @@ impl Reporter {
     }
 
     /// Reports the results of an interval. Returns them if there are too many pending reports.
-    pub(super) fn figures(&self, index: u64, figures: Figures) -> Option<Figures> {
-        let size = memory(&figures);
+    pub(super) fn report_interval(
+        &self,
+        index: u64,
+        measurements: Measurements,
+    ) -> Option<Measurements> {
+        let size = memory(&measurements);
         let before = self.waiting.fetch_add(size, Ordering::Relaxed);
         if before > 0 && before + size > self.limit {
             self.waiting.fetch_sub(size, Ordering::Relaxed);
-            return Some(figures);
+            return Some(measurements);
         }
-        self.send(Report::Figures(index, figures));
+        self.send(Report::Measurements(index, measurements));
         None
     }
 
     /// Reports the last results and the completion of the worker.
-    pub(super) fn report_end(&self, last: Option<(u64, Figures)>, end: WorkerReport) {
-        if let Some((index, figures)) = last {
-            let size = memory(&figures);
+    pub(super) fn report_end(&self, last: Option<(u64, Measurements)>, end: WorkerReport) {
+        if let Some((index, measurements)) = last {
+            let size = memory(&measurements);
             self.waiting.fetch_add(size, Ordering::Relaxed);
-            self.send(Report::Figures(index, figures));
+            self.send(Report::Measurements(index, measurements));
         }
         self.send(Report::Ended(end));
     }
@@ -104,8 +108,9 @@ impl Reports {
     /// Fails on timeout, or if all workers have exited.
     pub(super) fn receive(&self, patience: Duration) -> Result<(usize, Report), RecvTimeoutError> {
         let received = self.receiver.recv_timeout(patience)?;
-        if let (_, Report::Figures(_, figures)) = &received {
-            self.waiting.fetch_sub(memory(figures), Ordering::Relaxed);
+        if let (_, Report::Measurements(_, measurements)) = &received {
+            self.waiting
+                .fetch_sub(memory(measurements), Ordering::Relaxed);
         }
         Ok(received)
     }
@@ -113,27 +118,27 @@ impl Reports {
 
 #[cfg(test)]
 mod tests {
-    use super::super::stats::no_figures;
+    use super::super::stats::no_measurements;
     use super::*;
 
     fn index(reports: &Reports) -> Option<u64> {
         match reports.receive(Duration::ZERO) {
-            Ok((7, Report::Figures(index, _))) => Some(index),
+            Ok((7, Report::Measurements(index, _))) => Some(index),
             _ => None,
         }
     }
 
     #[test]
-    fn pending_limit_returns_figures() {
-        let figures = || no_figures(false);
-        let size = memory(&figures());
+    fn pending_limit_returns_measurements() {
+        let measurements = || no_measurements(false);
+        let size = memory(&measurements());
         let (reporter, reports) = channel(2 * size);
         let reporter = reporter.of_task(7);
-        assert!(reporter.figures(0, figures()).is_none());
-        assert!(reporter.figures(1, figures()).is_none());
-        assert!(reporter.figures(2, figures()).is_some());
+        assert!(reporter.report_interval(0, measurements()).is_none());
+        assert!(reporter.report_interval(1, measurements()).is_none());
+        assert!(reporter.report_interval(2, measurements()).is_some());
         assert_eq!(index(&reports), Some(0));
-        assert!(reporter.figures(3, figures()).is_none());
+        assert!(reporter.report_interval(3, measurements()).is_none());
         let end = WorkerReport {
             at: Instant::now(),
             checked: Verified::default(),
@@ -142,7 +147,7 @@ mod tests {
             result: Ok(()),
         };
         // The last results are never rejected, and previous results are received before them.
-        reporter.report_end(Some((4, figures())), end);
+        reporter.report_end(Some((4, measurements())), end);
         drop(reporter);
         let received = [(); 3].map(|()| index(&reports));
         assert_eq!(received, [Some(1), Some(3), Some(4)]);
@@ -155,7 +160,7 @@ mod tests {
     #[test]
     fn single_report_may_exceed_limit() {
         let (reporter, _reports) = channel(1);
-        assert!(reporter.figures(0, no_figures(true)).is_none());
-        assert!(reporter.figures(1, no_figures(true)).is_some());
+        assert!(reporter.report_interval(0, no_measurements(true)).is_none());
+        assert!(reporter.report_interval(1, no_measurements(true)).is_some());
     }
 }

@@ -197,7 +197,7 @@ impl Running {
     /// Handles a report from a worker.
     fn handle(&mut self, report: Report, meter: &mut Meter) -> Result<(), BenchError> {
         match report {
-            Report::Figures(index, figures) => self.collector.add(index, figures),
+            Report::Measurements(index, measurements) => self.collector.add(index, measurements),
             Report::Ended(end) => {
                 self.last = self.last.max(end.at);
                 self.checked += end.checked;
@@ -320,10 +320,10 @@ fn sum(jobs: &[Running], now: Instant) -> Progress {
     let mut times: Option<Histogram<u64>> = None;
     for job in jobs {
         let passed = now.saturating_duration_since(job.clock.measured_from);
-        let Some((figures, length)) = job.collector.last(passed) else {
+        let Some((measurements, length)) = job.collector.last(passed) else {
             continue;
         };
-        for measured in figures {
+        for measured in measurements {
             let seconds = length.as_secs_f64();
             sum.iops += measured.ios() as f64 / seconds;
             sum.bytes_per_second += measured.bytes as f64 / seconds;
@@ -383,7 +383,7 @@ fn read_back<D: BlockDevice>(
                 end.result?;
                 checked += end.checked;
             }
-            Ok((_, Report::Figures(..))) | Err(RecvTimeoutError::Timeout) => {}
+            Ok((_, Report::Measurements(..))) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Ok(checked),
         }
         if shown.elapsed() >= TICK {

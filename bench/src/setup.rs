@@ -333,10 +333,10 @@ pub fn buffer_bytes(job: &Job, connections: u32) -> u64 {
         // A single buffer with the maximum block size of a state file.
         return MAX_TRANSFER.into();
     }
-    let (data, besides) = buffer_size(job);
+    let (data, extra) = buffer_size(job);
     let clones = job.numjobs.div_ceil(connections.max(1));
     let operations = u64::from(job.iodepth).saturating_mul(clones.into());
-    (data + besides).saturating_mul(operations)
+    (data + extra).saturating_mul(operations)
 }
 
 /// Returns whether the operations of a job require buffers.
@@ -537,9 +537,9 @@ mod tests {
             ..without.clone()
         };
         let fua = job(|job| job.fua = true);
-        for asks in [job(|job| job.fsync = 1), job(|job| job.end_fsync = true)] {
-            assert!(is_unstable(&asks, &without) && is_unstable(&asks, &only_writes));
-            assert!(!is_unstable(&asks, &geometry()));
+        for requires in [job(|job| job.fsync = 1), job(|job| job.end_fsync = true)] {
+            assert!(is_unstable(&requires, &without) && is_unstable(&requires, &only_writes));
+            assert!(!is_unstable(&requires, &geometry()));
         }
         assert!(is_unstable(&fua, &without) && !is_unstable(&fua, &only_writes));
         assert!(!is_unstable(&plain, &without));

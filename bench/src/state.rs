@@ -393,8 +393,8 @@ mod tests {
 
     #[test]
     fn open_requires_regular_file() {
-        let folder = std::env::temp_dir();
-        for path in [Path::new("/dev/null"), folder.as_path()] {
+        let directory = std::env::temp_dir();
+        for path in [Path::new("/dev/null"), directory.as_path()] {
             let error = StateFile::open(path, true).unwrap_err().to_string();
             assert!(error.contains("not a regular file"), "{error}");
         }

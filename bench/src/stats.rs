@@ -11,11 +11,11 @@ use super::outcome::{Interval, Measured, OpKind};
 const MAX_INTERVALS: usize = 3600;
 
 /// Results of an interval or a run, by [`OpKind`].
-pub(super) type Figures = [Measured; 4];
+pub(super) type Measurements = [Measured; 4];
 
 /// Returns results without any operations. As most of these remain unused, the histograms are
 /// small.
-pub(super) fn no_figures(is_open_loop: bool) -> Figures {
+pub(super) fn no_measurements(is_open_loop: bool) -> Measurements {
     let empty = || Histogram::new(1).expect("one digit is allowed");
     std::array::from_fn(|_| Measured {
         bytes: 0,
@@ -40,7 +40,7 @@ fn merge_histogram(into: &mut Histogram<u64>, from: Histogram<u64>) {
     }
 }
 
-fn merge(into: &mut Figures, from: Figures) {
+fn merge(into: &mut Measurements, from: Measurements) {
     for (into, from) in into.iter_mut().zip(from) {
         into.bytes += from.bytes;
         merge_histogram(&mut into.service, from.service);
@@ -51,12 +51,12 @@ fn merge(into: &mut Figures, from: Figures) {
 }
 
 /// Returns the memory size of all histograms in bytes.
-pub(super) fn memory(figures: &Figures) -> usize {
+pub(super) fn memory(measurements: &Measurements) -> usize {
     let counts = |measured: &Measured| {
         let response = measured.response.as_ref();
         measured.service.distinct_values() + response.map_or(0, Histogram::distinct_values)
     };
-    8 * figures.iter().map(counts).sum::<usize>()
+    8 * measurements.iter().map(counts).sum::<usize>()
 }
 
 /// A completed operation.
@@ -78,7 +78,7 @@ pub(super) struct Recorder {
     /// End of the current interval, relative to the start of the measurement.
     end: Duration,
     index: u64,
-    figures: Figures,
+    measurements: Measurements,
     is_empty: bool,
 }
 
@@ -89,14 +89,14 @@ impl Recorder {
             interval,
             end: interval,
             index: 0,
-            figures: no_figures(is_open_loop),
+            measurements: no_measurements(is_open_loop),
             is_empty: true,
         }
     }
 
     /// Records an operation. If this is the first operation in a new interval, returns the index
     /// and results of the previous one.
-    pub(super) fn record(&mut self, done: &Completed) -> Option<(u64, Figures)> {
+    pub(super) fn record(&mut self, done: &Completed) -> Option<(u64, Measurements)> {
         let over = if done.at < self.end {
             None
         } else {
@@ -107,7 +107,7 @@ impl Recorder {
         };
         self.is_empty = false;
         let nanos = |time: Duration| time.as_nanos() as u64;
-        let measured = &mut self.figures[done.kind as usize];
+        let measured = &mut self.measurements[done.kind as usize];
         measured.bytes += done.bytes;
         let service = precise(&mut measured.service);
         service
@@ -124,17 +124,17 @@ impl Recorder {
 
     /// Returns the index and results of the current interval, and resets it. Returns `None` if it's
     /// empty.
-    pub(super) fn take_interval(&mut self) -> Option<(u64, Figures)> {
+    pub(super) fn take_interval(&mut self) -> Option<(u64, Measurements)> {
         if std::mem::replace(&mut self.is_empty, true) {
             return None;
         }
-        let empty = no_figures(self.is_open_loop);
-        Some((self.index, std::mem::replace(&mut self.figures, empty)))
+        let empty = no_measurements(self.is_open_loop);
+        Some((self.index, std::mem::replace(&mut self.measurements, empty)))
     }
 
     /// Adds results which couldn't be reported to the current interval.
-    pub(super) fn restore_interval(&mut self, figures: Figures) {
-        merge(&mut self.figures, figures);
+    pub(super) fn restore_interval(&mut self, measurements: Measurements) {
+        merge(&mut self.measurements, measurements);
         self.is_empty = false;
     }
 }
@@ -148,8 +148,8 @@ pub(super) struct Collector {
     length: Duration,
     /// The intervals of workers are shorter by a factor of `2^shift`.
     shift: u32,
-    intervals: Vec<Figures>,
-    total: Figures,
+    intervals: Vec<Measurements>,
+    total: Measurements,
 }
 
 impl Collector {
@@ -160,26 +160,26 @@ impl Collector {
             length: interval,
             shift: 0,
             intervals: Vec::new(),
-            total: no_figures(is_open_loop),
+            total: no_measurements(is_open_loop),
         }
     }
 
     /// Adds the results of a worker for an interval.
-    pub(super) fn add(&mut self, index: u64, figures: Figures) {
-        merge(&mut self.total, figures.clone());
+    pub(super) fn add(&mut self, index: u64, measurements: Measurements) {
+        merge(&mut self.total, measurements.clone());
         while index >> self.shift >= MAX_INTERVALS as u64 || self.is_large() {
             self.merge_neighbours();
         }
         let index = (index >> self.shift) as usize;
         self.grow(index + 1);
-        merge(&mut self.intervals[index], figures);
+        merge(&mut self.intervals[index], measurements);
     }
 
     fn grow(&mut self, count: usize) {
         let is_open_loop = self.is_open_loop;
         let count = count.max(self.intervals.len());
         self.intervals
-            .resize_with(count, || no_figures(is_open_loop));
+            .resize_with(count, || no_measurements(is_open_loop));
     }
 
     /// Returns whether the memory limit is exceeded and can be reduced by merging.
@@ -211,16 +211,16 @@ impl Collector {
     /// Returns the results of the last interval that is complete at `now` (relative to the start of
     /// the measurement). A worker only reports these with its first operation in a later interval,
     /// so this may return the interval before the last. Returns `None` if neither was reported.
-    pub(super) fn last(&self, now: Duration) -> Option<(&Figures, Duration)> {
+    pub(super) fn last(&self, now: Duration) -> Option<(&Measurements, Duration)> {
         let over = (now.as_nanos() / self.length.as_nanos()) as usize;
         let last = over.checked_sub(1)?;
-        let figures = self.intervals.get(last);
-        let figures = figures.or_else(|| self.intervals.get(last.checked_sub(1)?));
-        Some((figures?, self.length))
+        let measurements = self.intervals.get(last);
+        let measurements = measurements.or_else(|| self.intervals.get(last.checked_sub(1)?));
+        Some((measurements?, self.length))
     }
 
     /// Returns the total results and all intervals of a run with this duration.
-    pub(super) fn finish(mut self, runtime: Duration) -> (Figures, Vec<Interval>) {
+    pub(super) fn finish(mut self, runtime: Duration) -> (Measurements, Vec<Interval>) {
         let count = |length: Duration| runtime.as_nanos().div_ceil(length.as_nanos()).max(1);
         // The limit also applies to a long run without operations.
         while count(self.length) > MAX_INTERVALS as u128 {
@@ -234,7 +234,7 @@ impl Collector {
             merge(&mut self.intervals[count - 1], last);
         }
         let length = self.length;
-        let interval = |(index, measured): (usize, Figures)| {
+        let interval = |(index, measured): (usize, Measurements)| {
             let at = length * index as u32;
             Interval {
                 at,
@@ -268,13 +268,13 @@ mod tests {
         let mut recorder = Recorder::new(SECOND, true);
         assert!(recorder.record(&done(10, 50)).is_none());
         assert!(recorder.record(&done(999, 70)).is_none());
-        let (index, figures) = recorder.record(&done(3000, 10)).unwrap();
+        let (index, measurements) = recorder.record(&done(3000, 10)).unwrap();
         assert_eq!(index, 0);
-        let writes = &figures[OpKind::Write as usize];
+        let writes = &measurements[OpKind::Write as usize];
         assert_eq!((writes.ios(), writes.bytes), (2, 8192));
         assert_eq!(writes.service.max() / 1000, 70);
         assert_eq!(writes.response.as_ref().unwrap().max() / 1000, 140);
-        assert_eq!(figures[OpKind::Read as usize].ios(), 0);
+        assert_eq!(measurements[OpKind::Read as usize].ios(), 0);
         assert_eq!(recorder.take_interval().unwrap().0, 3);
         assert!(recorder.take_interval().is_none());
     }
@@ -286,8 +286,8 @@ mod tests {
         for index in 0..count {
             let mut recorder = Recorder::new(SECOND, false);
             recorder.record(&done(1000 * index, 10 + index % 5));
-            let (index, figures) = recorder.take_interval().unwrap();
-            collector.add(index, figures);
+            let (index, measurements) = recorder.take_interval().unwrap();
+            collector.add(index, measurements);
         }
         collector
     }
@@ -297,12 +297,12 @@ mod tests {
         let mut collector = Collector::new(SECOND, false, MEMORY);
         let mut recorder = Recorder::new(SECOND, false);
         for millis in [100, 3500, 4200] {
-            if let Some((index, figures)) = recorder.record(&done(millis, 10)) {
-                collector.add(index, figures);
+            if let Some((index, measurements)) = recorder.record(&done(millis, 10)) {
+                collector.add(index, measurements);
             }
         }
-        let (index, figures) = recorder.take_interval().unwrap();
-        collector.add(index, figures);
+        let (index, measurements) = recorder.take_interval().unwrap();
+        collector.add(index, measurements);
         let (total, intervals) = collector.finish(Duration::from_millis(4200));
         assert_eq!(total[1].ios(), 3);
         let ios: Vec<_> = intervals.iter().map(|i| i.measured[1].ios()).collect();
@@ -341,7 +341,11 @@ mod tests {
     #[test]
     fn progress_shows_last_complete_interval() {
         let collector = collected(3);
-        let ios = |now| collector.last(now).map(|(figures, _)| figures[1].ios());
+        let ios = |now| {
+            collector
+                .last(now)
+                .map(|(measurements, _)| measurements[1].ios())
+        };
         assert_eq!(ios(Duration::from_millis(500)), None);
         assert_eq!(ios(Duration::from_millis(2500)), Some(1));
         // The fourth interval may not be reported yet. But we must not show an idle device as busy.
@@ -355,8 +359,8 @@ mod tests {
         let mut collector = Collector::new(SECOND, false, 10 * one);
         let mut recorder = Recorder::new(SECOND, false);
         for second in 0..100 {
-            if let Some((index, figures)) = recorder.record(&done(1000 * second, 10)) {
-                collector.add(index, figures);
+            if let Some((index, measurements)) = recorder.record(&done(1000 * second, 10)) {
+                collector.add(index, measurements);
             }
         }
         assert!(collector.intervals.len() <= 12);
@@ -366,18 +370,18 @@ mod tests {
         // A single interval is always allowed.
         let mut least = Collector::new(SECOND, false, 0);
         for index in 0..3 {
-            least.add(index, no_figures(false));
+            least.add(index, no_measurements(false));
         }
         assert!(least.intervals.len() <= 2, "{}", least.intervals.len());
     }
 
     #[test]
-    fn returned_figures_join_current_interval() {
+    fn returned_measurements_join_current_interval() {
         let mut recorder = Recorder::new(SECOND, true);
         assert!(recorder.record(&done(10, 50)).is_none());
-        let (_, figures) = recorder.record(&done(1010, 60)).unwrap();
-        recorder.restore_interval(figures);
-        let (index, figures) = recorder.take_interval().unwrap();
-        assert_eq!((index, figures[1].ios()), (1, 2));
+        let (_, measurements) = recorder.record(&done(1010, 60)).unwrap();
+        recorder.restore_interval(measurements);
+        let (index, measurements) = recorder.take_interval().unwrap();
+        assert_eq!((index, measurements[1].ios()), (1, 2));
     }
 }

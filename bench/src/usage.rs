@@ -156,7 +156,7 @@ fn switches(status: &str) -> (u64, u64) {
 mod tests {
     use std::time::SystemTime;
 
-    use super::super::stats::no_figures;
+    use super::super::stats::no_measurements;
     use super::*;
 
     #[test]
@@ -177,7 +177,7 @@ mod tests {
 
     /// Returns the outcome of a job with `ios` reads.
     fn outcome(seconds: u64, ios: u64) -> Outcome {
-        let mut measured = no_figures(false);
+        let mut measured = no_measurements(false);
         measured[0].service.record_n(1000, ios).unwrap();
         Outcome {
             name: "job".into(),

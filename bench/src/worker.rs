@@ -465,10 +465,10 @@ impl Worker {
             response: now.saturating_duration_since(slot.due),
             at: now.saturating_duration_since(measured_from),
         };
-        if let Some((index, figures)) = self.recorder.record(&done)
-            && let Some(figures) = self.reporter.figures(index, figures)
+        if let Some((index, measurements)) = self.recorder.record(&done)
+            && let Some(measurements) = self.reporter.report_interval(index, measurements)
         {
-            self.recorder.restore_interval(figures);
+            self.recorder.restore_interval(measurements);
         }
     }
 
@@ -508,7 +508,7 @@ impl Worker {
             OpKind::Flush => {}
             OpKind::Read if matches!(verifier.check, Check::Nothing) => {}
             OpKind::Read => {
-                let buffer = slot.buffer.as_ref().expect("it came back with the read");
+                let buffer = slot.buffer.as_ref().expect("it was returned with the read");
                 let bytes = &mut self.scratch[..buffer.len()];
                 buffer.slice().read(0, bytes);
                 self.checked += verifier.check(&slot.op.range, &slot.oldest, bytes)?;
@@ -651,7 +651,7 @@ mod tests {
         drop(worker);
         let reports = std::iter::from_fn(|| reports.receive(Duration::ZERO).ok());
         let reads = reports.map(|(_, report)| match report {
-            Report::Figures(_, figures) => figures[OpKind::Read as usize].ios(),
+            Report::Measurements(_, measurements) => measurements[OpKind::Read as usize].ios(),
             Report::Ended(_) => 0,
         });
         (reads.sum(), started)

@@ -37,7 +37,7 @@ impl Buffer {
         let memory = Memory::new(len)?;
         let slice = memory
             .slice(0..len)
-            .expect("a mapping holds what was asked for");
+            .expect("the mapping contains the requested range");
         Ok(Self {
             slice,
             capacity: len,

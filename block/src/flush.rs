@@ -217,12 +217,12 @@ pub struct FlushChecks {
 impl FlushChecks {
     /// Called when a durable write has failed, and the next flush will [report its error
     /// again](FlushDescriptor::reports_again).
-    pub fn begin(&self) {
+    pub fn start_check(&self) {
         self.active.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Called when this flush has completed and its result was recorded.
-    pub fn end(&self) {
+    pub fn finish_check(&self) {
         self.active.fetch_sub(1, Ordering::AcqRel);
     }
 
@@ -582,7 +582,7 @@ mod tests {
                         let succeeds = !request.is_write && self.record.failure().is_none();
                         assert!(!(succeeds && request.must_fail), "lost data was flushed");
                         if request.is_check {
-                            self.checks.end();
+                            self.checks.finish_check();
                         }
                     }
                     worker.queue.recycle(served);
@@ -609,7 +609,7 @@ mod tests {
                             .descriptor
                             .reports_again(renewals, self.record.clears());
                         if is_check {
-                            self.checks.begin();
+                            self.checks.start_check();
                         } else {
                             self.record.record(());
                         }

@@ -134,14 +134,14 @@ impl Faults {
         let strikes = |f: &Fault| affects((f.on, f.offset, f.len), kind, offset, len);
         let index = list.iter().position(strikes)?;
         let fault = &mut list[index];
-        let answer = (fault.delay, fault.error);
+        let outcome = (fault.delay, fault.error);
         if let Some(times) = &mut fault.times {
             *times = times.saturating_sub(1);
             if *times == 0 {
                 list.remove(index);
             }
         }
-        Some(answer)
+        Some(outcome)
     }
 }
 

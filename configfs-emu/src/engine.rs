@@ -143,7 +143,7 @@ impl Engine {
     ///
     /// # Errors
     /// Returns any error from `look`.
-    pub fn look<T>(
+    pub fn read_tree<T>(
         &self,
         look: impl FnOnce(&Tree, &dyn World) -> Result<T, Errno>,
     ) -> Result<T, Errno> {
@@ -156,7 +156,7 @@ impl Engine {
         match self.daemon.document() {
             Ok(document) => {
                 self.is_lost = false;
-                self.take(document);
+                self.adopt_document(document);
             }
             Err(error) if self.is_lost => tracing::debug!(%error, "cannot connect to riserd"),
             Err(error) => {
@@ -362,7 +362,7 @@ impl Engine {
     }
 
     /// Updates the tree to show the daemon's configuration, unless they are already the same.
-    fn take(&mut self, document: Value) {
+    fn adopt_document(&mut self, document: Value) {
         if document == self.known {
             return;
         }

@@ -19,7 +19,7 @@ fn succeeds(rig: &Rig, command: &str) -> bool {
             return status.success();
         }
         if Instant::now() > until {
-            let config = rig.folder.join("config");
+            let config = rig.directory.join("config");
             let _ = Command::new("umount").arg("-f").arg(config).status();
             let _ = shell.kill();
             let _ = shell.wait();
@@ -34,8 +34,8 @@ fn backend_inside_own_mount_is_rejected() {
     let Some(rig) = Rig::mount("configfs_own_mount") else {
         return;
     };
-    let config = rig.folder.join("config");
-    let link = rig.folder.join("link");
+    let config = rig.directory.join("config");
+    let link = rig.directory.join("link");
     std::os::unix::fs::symlink(config.join("target"), &link).unwrap();
     for (number, path) in [config.join("target/disk"), link.join("disk")]
         .iter()
@@ -67,7 +67,7 @@ fn backend_inside_own_mount_is_rejected() {
             faults: None,
         };
         let error = Store::open(&spec).unwrap_err();
-        assert!(matches!(error, OpenError::AsksUs { .. }), "{error}");
+        assert!(matches!(error, OpenError::DependsOnUs { .. }), "{error}");
         let said = error.to_string();
         for named in [&path, &config] {
             assert!(said.contains(named.to_str().unwrap()), "{said}");

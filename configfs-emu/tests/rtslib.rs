@@ -108,10 +108,10 @@ fn targetctl_restore_matches_import() {
         return;
     };
     for (name, count) in [("short-secrets", 2), ("groups", 2)] {
-        let file = rig.folder.join(format!("{name}.json"));
+        let file = rig.directory.join(format!("{name}.json"));
         let shape = format!("{}/tests/data/lio/{name}.json", env!("CARGO_MANIFEST_DIR"));
         let text = std::fs::read_to_string(shape).unwrap();
-        let text = text.replace("/srv/riser-corpus", rig.folder.to_str().unwrap());
+        let text = text.replace("/srv/riser-corpus", rig.directory.to_str().unwrap());
         std::fs::write(&file, &text).unwrap();
         rig.must(&format!("targetctl restore {}", file.display()));
         let world = OtherHost::default();
@@ -161,7 +161,7 @@ fn shell_script_configures_srp() {
         return;
     };
     rig.must(&format!("bash {}", script("blktests.sh").display()));
-    assert!(rig.folder.join("served").exists());
+    assert!(rig.directory.join("served").exists());
     let targets = ever(&rig, "targets");
     let served = targets.iter().find(|t| **t != json!([])).unwrap();
     assert_eq!(

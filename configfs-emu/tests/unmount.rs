@@ -46,11 +46,11 @@ impl Daemon {
                 let _ = stream.read(&mut request);
                 let body = r#"{"backends":{},"targets":[]}"#;
                 let length = body.len();
-                let answer = format!(
+                let response = format!(
                     "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nETag: \"1\"\r\n\
                      Content-Length: {length}\r\nConnection: close\r\n\r\n{body}"
                 );
-                let _ = stream.write_all(answer.as_bytes());
+                let _ = stream.write_all(response.as_bytes());
             }
         });
         Some(Self(dir))

@@ -110,7 +110,7 @@ impl ThreadDisk {
 
     async fn transfer(&self, operation: Operation) -> Result<Buffer, BlockError> {
         let buffer = self.execute(operation).await?;
-        Ok(buffer.expect("a transfer gives its buffer back"))
+        Ok(buffer.expect("a transfer returns its buffer"))
     }
 
     async fn change(&self, command: Command) -> Result<(), BlockError> {

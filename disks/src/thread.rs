@@ -78,7 +78,7 @@ impl DiskThread {
         let sent = self.mailbox.send(Message::Host(service));
         sent.map_err(|message| match message {
             Message::Host(service) => service,
-            _ => unreachable!("a mailbox gives back what it was sent"),
+            _ => unreachable!("the mailbox returns a rejected message"),
         })
     }
 
@@ -87,7 +87,7 @@ impl DiskThread {
         let sent = self.mailbox.send(Message::Drive(workload));
         sent.map_err(|message| match message {
             Message::Drive(workload) => workload,
-            _ => unreachable!("a mailbox gives back what it was sent"),
+            _ => unreachable!("the mailbox returns a rejected message"),
         })
     }
 

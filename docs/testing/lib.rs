@@ -38,7 +38,9 @@ const DOCUMENTS: &[&str] = &[
 #[must_use]
 pub fn root() -> PathBuf {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR"));
-    docs.parent().expect("docs is in a folder").to_owned()
+    docs.parent()
+        .expect("docs has a parent directory")
+        .to_owned()
 }
 
 /// Reads the pages of the book, sorted by name.

@@ -317,8 +317,8 @@ fn plain_client(bed: &Bed) -> UnixStream {
     client
         .write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\0")
         .unwrap();
-    let mut answer = [0; 18 + 10];
-    client.read_exact(&mut answer).unwrap();
+    let mut reply = [0; 18 + 10];
+    client.read_exact(&mut reply).unwrap();
     client
 }
 
@@ -337,10 +337,10 @@ fn plain_client_gets_single_long_reply() {
     bed.device.memory().write(5 << 20, b"here");
     let mut client = plain_client(&bed);
     client.write_all(&request(0, 7, 1, 8 << 20)).unwrap();
-    let mut answer = vec![0; 16 + (8 << 20)];
-    client.read_exact(&mut answer).unwrap();
-    assert_eq!(answer[..16], *b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x07");
-    assert_eq!(answer[16 + (5 << 20) - 1..][..4], *b"here");
+    let mut reply = vec![0; 16 + (8 << 20)];
+    client.read_exact(&mut reply).unwrap();
+    assert_eq!(reply[..16], *b"\x67\x44\x66\x98\0\0\0\0\0\0\0\0\0\0\0\x07");
+    assert_eq!(reply[16 + (5 << 20) - 1..][..4], *b"here");
 }
 
 #[test]
@@ -439,8 +439,8 @@ fn stopping_with_clients_in_flight_returns() {
     let mut silent = UnixStream::connect(&bed.socket).unwrap();
     let mut busy = plain_client(&bed);
     busy.write_all(&request(0, 1, 0, 4096)).unwrap();
-    let mut answer = vec![0; 16 + 4096];
-    busy.read_exact(&mut answer).unwrap();
+    let mut reply = vec![0; 16 + 4096];
+    busy.read_exact(&mut reply).unwrap();
     // A write whose payload is never sent.
     busy.write_all(&request(1, 2, 0, 4096)).unwrap();
     bed.server.take().unwrap().stop().unwrap();

@@ -237,29 +237,29 @@ impl Service<'_> {
             _ => return None,
         };
         let length = (HEADER + body.len()) as u16;
-        let mut answer = header.to_vec();
-        answer[1] = operation | op::ACK;
-        answer[2..6].copy_from_slice(&[status as u8, out, 0, 0]);
-        answer[6..8].copy_from_slice(&match operation {
+        let mut response = header.to_vec();
+        response[1] = operation | op::ACK;
+        response[2..6].copy_from_slice(&[status as u8, out, 0, 0]);
+        response[6..8].copy_from_slice(&match operation {
             op::RESOLVE => length.to_ne_bytes(),
             _ => length.to_be_bytes(),
         });
-        answer.extend(body);
-        Some(answer)
+        response.extend(body);
+        Some(response)
     }
 
     fn resolve(&self, endpoints: &[Endpoint]) -> Result<Vec<u8>, Status> {
         self.counters.add(Counters::RESOLVE);
         self.counters.add(Counters::ROUTE_QUERY);
         let flags = PathFlags::GMP | PathFlags::PRIMARY | PathFlags::BIDIRECTIONAL;
-        let answer = |path: &PathRecord| Endpoint::of_path(flags, path).emit().to_vec();
+        let endpoint_of = |path: &PathRecord| Endpoint::of_path(flags, path).emit().to_vec();
         let first = endpoints.first().ok_or(Status::Edesttype)?;
         if first.kind == kind::PATH {
             let wanted = first.path();
             let mut mask = components(&wanted);
             mask.set(PathMask::NUMB_PATH, false);
             let path = self.resolver.path(self.administrator, mask, &wanted)?;
-            return Ok(answer(&path));
+            return Ok(endpoint_of(&path));
         }
         let the = |flag: u32, twice: Status| {
             let mut all = endpoints.iter().filter(|e| e.flags & flag != 0);
@@ -283,7 +283,7 @@ impl Service<'_> {
         let path = self
             .resolver
             .path(self.administrator, components(&wanted), &wanted)?;
-        let mut body = answer(&path);
+        let mut body = endpoint_of(&path);
         if given.is_none() {
             body.extend(Endpoint::of_source(path.sgid().ip()).emit());
         }
@@ -367,11 +367,11 @@ mod tests {
     use super::*;
     use crate::sa::administrator::AdministratorConfig;
 
-    fn with<T>(ask: impl FnOnce(&Service<'_>) -> T) -> T {
+    fn with<T>(serve: impl FnOnce(&Service<'_>) -> T) -> T {
         let addrs = vec![IpAddr::from([10, 0, 0, 1]), "fd00::1".parse().unwrap()];
         let names = BTreeMap::from([("other".to_owned(), IpAddr::from([10, 0, 0, 2]))]);
         let config = AdministratorConfig::new(addrs[0], Mtu::Mtu4096, [1; 16]);
-        ask(&Service {
+        serve(&Service {
             resolver: &Resolver::new(addrs, names),
             administrator: &Administrator::new(config),
             counters: &Counters::default(),
@@ -394,7 +394,7 @@ mod tests {
 
     #[test]
     fn resolve_returns_path_and_source() {
-        let answer = with(|s| s.respond_to(&question(&[(2, 2, &[10, 0, 0, 2])]))).unwrap();
+        let response = with(|s| s.respond_to(&question(&[(2, 2, &[10, 0, 0, 2])]))).unwrap();
         let mut expected = vec![1, 0x81, 0, 0, 0, 0, 160, 0, 9, 8, 7, 6, 5, 4, 3, 2];
         expected.extend([0x2b, 0, 0, 0, 0x10, 0, 0, 0]);
         expected.extend([0; 8]);
@@ -405,7 +405,7 @@ mod tests {
         // The selected source.
         expected.extend([1, 0, 0, 0, 2, 0, 0, 0, 10, 0, 0, 1]);
         expected.resize(160, 0);
-        assert_eq!(answer, expected);
+        assert_eq!(response, expected);
         // By name, with a source, and for IPv6.
         for endpoints in [
             &[(2, 1, &b"other"[..])][..],
@@ -413,13 +413,13 @@ mod tests {
             &[(1, 2, &[10, 0, 0, 1]), (2 | 1 << 31, 2, &[10, 0, 0, 2])],
             &[(2, 3, &[0xfd; 16])],
         ] {
-            let answer = with(|s| s.respond_to(&question(endpoints))).unwrap();
-            assert_eq!(answer[2], 0, "{endpoints:?}");
+            let response = with(|s| s.respond_to(&question(endpoints))).unwrap();
+            assert_eq!(response[2], 0, "{endpoints:?}");
         }
         // The returned record can be used as a request for the same path.
-        let path = &answer[24..88];
+        let path = &response[24..88];
         let again = with(|s| s.respond_to(&question(&[(1 << 31, 16, path)]))).unwrap();
-        assert_eq!(again[16..], answer[16..88]);
+        assert_eq!(again[16..], response[16..88]);
     }
 
     #[test]
@@ -438,8 +438,8 @@ mod tests {
             (&[(2, 2, &[224, 0, 0, 1])], 3),
             (&[(0, 16, &[])], 9),
         ] {
-            let answer = with(|s| s.respond_to(&question(endpoints))).unwrap();
-            assert_eq!((answer[2], answer.len()), (status, 16), "{endpoints:?}");
+            let response = with(|s| s.respond_to(&question(endpoints))).unwrap();
+            assert_eq!((response[2], response.len()), (status, 16), "{endpoints:?}");
         }
         // Unsupported version, length and operation.
         for at in [0, 1, 6] {
@@ -451,18 +451,18 @@ mod tests {
 
     #[test]
     fn endpoints_and_counters_use_network_order() {
-        let ask = |operation, out| [1, operation, 0, out, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0];
-        let endpoint = with(|s| s.respond_to(&ask(3, 2))).unwrap();
+        let request = |operation, out| [1, operation, 0, out, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0];
+        let endpoint = with(|s| s.respond_to(&request(3, 2))).unwrap();
         assert_eq!(endpoint[..8], [1, 0x83, 0, 2, 0, 0, 0, 16 + 16 + 128]);
         assert_eq!(endpoint[24..32], [1, 1, 0, 0, 0xff, 0xff, 0, 1]);
         assert_eq!(endpoint[32..40], *b"riser-sa");
         assert_eq!(endpoint[96..104], *b"fd00::1\0");
         for number in [0, 3] {
-            assert_eq!(with(|s| s.respond_to(&ask(3, number))).unwrap()[2], 2);
+            assert_eq!(with(|s| s.respond_to(&request(3, number))).unwrap()[2], 2);
         }
         let counters = with(|s| {
             s.respond_to(&question(&[(2, 2, &[10, 0, 0, 2])])).unwrap();
-            s.respond_to(&ask(2, 0)).unwrap()
+            s.respond_to(&request(2, 0)).unwrap()
         });
         assert_eq!(counters[..8], [1, 0x82, 0, 7, 0, 0, 0, 72]);
         assert_eq!(counters[24..32], [0, 0, 0, 0, 0, 0, 0, 1]);
@@ -477,8 +477,8 @@ mod tests {
                 let [low, high] = (message.len() as u16).to_ne_bytes();
                 message[6..8].copy_from_slice(&[low, high]);
                 for message in [input, &message] {
-                    if let Some(answer) = service.respond_to(message) {
-                        assert!(answer.len() <= MAX_MESSAGE && answer[1] & 0x80 != 0);
+                    if let Some(response) = service.respond_to(message) {
+                        assert!(response.len() <= MAX_MESSAGE && response[1] & 0x80 != 0);
                     }
                 }
             });

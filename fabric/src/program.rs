@@ -44,9 +44,9 @@ fn filter(text: &str) -> (EnvFilter, Option<String>) {
 ///
 /// # Errors
 /// Returns any write error.
-pub fn write_manual(command: clap::Command, folder: Option<&Path>) -> io::Result<()> {
-    match folder {
-        Some(folder) => clap_mangen::generate_to(command, folder),
+pub fn write_manual(command: clap::Command, directory: Option<&Path>) -> io::Result<()> {
+    match directory {
+        Some(directory) => clap_mangen::generate_to(command, directory),
         None => clap_mangen::Man::new(command).render(&mut io::stdout()),
     }
 }

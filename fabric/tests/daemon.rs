@@ -47,7 +47,7 @@ impl Daemon {
     /// Same as [`Self::start`], but optionally with a state file. Existing files in the directory
     /// are preserved.
     fn begin(last: u8, netlink: Option<OwnedFd>, has_state: bool) -> Self {
-        let dir = Self::folder(last);
+        let dir = Self::directory(last);
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("hosts"), "127.0.67.99 far # a host\n").unwrap();
         // Like a service manager, pass sockets starting at descriptor 3.
@@ -79,7 +79,7 @@ impl Daemon {
         daemon
     }
 
-    fn folder(last: u8) -> PathBuf {
+    fn directory(last: u8) -> PathBuf {
         std::env::temp_dir().join(format!("riser-sa-{}-{last}", std::process::id()))
     }
 
@@ -141,9 +141,9 @@ impl Host {
     }
 
     fn query(&mut self, request: Request) -> Result<SaResponse, SaError> {
-        let asked = self.client.query(Instant::now(), request).unwrap();
-        eventually_some("an answer comes", PATIENCE, || match self.turn() {
-            Some(SaEvent::Completed { id, result }) if id == asked => Some(result),
+        let query = self.client.query(Instant::now(), request).unwrap();
+        eventually_some("response received", PATIENCE, || match self.turn() {
+            Some(SaEvent::Completed { id, result }) if id == query => Some(result),
             Some(SaEvent::Notice(notice)) => {
                 self.notices.extend(notice.event());
                 None
@@ -154,7 +154,7 @@ impl Host {
 }
 
 #[test]
-fn hosts_ask_over_queue_pair_1() {
+fn hosts_query_over_queue_pair_1() {
     let _daemon = Daemon::start(1, None);
     let mut host = Host::open(2, 1);
     let mut other = Host::open(3, 1);
@@ -205,7 +205,7 @@ fn netlink() -> Result<OwnedFd, Errno> {
 }
 
 /// Sends a request to the group, like the kernel does, and returns the response.
-fn ask_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
+fn query_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
     let message = Message {
         sequence,
         port: 0,
@@ -216,11 +216,11 @@ fn ask_group(kernel: &OwnedFd, sequence: u32, body: Body) -> Body {
     let sent = sendto(kernel, &message.emit(), SendFlags::empty(), &group);
     assert!(matches!(sent, Ok(_) | Err(Errno::CONNREFUSED)), "{sent:?}");
     let mut buffer = [0; 4096];
-    eventually_some("an answer comes", PATIENCE, || {
+    eventually_some("response received", PATIENCE, || {
         let (len, _) = recv(kernel, &mut buffer[..], RecvFlags::DONTWAIT).ok()?;
         let message = Message::parse(&buffer[..len]).unwrap();
-        let is_answer = matches!(message.body, Body::Resolved(_) | Body::IpResolved(_));
-        (is_answer && message.sequence == sequence).then_some(message.body)
+        let is_response = matches!(message.body, Body::Resolved(_) | Body::IpResolved(_));
+        (is_response && message.sequence == sequence).then_some(message.body)
     })
 }
 
@@ -245,7 +245,7 @@ fn kernel_queries_over_netlink() {
         pkey: Some(0xffff),
         qos_class: Some(0),
     };
-    let Body::Resolved(Ok(paths)) = ask_group(&kernel, 1, Body::Resolve(resolve.clone())) else {
+    let Body::Resolved(Ok(paths)) = query_group(&kernel, 1, Body::Resolve(resolve.clone())) else {
         panic!("no path");
     };
     assert_eq!(paths.len(), 1);
@@ -255,13 +255,13 @@ fn kernel_queries_over_netlink() {
         sgid: Some(addr(9).into()),
         ..resolve
     };
-    let refused = ask_group(&kernel, 2, Body::Resolve(strange));
+    let refused = query_group(&kernel, 2, Body::Resolve(strange));
     assert_eq!(refused, Body::Resolved(Err(Refused)));
     let question = Body::IpResolve {
         interface: 1,
         addr: addr(8),
     };
-    let gid = ask_group(&kernel, 3, question);
+    let gid = query_group(&kernel, 3, question);
     assert_eq!(gid, Body::IpResolved(Ok(addr(8).into())));
 }
 
@@ -301,8 +301,8 @@ fn rejecting_kernel_does_not_flood_log() {
         interface: 1,
         addr: addr(8),
     };
-    let answer = ask_group(&kernel, 100, question);
-    assert_eq!(answer, Body::IpResolved(Ok(addr(8).into())));
+    let response = query_group(&kernel, 100, question);
+    assert_eq!(response, Body::IpResolved(Ok(addr(8).into())));
     assert_eq!(lines(), 1, "{}", daemon.log());
 }
 
@@ -342,9 +342,9 @@ fn programs_wait_without_free_descriptors() {
     assert_eq!(lines, 1, "{}", daemon.log());
     limit(1024);
     program.set_read_timeout(Some(PATIENCE)).unwrap();
-    let mut answer = [0; 160];
-    program.read_exact(&mut answer).unwrap();
-    assert_eq!(answer[..4], [1, 0x83, 0, 1]);
+    let mut response = [0; 160];
+    program.read_exact(&mut response).unwrap();
+    assert_eq!(response[..4], [1, 0x83, 0, 1]);
 }
 
 #[test]
@@ -352,7 +352,7 @@ fn damaged_state_is_moved_aside() {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
     // Possible result of a power cut.
-    let dir = Daemon::folder(29);
+    let dir = Daemon::directory(29);
     std::fs::create_dir_all(&dir).unwrap();
     let (file, bad, new) = (
         dir.join("state"),
@@ -378,7 +378,7 @@ fn damaged_state_is_moved_aside() {
 #[test]
 fn last_state_option_takes_precedence() {
     // The service's unit sets this option, and the configured options may set it again.
-    let dir = Daemon::folder(30);
+    let dir = Daemon::directory(30);
     std::fs::create_dir_all(&dir).unwrap();
     let [none, other] = ["none", "other"].map(|name| dir.join(name).display().to_string());
     // The file that is read is rejected.
@@ -458,8 +458,8 @@ fn registrations_survive_restart() {
     let again = Daemon::begin(23, None, true);
     let find = Request::service(SaMethod::Get, ServiceMask::SERVICE_ID, &record);
     let lease = eventually_some("the service is back", PATIENCE, || {
-        let answer = host.query(find.clone()).ok()?;
-        Some(answer.record::<ServiceRecord>().unwrap().lease.get())
+        let response = host.query(find.clone()).ok()?;
+        Some(response.record::<ServiceRecord>().unwrap().lease.get())
     });
     assert!((590..=600).contains(&lease), "{lease}");
     // A file of another program is not modified.
@@ -502,9 +502,9 @@ fn heavy_user_does_not_disconnect_others() {
     assert_eq!(String::from_utf8_lossy(&other.stdout), "160\n", "{other:?}");
     ours.write_all(&[1, 3, 0, 1, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0])
         .unwrap();
-    let mut answer = [0; 160];
-    ours.read_exact(&mut answer).unwrap();
-    assert_eq!(answer[..4], [1, 0x83, 0, 1]);
+    let mut response = [0; 160];
+    ours.read_exact(&mut response).unwrap();
+    assert_eq!(response[..4], [1, 0x83, 0, 1]);
 }
 
 #[test]

@@ -43,7 +43,7 @@ fn ip(words: &str) -> bool {
 /// Two hosts connected by a link: 10.98.0.1 and fd98::1, 10.98.0.2 and fd98::2.
 struct Link {
     names: [String; 2],
-    folder: PathBuf,
+    directory: PathBuf,
     shim: PathBuf,
 }
 
@@ -62,9 +62,9 @@ impl Link {
             skip(test, "it takes root and network namespaces");
             return None;
         }
-        let folder = std::env::temp_dir().join(&name);
-        fs::create_dir_all(&folder).unwrap();
-        let shim = folder.join("netlink.so");
+        let directory = std::env::temp_dir().join(&name);
+        fs::create_dir_all(&directory).unwrap();
+        let shim = directory.join("netlink.so");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/iwpmd/netlink.c");
         let built = Command::new("cc")
             .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"])
@@ -73,7 +73,7 @@ impl Link {
         assert!(built.unwrap().success(), "cc builds the stand-in");
         let link = Self {
             names,
-            folder,
+            directory,
             shim,
         };
         let [a, b] = &link.names;
@@ -106,7 +106,7 @@ impl Link {
     fn daemon(&self, end: usize, program: &str) -> Daemon {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = self.folder.join(format!("kernel-{number}"));
+        let path = self.directory.join(format!("kernel-{number}"));
         let listener = Socket::new(Domain::UNIX, Type::SEQPACKET, None).unwrap();
         listener.bind(&SockAddr::unix(&path).unwrap()).unwrap();
         listener.listen(1).unwrap();
@@ -132,8 +132,8 @@ impl Link {
     /// Same as [`Self::daemon`], with a registered client.
     fn registered(&self, end: usize, program: &str) -> Daemon {
         let mut daemon = self.daemon(end, program);
-        let asked = daemon.send_request(&Request::Hello { abi: ABI });
-        assert_eq!(asked, mapinfo_request());
+        let response = daemon.send_request(&Request::Hello { abi: ABI });
+        assert_eq!(response, mapinfo_request());
         let (sequence, registered) = (daemon.sequence + 1, daemon.send_request(&reg_pid()));
         assert_eq!(registered, reg_pid_response(sequence));
         daemon
@@ -145,7 +145,7 @@ impl Drop for Link {
         for name in &self.names {
             ip(&format!("netns del {name}"));
         }
-        let _ = fs::remove_dir_all(&self.folder);
+        let _ = fs::remove_dir_all(&self.directory);
     }
 }
 
@@ -175,7 +175,7 @@ impl Daemon {
 
     fn receive(&mut self) -> Response {
         let mut buffer = vec![0; 8192];
-        let len = (&self.netlink).read(&mut buffer).expect("an answer");
+        let len = (&self.netlink).read(&mut buffer).expect("response");
         match Messages::new(&buffer[..len]).next() {
             Some(Ok(Message::Client { header, payload })) => {
                 assert_eq!((header.kind.client, header.flags), (IWCM, 1));
@@ -378,11 +378,11 @@ fn invalid_options_are_explained() {
         .env("RISER_TEST_NO_IPV6", "1");
     let _first = mapped(without);
     refused(ours(0, "--no-kernel"), 1, "another port mapper");
-    let mut asked = ours(1, "--no-kernel --listen ::");
-    asked
+    let mut requested = ours(1, "--no-kernel --listen ::");
+    requested
         .env("LD_PRELOAD", &link.shim)
         .env("RISER_TEST_NO_IPV6", "1");
-    refused(asked, 1, "cannot listen on [::]:3935");
+    refused(requested, 1, "cannot listen on [::]:3935");
     refused(
         ours(1, "--no-kernel --map 10.98.0.2:0"),
         2,
@@ -461,14 +461,14 @@ fn responses_to_missing_hosts_delay_no_query() {
     let Some(link) = Link::new("port mapper beside forged requests") else {
         return;
     };
-    let mut asking = link.registered(0, OURS);
-    let mut asked = link.registered(1, OURS);
-    let mapped = asked.add("10.98.0.2:3260", 0);
+    let mut requester = link.registered(0, OURS);
+    let mut responder = link.registered(1, OURS);
+    let mapped = responder.add("10.98.0.2:3260", 0);
     let _forger = forge(&link);
     for port in 40_000..40_010 {
         // Wait until the kernel's first lookup of these hosts has failed.
         std::thread::sleep(Duration::from_millis(200));
-        let (connection, error) = asking.query(&format!("10.98.0.1:{port}"), "10.98.0.2:3260");
+        let (connection, error) = requester.query(&format!("10.98.0.1:{port}"), "10.98.0.2:3260");
         assert_eq!((connection.mapped_remote, error), (mapped, 0));
     }
 }
@@ -557,9 +557,9 @@ fn null(operation: u16) -> Vec<u8> {
 /// Sends the requests of a kernel to a daemon at the first end, and returns the responses.
 fn interview(link: &Link, program: &str) -> Vec<Response> {
     let mut daemon = link.daemon(0, program);
-    let mut answers = Vec::new();
-    answers.push(daemon.send_request(&Request::Hello { abi: ABI }));
-    answers.push(daemon.send_request(&reg_pid()));
+    let mut responses = Vec::new();
+    responses.push(daemon.send_request(&Request::Hello { abi: ABI }));
+    responses.push(daemon.send_request(&reg_pid()));
     let mapped = daemon.add("10.98.0.1:3260", 0);
     let mapinfo = |local: &str, mapped: SocketAddr, flags| Request::MapInfo {
         local: addr(local),
@@ -574,7 +574,7 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         Request::Hello { abi: ABI + 1 },
         mapinfo("10.98.0.1:3263", mapped, 0),
     ] {
-        answers.push(daemon.send_request(&request));
+        responses.push(daemon.send_request(&request));
     }
     daemon.send(&mapinfo("10.98.0.1:3260", mapped, 0));
     daemon.send(&mapinfo(
@@ -582,28 +582,28 @@ fn interview(link: &Link, program: &str) -> Vec<Response> {
         addr("10.98.0.1:3264"),
         NO_PORT_MAP,
     ));
-    answers.push(daemon.send_request(&Request::MapInfoNum { echo: 0, sent: 3 }));
+    responses.push(daemon.send_request(&Request::MapInfoNum { echo: 0, sent: 3 }));
     for operation in [1, 2, 3, 6] {
         daemon.netlink.send(&null(operation)).unwrap();
-        answers.push(daemon.receive());
+        responses.push(daemon.receive());
     }
     // Remove and add it again.
     daemon.send(&Request::RemoveMapping {
         echo: 0,
         local: addr("10.98.0.1:3261"),
     });
-    answers.push(daemon.send_request(&add_mapping("10.98.0.1:3261", NO_PORT_MAP)));
-    answers
+    responses.push(daemon.send_request(&add_mapping("10.98.0.1:3261", NO_PORT_MAP)));
+    responses
 }
 
 #[test]
 fn kernel_receives_same_responses_from_both() {
-    let Some(link) = Link::new("answers of iwpmd") else {
+    let Some(link) = Link::new("responses of iwpmd") else {
         return;
     };
     let ours = interview(&link, OURS);
     assert_eq!(ours, interview(&link, THEIRS));
-    let codes = ours.iter().filter_map(|answer| match answer {
+    let codes = ours.iter().filter_map(|response| match response {
         Response::HandleErr { code, .. } => Some(*code),
         _ => None,
     });

@@ -844,7 +844,7 @@ impl<S: Storage> Driver<S> {
                 let file = attached.storage.file().expect(ONLY_FILES);
                 request.is_checking = attached.sync.reports_again(request.renewals, clears);
                 match request.is_checking {
-                    true => file.flush_checks.begin(),
+                    true => file.flush_checks.start_check(),
                     false => attached.storage.on_flush_failed(errno, self.now),
                 }
                 (request.failed, request.stage) = (Some(errno), Stage::SyncLast);
@@ -972,10 +972,10 @@ impl<S: Storage> Driver<S> {
         let file = attached.storage.file().expect(ONLY_FILES).handle.clone();
         let block_size = attached.storage.block_size();
         let job = move || S::call(&file, &op, block_size);
-        let asked = helper
+        let submitted = helper
             .as_mut()
             .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());
-        if asked {
+        if submitted {
             self.requests.change_state(index, RequestState::Helper);
         } else {
             // No helper is available.
@@ -1032,7 +1032,7 @@ impl<S: Storage> Driver<S> {
         let attached = &mut self.stores[request.store.0];
         if request.is_checking {
             let file = attached.storage.file().expect(ONLY_FILES);
-            file.flush_checks.end();
+            file.flush_checks.finish_check();
         }
         if result.is_ok() {
             attached.storage.on_success(&request.op, self.now);

@@ -270,10 +270,7 @@ impl Bounce {
 
 /// Sets the next window of a read or write. Returns `None` if it requires a
 /// bounce buffer and none is available. Otherwise returns the bounce memory to use, if required.
-#[allow(
-    clippy::option_option,
-    reason = "waiting and not needing are different answers"
-)]
+#[allow(clippy::option_option, reason = "waiting differs from not required")]
 pub(super) fn cut_transfer<E>(
     request: &mut Request<E>,
     align: Option<Align>,

@@ -235,14 +235,14 @@ impl Check {
     /// doubtful capacity leaves the size unknown. Other queries do not affect the identity; this
     /// includes the vendor-specific page, for which a target may return anything.
     #[must_use]
-    pub fn is_conclusive(&self, answer: &CommandResponse) -> bool {
+    pub fn is_conclusive(&self, response: &CommandResponse) -> bool {
         let is_refused = || {
-            let key = answer.sense().map(|sense| sense.key);
-            answer.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
+            let key = response.sense().map(|sense| sense.key);
+            response.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
         };
         let is_of_names = matches!(self.step, Step::Inquiry | Step::Designators | Step::Serial);
         let is_confirmation = self.step == Step::CapacityAtLast && self.found.capacity.is_some();
-        answer.is_success() || !is_confirmation && (!is_of_names || is_refused())
+        response.is_success() || !is_confirmation && (!is_of_names || is_refused())
     }
 
     /// Processes the response data for [`Self::command`], which is empty if the unit rejected it;
@@ -425,7 +425,7 @@ pub struct WriteCache {
     /// Number of acknowledged writes that may have been cached.
     written: u64,
     /// Number of these writes that are on the medium or known to be lost.
-    settled: u64,
+    flushed: u64,
     /// Number of losses of acknowledged writes.
     losses: u64,
     /// Number of acknowledged writes at the last loss, until it is reported.
@@ -468,7 +468,7 @@ impl WriteCache {
     /// Called when a flush with this mark returned GOOD; returns whether it may be reported as
     /// successful.
     pub fn end_flush(&mut self, mark: FlushMark) -> bool {
-        self.settled = self.settled.max(mark.written);
+        self.flushed = self.flushed.max(mark.written);
         let is_kept = self.lost.is_none() && mark.losses == self.losses;
         // A flush that started before a lost write fails, but does not report the loss of that
         // write.
@@ -484,18 +484,18 @@ impl WriteCache {
     /// Returns whether no write waits for a flush, and no flush must fail.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.written == self.settled && self.lost.is_none()
+        self.written == self.flushed && self.lost.is_none()
     }
 
     /// Called when the target may have lost its cache; returns whether this affects acknowledged
     /// writes.
     pub fn on_lost(&mut self) -> bool {
-        let is_loss = self.written > self.settled;
+        let is_loss = self.written > self.flushed;
         if is_loss {
             self.losses += 1;
             self.lost = Some(self.written);
         }
-        self.settled = self.written;
+        self.flushed = self.written;
         is_loss
     }
 }
@@ -617,7 +617,7 @@ mod tests {
     #[test]
     fn doubtful_capacity_must_be_confirmed() {
         let mut check = Check::default();
-        assert!(!check.invalidate(), "nothing is answered yet");
+        assert!(!check.invalidate(), "no response yet");
         let mut blocks = [0_u8; 32];
         (blocks[7], blocks[10]) = (99, 2);
         assert!(check.process_response(&blocks));
@@ -625,29 +625,29 @@ mod tests {
         for _ in [0x83, 0x80, 0xc0, 0x08] {
             assert!(check.process_response(&[]));
         }
-        let answer = |status| CommandResponse {
+        let response = |status| CommandResponse {
             status,
             sense: None,
             transferred: 0,
             overflow: 0,
         };
-        assert!(!check.is_conclusive(&answer(CHECK_CONDITION)));
-        assert!(check.is_conclusive(&answer(GOOD)));
+        assert!(!check.is_conclusive(&response(CHECK_CONDITION)));
+        assert!(check.is_conclusive(&response(GOOD)));
     }
 
     #[test]
     fn check_fails_after_void_rounds() {
         let mut check = Check::default();
         let rounds = std::iter::repeat_with(|| check.restart());
-        assert_eq!(rounds.take_while(|goes_on| *goes_on).count(), 31);
+        assert_eq!(rounds.take_while(|continues| *continues).count(), 31);
     }
 
     #[test]
     fn rejected_inquiry_yields_no_identity() {
-        for answer in [&[][..], &[0x7f; 96]] {
+        for response in [&[][..], &[0x7f; 96]] {
             let mut check = Check::default();
             assert!(check.process_response(&[]));
-            assert!(!check.process_response(answer));
+            assert!(!check.process_response(response));
             assert_eq!(check.found().identity, Identity::default());
             assert_eq!(disk("A", 1).compare(check.found()), Err(Down::NoIdentity));
         }
@@ -803,8 +803,8 @@ mod tests {
         data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
         let mut capacity = [0; 32];
         capacity[10] = 2;
-        for answer in [&capacity[..], &data, &[], &[], &[]] {
-            assert!(check.process_response(answer));
+        for response in [&capacity[..], &data, &[], &[], &[]] {
+            assert!(check.process_response(response));
         }
         assert_eq!(check.command().cdb.opcode(), 0x1a);
         assert!(!check.process_response(&[15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]));

@@ -35,7 +35,7 @@ struct Question {
     mad: Mad,
     to: IpAddr,
     /// Queue for the response.
-    answers: Arc<EventQueue<MadResponse>>,
+    responses: Arc<EventQueue<MadResponse>>,
     deadline: Instant,
     retries: u32,
     /// The segments of the response received so far, and the first segment.
@@ -80,7 +80,7 @@ impl Administration {
         nic: &mut Roce,
         (mut head, mut mad): (UserMad, Mad),
         host: Option<IpAddr>,
-        answers: Arc<EventQueue<MadResponse>>,
+        responses: Arc<EventQueue<MadResponse>>,
     ) {
         let now = Instant::now();
         self.last = self.last.wrapping_add(1);
@@ -94,7 +94,7 @@ impl Administration {
                 head,
                 mad,
                 to,
-                answers,
+                responses,
                 deadline: now + timeout,
                 retries: head.retries(),
                 partly: None,
@@ -138,11 +138,11 @@ impl Administration {
                 let Question {
                     mut head,
                     mad,
-                    answers,
+                    responses,
                     ..
                 } = self.questions.swap_remove(at);
                 head.set_status(libc::ETIMEDOUT);
-                answers.push(MadResponse::new(head, mad.to_vec()));
+                responses.push(MadResponse::new(head, mad.to_vec()));
             } else {
                 question.retries -= 1;
                 question.deadline = now + question.head.timeout();
@@ -160,10 +160,10 @@ impl Administration {
         };
         let transaction = header.mad.transaction();
         let is_it = |question: &Question| {
-            let asked = MadHeader::of(&question.mad);
+            let request = MadHeader::of(&question.mad);
             question.to == from
-                && asked.transaction() == transaction
-                && asked.attribute() == header.mad.attribute()
+                && request.transaction() == transaction
+                && request.attribute() == header.mad.attribute()
         };
         if header.mad.method() & RESPONSE == 0 {
             return;
@@ -212,17 +212,19 @@ impl Administration {
 
     fn complete_query(&mut self, at: usize, bytes: Vec<u8>) {
         let Question {
-            mut head, answers, ..
+            mut head,
+            responses,
+            ..
         } = self.questions.swap_remove(at);
         head.set_status(0);
         head.set_length(bytes.len());
-        answers.push(MadResponse::new(head, bytes));
+        responses.push(MadResponse::new(head, bytes));
     }
 
     /// Drops the requests of a closed port.
-    pub(crate) fn forget(&mut self, answers: &Arc<EventQueue<MadResponse>>) {
+    pub(crate) fn forget(&mut self, responses: &Arc<EventQueue<MadResponse>>) {
         self.questions
-            .retain(|question| !Arc::ptr_eq(&question.answers, answers));
+            .retain(|question| !Arc::ptr_eq(&question.responses, responses));
     }
 
     /// Returns the time when [`Self::progress`] must be called.
@@ -247,7 +249,7 @@ mod tests {
     use riser_transport::wire::mad::MadClass;
 
     use super::*;
-    use crate::broker::slot_of_answer;
+    use crate::broker::slot_of_response;
 
     /// Creates a device, an administration object and a queue for responses.
     fn open(
@@ -273,31 +275,31 @@ mod tests {
 
     #[test]
     fn private_administrator_serves_requests() {
-        let (mut nic, mut administration, answers) = open(40, None);
+        let (mut nic, mut administration, responses) = open(40, None);
         let head = UserMad::with_timeout(1000, 0);
         let request = (head, mad(SaMethod::Get));
-        administration.send(&mut nic, request, None, Arc::clone(&answers));
-        let (status, bytes) = answers.pop_event(|_| {}).unwrap().into_parts();
+        administration.send(&mut nic, request, None, Arc::clone(&responses));
+        let (status, bytes) = responses.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (0, DATA + DATA_LEN));
         // The lower half of the transaction identifier was set by the program. The low bits of the
         // upper half identify the process.
         assert_eq!(bytes[12..16], [0x12, 0x34, 0x56, 0x78]);
-        assert_eq!(slot_of_answer(&bytes), Some(9));
+        assert_eq!(slot_of_response(&bytes), Some(9));
         let path = PathRecord::read(&bytes[DATA..]).unwrap();
         assert_eq!(path.dgid().ip(), IpAddr::from([127, 98, 0, 77]));
         // For a table, the header is followed by the records from all MADs.
         let request = (head, mad(SaMethod::GetTable));
-        administration.send(&mut nic, request, None, Arc::clone(&answers));
-        let (status, bytes) = answers.pop_event(|_| {}).unwrap().into_parts();
+        administration.send(&mut nic, request, None, Arc::clone(&responses));
+        let (status, bytes) = responses.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (0, DATA + 64));
         assert!(administration.questions.is_empty());
     }
 
     #[test]
     fn unanswered_request_is_returned() {
-        let (mut nic, mut administration, answers) = open(41, Some([127, 98, 0, 42].into()));
+        let (mut nic, mut administration, responses) = open(41, Some([127, 98, 0, 42].into()));
         let request = (UserMad::with_timeout(10, 2), mad(SaMethod::Get));
-        administration.send(&mut nic, request, None, Arc::clone(&answers));
+        administration.send(&mut nic, request, None, Arc::clone(&responses));
         let sent = Instant::now();
         while administration.deadline().is_some() {
             thread::sleep(Duration::from_millis(2));
@@ -305,20 +307,20 @@ mod tests {
             administration.progress(&mut nic);
         }
         assert!(sent.elapsed() >= Duration::from_millis(30));
-        let (status, bytes) = answers.pop_event(|_| {}).unwrap().into_parts();
+        let (status, bytes) = responses.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (libc::ETIMEDOUT, DATA + DATA_LEN));
         // No response is returned after the port was closed.
-        administration.send(&mut nic, request, None, Arc::clone(&answers));
-        administration.forget(&answers);
+        administration.send(&mut nic, request, None, Arc::clone(&responses));
+        administration.forget(&responses);
         assert_eq!(administration.deadline(), None);
     }
 
     #[test]
     fn repeated_segments_do_not_extend_deadline() {
         let there = IpAddr::from([127, 98, 0, 44]);
-        let (mut nic, mut administration, answers) = open(43, Some(there));
+        let (mut nic, mut administration, responses) = open(43, Some(there));
         let request = (UserMad::with_timeout(1000, 0), mad(SaMethod::GetTable));
-        administration.send(&mut nic, request, None, answers);
+        administration.send(&mut nic, request, None, responses);
         let mut segment = administration.questions[0].mad;
         segment[3] = 0x92;
         // The first of several segments, and a segment that arrives too early.

@@ -339,7 +339,7 @@ pub(crate) unsafe extern "C" fn ibv_get_sysfs_path() -> *const c_char {
 
 /// Reads a file in a device's sysfs directory, which doesn't exist for a software device.
 pub(crate) unsafe extern "C" fn ibv_read_sysfs_file(
-    _folder: *const c_char,
+    _directory: *const c_char,
     _file: *const c_char,
     _text: *mut c_char,
     _size: usize,

@@ -609,9 +609,9 @@ impl Locked<'_> {
             return Some(TICK);
         }
         state.driver.set_asleep(true);
-        let asked = state.administration.as_ref();
-        let asked = asked.and_then(Administration::deadline);
-        let deadlines = [state.nic.deadline(), asked];
+        let query_deadline = state.administration.as_ref();
+        let query_deadline = query_deadline.and_then(Administration::deadline);
+        let deadlines = [state.nic.deadline(), query_deadline];
         let deadline = deadlines.into_iter().flatten().min()?;
         Some(deadline.saturating_duration_since(Instant::now()))
     }
@@ -827,7 +827,7 @@ impl State {
     }
 
     /// Releases the port of an identifier, if any.
-    pub(crate) fn give_back_port(&mut self, id: CmId) {
+    pub(crate) fn release_port(&mut self, id: CmId) {
         let Some((port, listened)) = self.ports.remove(&id) else {
             return;
         };
@@ -839,7 +839,7 @@ impl State {
             *users -= 1;
             if *users == 0 {
                 self.port_users.remove(&port);
-                self.share.give_back_port(port);
+                self.share.release_port(port);
             }
         }
     }

@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(neighbour(&entry, 4, at), None, "another interface");
         assert_eq!(neighbour(&entry, 3, IpAddr::from([10, 0, 0, 8])), None);
         entry[8] = 0x20;
-        assert_eq!(neighbour(&entry, 3, at), None, "it does not answer");
+        assert_eq!(neighbour(&entry, 3, at), None, "it does not respond");
 
         let mut info = attribute(1, b"vlan\0");
         info.extend(attribute(

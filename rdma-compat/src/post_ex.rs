@@ -181,11 +181,11 @@ unsafe fn build(
 ///
 /// # Safety
 /// Same as for [`Ref::get`].
-unsafe fn begin(qp: *mut ibv_qp_ex, asked: c_uint, op: SendOp) {
+unsafe fn begin(qp: *mut ibv_qp_ex, required: c_uint, op: SendOp) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         build(qp, |qp, builder, batch| {
-            if builder.ops & asked == 0 {
+            if builder.ops & required == 0 {
                 return Err(Errno::INVALID);
             }
             // It could never be posted.
@@ -217,12 +217,12 @@ fn remote(addr: u64, rkey: u32) -> RemoteAddr {
 
 /// Declares functions that start a request.
 macro_rules! requests {
-    ($($(#[$doc:meta])* $name:ident($($arg:ident: $ty:ty),*) $asked:ident => $op:expr;)*) => {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident: $ty:ty),*) $required:ident => $op:expr;)*) => {
         $(
             $(#[$doc])*
             unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $ty)*) {
                 // SAFETY: the program passes a valid pointer, as required by the manual page.
-                unsafe { begin(qp, $asked, $op) };
+                unsafe { begin(qp, $required, $op) };
             }
         )*
     };

@@ -40,7 +40,7 @@ const NAME: usize = 20;
 const MAX_AGENTS: c_int = 32;
 
 /// Maximum number of responses that a port stores for its program.
-const MAX_ANSWERS: usize = 128;
+const MAX_RESPONSES: usize = 128;
 
 /// Rate of a port, as reported by the kernel for 2.5 Gbit/s, which is the minimum.
 const RATE: c_uint = 2;
@@ -90,7 +90,7 @@ pub(crate) struct DeviceNode {
 struct OpenPort {
     engine: Arc<Engine>,
     addr: IpAddr,
-    answers: Arc<EventQueue<MadResponse>>,
+    responses: Arc<EventQueue<MadResponse>>,
     waiting: usize,
     /// Bit mask of registered agents.
     agents: u32,
@@ -381,11 +381,11 @@ pub(crate) unsafe extern "C" fn umad_open_port(name: *const c_char, number: c_in
         let port = OpenPort {
             engine: Engine::open(&device.config)?,
             addr: device.config.addr,
-            answers: Arc::new(EventQueue::new()?),
+            responses: Arc::new(EventQueue::new()?),
             waiting: 0,
             agents: 0,
         };
-        let fd = port.answers.raw_fd();
+        let fd = port.responses.raw_fd();
         ports().insert(fd, port);
         Ok(fd)
     }))
@@ -396,7 +396,7 @@ pub(crate) extern "C" fn umad_close_port(fd: c_int) -> c_int {
     let closed = ports().remove(&fd).ok_or(Errno::INVALID);
     negative(closed.map(|port| {
         if let Some(administration) = &mut port.engine.lock().administration {
-            administration.forget(&port.answers);
+            administration.forget(&port.responses);
         }
         0
     }))
@@ -499,7 +499,7 @@ pub(crate) unsafe extern "C" fn umad_send(
         if !is_registered(port, agent) || length != MAD_LEN as c_int {
             return Err(Errno::INVALID);
         }
-        if port.waiting == MAX_ANSWERS {
+        if port.waiting == MAX_RESPONSES {
             return Err(Errno(libc::EAGAIN));
         }
         // SAFETY: the program passes a datagram with this number of bytes after its header.
@@ -511,31 +511,31 @@ pub(crate) unsafe extern "C" fn umad_send(
         };
         let class = bytes[1];
         if class == MadClass::SubnetAdm as u8 {
-            let answers = Arc::clone(&port.answers);
+            let responses = Arc::clone(&port.responses);
             let host = (head.addr.grh_present != 0 && head.addr.gid != [0; 16])
                 .then(|| Gid(head.addr.gid).ip());
             let mut engine = port.engine.lock();
             engine.administrate(|administration, nic| {
-                administration.send(nic, (head, bytes), host, answers);
+                administration.send(nic, (head, bytes), host, responses);
             })?;
             engine.transmit();
             drop(engine);
             port.waiting += usize::from(timeout_ms != 0);
             return Ok(0);
         }
-        let answer = match is_local(&head.addr, port.addr, class) {
+        let response = match is_local(&head.addr, port.addr, class) {
             true => port.engine.lock().nic.local_mad(1, &bytes)?,
             false => None,
         };
         // If no response is expected, nothing is reported.
-        if answer.is_none() && timeout_ms == 0 {
+        if response.is_none() && timeout_ms == 0 {
             return Ok(0);
         }
-        head.status = answer.map_or(libc::ETIMEDOUT.unsigned_abs(), |_| 0);
+        head.status = response.map_or(libc::ETIMEDOUT.unsigned_abs(), |_| 0);
         head.set_length(MAD_LEN);
         port.waiting += 1;
-        let bytes = answer.unwrap_or(bytes).to_vec();
-        port.answers.push(MadResponse { head, bytes });
+        let bytes = response.unwrap_or(bytes).to_vec();
+        port.responses.push(MadResponse { head, bytes });
         Ok(0)
     }))
 }
@@ -543,7 +543,7 @@ pub(crate) unsafe extern "C" fn umad_send(
 fn queue_of(fd: c_int) -> Result<Arc<EventQueue<MadResponse>>, Errno> {
     let ports = ports();
     let port = ports.get(&fd).ok_or(Errno::INVALID)?;
-    Ok(Arc::clone(&port.answers))
+    Ok(Arc::clone(&port.responses))
 }
 
 /// `umad_poll(3)`.
@@ -647,14 +647,14 @@ unsafe fn take_mad(
     };
     // We must not check its length before it is removed from the queue, because another thread
     // could remove it.
-    let answer = queue.pop(|_| {})?;
+    let response = queue.pop(|_| {})?;
     // SAFETY: guaranteed by the caller.
     unsafe {
-        let needed = answer.bytes.len();
+        let needed = response.bytes.len();
         if needed > usize::try_from(*length).unwrap_or(0) {
-            mad.write(answer.head);
+            mad.write(response.head);
             *length = needed as c_int;
-            queue.put_back(answer);
+            queue.put_back(response);
             return Some(negative(Err(Errno(libc::ENOSPC))));
         }
         if let Some(port) = ports().get_mut(&fd) {
@@ -662,12 +662,12 @@ unsafe fn take_mad(
         }
         // There is enough space for the header and for this number of bytes, which was checked
         // above.
-        mad.write(answer.head);
+        mad.write(response.head);
         let place = mad.add(1).cast::<u8>();
-        place.copy_from_nonoverlapping(answer.bytes.as_ptr(), needed);
+        place.copy_from_nonoverlapping(response.bytes.as_ptr(), needed);
         *length = needed as c_int;
     }
-    Some(answer.head.agent_id.cast_signed())
+    Some(response.head.agent_id.cast_signed())
 }
 
 /// `umad_get_mad(3)`: returns the bytes after the header.

@@ -66,7 +66,7 @@ fn event_with<T>(
             events: libc::POLLIN,
             revents: 0,
         };
-        assert_eq!(libc::poll(&raw mut fd, 1, 20_000), 1, "no event came");
+        assert_eq!(libc::poll(&raw mut fd, 1, 20_000), 1, "no event");
     }
     let result = call!(rdma_get_cm_event(channel => *mut rdma_event_channel,
         &raw mut event => *mut *mut rdma_cm_event) -> c_int);

@@ -350,7 +350,7 @@ fn batch_is_posted_atomically() {
         let bytes = memory.as_mut_ptr().cast();
         let mistakes: [(&str, &dyn Fn()); 9] = [
             ("no request", &|| set_sge(qp, 0, 0, 0)),
-            ("an operation that was not asked for", &|| {
+            ("unknown operation", &|| {
                 (*qp).wr_rdma_write.unwrap()(qp, 0, 0);
             }),
             ("data twice", &|| {

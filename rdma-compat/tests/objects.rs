@@ -632,7 +632,7 @@ fn unmapped_region_does_not_crash_process() {
         // No data is sent that could not be read.
         let gone = status(pair, read(&pages, PAGE - 2000, 4000));
         assert_eq!(gone, IBV_WC_REM_ACCESS_ERR);
-        assert_eq!(own.byte(3000), 1, "no byte of an answer has come");
+        assert_eq!(own.byte(3000), 1, "no response data yet");
         // The remaining pages can still be used.
         let pair = connect(&a, b);
         assert_eq!(status(pair, write(&pages, 0, 4000)), IBV_WC_SUCCESS);

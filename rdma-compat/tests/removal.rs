@@ -202,15 +202,15 @@ impl Listener {
         let mut param: rdma_conn_param = unsafe { zeroed() };
         param.qp_num = 77;
         (param.private_data, param.private_data_len) = ((&raw const number).cast(), 1);
-        let asked = call!(rdma_connect(id => *mut rdma_cm_id,
+        let result = call!(rdma_connect(id => *mut rdma_cm_id,
             &raw mut param => *mut rdma_conn_param) -> c_int);
-        assert_eq!(asked, 0, "{}", errno());
+        assert_eq!(result, 0, "{}", errno());
         // Requests of earlier rounds may be late.
         while !seen.contains(&number)
-            && let Some(came) = self.request(Duration::from_secs(1))
+            && let Some(request) = self.request(Duration::from_secs(1))
         {
-            assert!(!seen.contains(&came), "request {came} has come twice");
-            seen.push(came);
+            assert!(!seen.contains(&request), "request {request} has come twice");
+            seen.push(request);
         }
         destroy(channel, id);
         seen.contains(&number)

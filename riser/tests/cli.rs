@@ -1020,10 +1020,13 @@ fn run_passes_library_and_devices() {
     let pcap = home.path("a.pcap");
     assert_eq!(environment, format!("{devices}/loss=2,seed=3/{pcap}/info"));
     assert_eq!(arguments, "-v --addr");
-    let folder = path.strip_suffix(":/else").unwrap();
-    assert!(folder.starts_with(home.0.to_str().unwrap()), "{folder}");
+    let directory = path.strip_suffix(":/else").unwrap();
+    assert!(
+        directory.starts_with(home.0.to_str().unwrap()),
+        "{directory}"
+    );
     for name in ["libibverbs.so.1", "librdmacm.so.1", "libibumad.so.3"] {
-        let file = std::fs::canonicalize(Path::new(folder).join(name)).unwrap();
+        let file = std::fs::canonicalize(Path::new(directory).join(name)).unwrap();
         assert_eq!(file, std::fs::canonicalize(stand_in(&home)).unwrap());
     }
     // Without options, there is a single device, no capture, and the library's default log.

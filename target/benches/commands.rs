@@ -46,10 +46,10 @@ fn reads(commands: u32) {
     let dst = SocketAddr::new(SERVER, 5555);
     let req = login_req(1, target);
     let mut mini = Mini::connected(dev, dst, &req, &mut |d| world.pump(d));
-    mini.settle(&mut |d| world.pump(d));
+    mini.clear_unit_attention(&mut |d| world.pump(d));
     for n in 0..commands {
-        let answer = mini.read(n % 256 * 8, 8, 0, &mut |d| world.pump(d));
-        assert_eq!(answer.status, 0);
+        let response = mini.read(n % 256 * 8, 8, 0, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
     }
 }
 
@@ -58,7 +58,7 @@ fn counting(commands: u32) {
         Arc::new(LunStats::new("bench", 0, Some(Instant::now))),
         0,
     ));
-    let answer = Response {
+    let response = Response {
         status: Status::Good,
         sense: [].into_iter().collect(),
         data_in: DataIn::None,
@@ -68,7 +68,7 @@ fn counting(commands: u32) {
     let mut timer = CommandTimer::default();
     let mut now = Instant::now();
     for _ in 0..commands {
-        count_one(&mut timer, &account, &answer, now);
+        count_one(&mut timer, &account, &response, now);
         now += Duration::from_millis(1);
     }
     assert_eq!(account.class(Kind::Read).commands, u64::from(commands));
@@ -80,7 +80,7 @@ fn counting(commands: u32) {
 fn count_one(
     timer: &mut CommandTimer,
     account: &Arc<SessionStats>,
-    answer: &Response,
+    response: &Response,
     now: Instant,
 ) {
     const CDB: [u8; 10] = [0x28, 0, 0, 0, 0, 0, 0, 0, 8, 0];
@@ -97,7 +97,7 @@ fn count_one(
         timer.enter_stage(black_box(stage), now);
     }
     timer.enter_stage(black_box(Stage::Scsi), read);
-    timer.record_response(black_box(answer), black_box(4096), read);
+    timer.record_response(black_box(response), black_box(4096), read);
     timer.arrive(gone);
     timer.abandon();
 }

@@ -209,8 +209,8 @@ pub struct ChangeOrigin<'a> {
 }
 
 /// Logs that a new configuration is active.
-pub fn changed(asked: ChangeOrigin<'_>, revision: &str, changes: &[Difference]) {
-    let ChangeOrigin { who, how } = asked;
+pub fn changed(origin: ChangeOrigin<'_>, revision: &str, changes: &[Difference]) {
+    let ChangeOrigin { who, how } = origin;
     let event = if how.starts_with("rollback") {
         "config_rolled_back"
     } else {
@@ -230,8 +230,8 @@ pub fn changed(asked: ChangeOrigin<'_>, revision: &str, changes: &[Difference]) 
 }
 
 /// Logs that a configuration was rejected, and that `revision` remains active.
-pub fn rejected(asked: ChangeOrigin<'_>, revision: &str, reason: &dyn Display) {
-    let ChangeOrigin { who, how } = asked;
+pub fn rejected(origin: ChangeOrigin<'_>, revision: &str, reason: &dyn Display) {
+    let ChangeOrigin { who, how } = origin;
     tracing::warn!(
         target: TARGET, event = "config_rejected", who, how, revision, reason = %reason,
         "configuration not applied"

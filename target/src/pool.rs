@@ -1247,8 +1247,8 @@ mod tests {
         fn buffers_are_disjoint(steps in proptest::collection::vec((any::<bool>(), 0u32..3 << 20), 1..200)) {
             let mut pool = Pool::new(8 << 20).unwrap();
             let mut held: Vec<Buffer> = Vec::new();
-            for (give_back, n) in steps {
-                if give_back && !held.is_empty() {
+            for (releases, n) in steps {
+                if releases && !held.is_empty() {
                     let buffer = held.swap_remove(n as usize % held.len());
                     pool.release(buffer);
                 } else if let Some(buffer) = pool.allocate(n) {

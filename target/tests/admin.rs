@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use riser_test_peers::tcp::Client;
-use riser_testkit::daemon::{Daemon, RISERD, ask};
+use riser_testkit::daemon::{Daemon, RISERD, run_command};
 use riser_testkit::eventually;
 
 /// Maximum delay before the next attempt for an unavailable part.
@@ -36,14 +36,14 @@ fn daemon_reports_objects_and_reloads_file() {
     let file = daemon.dir.join("riserd.yaml");
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, text.replace("count: 1", "count: 2")).unwrap();
-    let refused = daemon.ask(&["reload"]);
+    let refused = daemon.run_command(&["reload"]);
     assert_eq!(refused.status.code(), Some(1));
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(
         said.contains("requires a restart; nothing was applied"),
         "{said}"
     );
-    let text = String::from_utf8(daemon.ask(&["targets"]).stdout).unwrap();
+    let text = String::from_utf8(daemon.run_command(&["targets"]).stdout).unwrap();
     assert!(text.contains("  srp 127.81.0.1:5555"), "{text}");
 }
 
@@ -56,13 +56,13 @@ fn unavailable_portal_is_served_later_if_allowed() {
         "protocol=iscsi",
         "listen=192.0.2.10",
     ];
-    let refused = daemon.ask(&portal);
+    let refused = daemon.run_command(&portal);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(said.contains("nothing was applied"), "{said}");
-    let allowed = daemon.ask(&[&portal[..], &["--allow-unavailable"]].concat());
+    let allowed = daemon.run_command(&[&portal[..], &["--allow-unavailable"]].concat());
     assert!(allowed.status.success(), "{allowed:?}");
-    let status = String::from_utf8(daemon.ask(&["status"]).stdout).unwrap();
+    let status = String::from_utf8(daemon.run_command(&["status"]).stdout).unwrap();
     assert!(status.contains("NOT SERVED"), "{status}");
     assert!(status.contains("192.0.2.10:3260"), "{status}");
     let history = daemon.json("history");
@@ -70,7 +70,7 @@ fn unavailable_portal_is_served_later_if_allowed() {
     // Later changes must still be possible.
     assert!(
         daemon
-            .ask(&["set", "/limits", "max_sessions=9"])
+            .run_command(&["set", "/limits", "max_sessions=9"])
             .status
             .success()
     );
@@ -84,16 +84,16 @@ fn unavailable_metrics_address_is_retried() {
     let address = taken.local_addr().unwrap().to_string();
     let listen = format!("listen={address}");
     let create = ["create", "/metrics", &listen];
-    let refused = daemon.ask(&create);
+    let refused = daemon.run_command(&create);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(said.contains("nothing was applied"), "{said}");
-    let allowed = daemon.ask(&[&create[..], &["--allow-unavailable"]].concat());
+    let allowed = daemon.run_command(&[&create[..], &["--allow-unavailable"]].concat());
     assert!(allowed.status.success(), "{allowed:?}");
     let problems = || daemon.json("status")["problems"].clone();
     assert_eq!(problems()[0]["kind"], "metrics", "{}", problems());
     // Other changes must still be possible.
-    let set = daemon.ask(&["set", "/limits", "max_sessions=9"]);
+    let set = daemon.run_command(&["set", "/limits", "max_sessions=9"]);
     assert!(set.status.success(), "{set:?}");
     drop(taken);
     eventually("metrics are served", PATIENCE, || {
@@ -119,15 +119,15 @@ fn rollback_serves_available_parts_if_allowed() {
         &create[..],
         &["create", "/targets/demo/luns/1", "backend=c"],
     ] {
-        let changed = daemon.ask(change);
+        let changed = daemon.run_command(change);
         assert!(changed.status.success(), "{changed:?}");
     }
-    let before = daemon.ask(&["apply", daemon.dir.join("riserd.yaml").to_str().unwrap()]);
+    let before = daemon.run_command(&["apply", daemon.dir.join("riserd.yaml").to_str().unwrap()]);
     assert!(before.status.success(), "{before:?}");
     std::fs::remove_file(daemon.dir.join("disk")).unwrap();
-    let refused = daemon.ask(&["rollback"]);
+    let refused = daemon.run_command(&["rollback"]);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
-    let allowed = daemon.ask(&["rollback", "--allow-unavailable"]);
+    let allowed = daemon.run_command(&["rollback", "--allow-unavailable"]);
     assert!(allowed.status.success(), "{allowed:?}");
     assert_eq!(daemon.json("history")[0]["how"], "rollback 1");
     assert_eq!(daemon.json("status")["problems"][0]["name"], "c");
@@ -142,7 +142,7 @@ fn disks_in_use_do_not_exchange_numbers() {
     let portal = "127.81.0.19:3290".parse().unwrap();
     let session = Client::login_at(portal, "iqn.2026-01.com.example:demo", 1, None).unwrap();
     daemon.configure("127.81.0.19", "{ 0: b, 1: a }");
-    let refused = daemon.ask(&["reload"]);
+    let refused = daemon.run_command(&["reload"]);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(
@@ -150,20 +150,20 @@ fn disks_in_use_do_not_exchange_numbers() {
         "{said}"
     );
     let path = daemon.dir.join("riserd.yaml").display().to_string();
-    let difference = String::from_utf8(daemon.ask(&["diff", &path]).stdout).unwrap();
+    let difference = String::from_utf8(daemon.run_command(&["diff", &path]).stdout).unwrap();
     assert!(
         difference.contains("would become backend b"),
         "{difference}"
     );
     assert_eq!(daemon.json("targets")[0]["luns"]["0"]["size"], 1 << 20);
     // This is allowed in two steps, or without initiators.
-    let delete = daemon.ask(&["delete", "/targets/demo/luns/0"]);
+    let delete = daemon.run_command(&["delete", "/targets/demo/luns/0"]);
     assert!(delete.status.success(), "{delete:?}");
     drop(session);
     eventually("the session ends", PATIENCE, || {
         daemon.json("sessions") == serde_json::json!([])
     });
-    let reloaded = daemon.ask(&["reload"]);
+    let reloaded = daemon.run_command(&["reload"]);
     assert!(reloaded.status.success(), "{reloaded:?}");
     assert_eq!(daemon.json("targets")[0]["luns"]["0"]["size"], 2 << 20);
 }
@@ -186,7 +186,7 @@ fn log_filter_changes_without_restart() {
     let config = "targets: []\nlog: { filter: error, format: json, audit: off }\n";
     let daemon = Daemon::start_logging("filter", config);
     let set = |path: &str, value: &str| {
-        let output = daemon.ask(&["set", path, value]);
+        let output = daemon.run_command(&["set", path, value]);
         assert!(output.status.success(), "{output:?}");
     };
     let changes = || {
@@ -198,12 +198,17 @@ fn log_filter_changes_without_restart() {
     set("/log", "filter=warn,riser_target=info");
     set("/limits", "max_sessions=8");
     assert_eq!(changes(), 2, "the filter itself, and the limit");
-    assert!(daemon.ask(&["delete", "/log/filter"]).status.success());
+    assert!(
+        daemon
+            .run_command(&["delete", "/log/filter"])
+            .status
+            .success()
+    );
     set("/log", "filter=error");
     let before = changes();
     set("/limits", "max_sessions=7");
     assert_eq!(changes(), before);
-    let refused = daemon.ask(&["set", "/log", "format=text"]);
+    let refused = daemon.run_command(&["set", "/log", "format=text"]);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
 }
 
@@ -212,10 +217,10 @@ fn configuration_is_applied_saved_and_rolled_back() {
     let mut daemon = Daemon::start("apply", "127.81.0.6");
     let file = |daemon: &Daemon| daemon.dir.join("riserd.yaml").display().to_string();
     let path = file(&daemon);
-    let same = daemon.ask(&["diff", &path]);
+    let same = daemon.run_command(&["diff", &path]);
     assert_eq!(same.status.code(), Some(0), "{same:?}");
     daemon.configure("127.81.0.6", "{ 0: a, 1: b }");
-    let differs = daemon.ask(&["diff", &path]);
+    let differs = daemon.run_command(&["diff", &path]);
     assert_eq!(differs.status.code(), Some(3), "{differs:?}");
     let said = String::from_utf8(differs.stdout).unwrap();
     assert_eq!(said, "+ /targets/demo/luns/1: \"b\"\n");
@@ -223,7 +228,7 @@ fn configuration_is_applied_saved_and_rolled_back() {
         daemon.json("targets")[0]["luns"].get("1").is_none(),
         "no effect"
     );
-    let applied = daemon.ask(&["apply", &path, "-o", "json"]);
+    let applied = daemon.run_command(&["apply", &path, "-o", "json"]);
     let applied: serde_json::Value = serde_json::from_slice(&applied.stdout).unwrap();
     let expected = serde_json::json!({
         "changes": [{ "path": "/targets/demo/luns/1", "old": null, "new": "b" }]
@@ -232,8 +237,8 @@ fn configuration_is_applied_saved_and_rolled_back() {
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
     // The saved file must be identical.
     let saved = daemon.dir.join("saved.yaml").display().to_string();
-    assert!(daemon.ask(&["save", &saved]).status.success());
-    assert_eq!(daemon.ask(&["diff", &saved]).status.code(), Some(0));
+    assert!(daemon.run_command(&["save", &saved]).status.success());
+    assert_eq!(daemon.run_command(&["diff", &saved]).status.code(), Some(0));
     let mode = std::os::unix::fs::PermissionsExt::mode;
     let metadata = std::fs::metadata(&saved).unwrap();
     assert_eq!(mode(&metadata.permissions()) & 0o777, 0o600);
@@ -246,9 +251,12 @@ fn configuration_is_applied_saved_and_rolled_back() {
     );
     // A mistake is reported with its location, as an error of the caller.
     std::fs::write(&saved, "targets: [{}]").unwrap();
-    assert_eq!(daemon.ask(&["apply", &saved]).status.code(), Some(2));
+    assert_eq!(
+        daemon.run_command(&["apply", &saved]).status.code(),
+        Some(2)
+    );
     // Roll back, and then undo the rollback.
-    let back = daemon.ask(&["rollback"]);
+    let back = daemon.run_command(&["rollback"]);
     let said = String::from_utf8(back.stdout).unwrap();
     let (change, note) = said.split_once('\n').unwrap();
     assert_eq!(change, "- /targets/demo/luns/1: \"b\"");
@@ -266,8 +274,11 @@ fn configuration_is_applied_saved_and_rolled_back() {
     assert_eq!(history[1]["changes"][0]["path"], "/targets/demo/luns/1");
     assert_eq!(history[2]["changes"], serde_json::json!([]));
     assert!(history[1]["who"].as_str().unwrap().starts_with("uid "));
-    assert!(daemon.ask(&["rollback", "1"]).status.success());
-    assert_eq!(daemon.ask(&["rollback", "9"]).status.code(), Some(1));
+    assert!(daemon.run_command(&["rollback", "1"]).status.success());
+    assert_eq!(
+        daemon.run_command(&["rollback", "9"]).status.code(),
+        Some(1)
+    );
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
     // With `--restore`, a restart serves the last configuration, unless the file was edited.
     for _ in 0..2 {
@@ -282,8 +293,8 @@ fn configuration_is_applied_saved_and_rolled_back() {
     // If the running daemon has already read an edit, it's not treated as an edit at the next
     // start.
     daemon.configure("127.81.0.6", "{ 4: a }");
-    assert!(daemon.ask(&["reload"]).status.success());
-    assert!(daemon.ask(&["rollback", "2"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
+    assert!(daemon.run_command(&["rollback", "2"]).status.success());
     daemon.restart(&["--restore"]);
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
     // Without `--restore`, the file is served.
@@ -306,7 +317,7 @@ fn secrets_are_read_from_sources() {
         ("secret_credential: mine", "No such file"),
     ] {
         with(secret);
-        let refused = daemon.ask(&["apply", &path]);
+        let refused = daemon.run_command(&["apply", &path]);
         assert_eq!(refused.status.code(), Some(1));
         let said = String::from_utf8(refused.stderr).unwrap();
         assert!(
@@ -315,10 +326,10 @@ fn secrets_are_read_from_sources() {
         );
     }
     std::fs::write(daemon.dir.join("mine"), "a secret of ours\n").unwrap();
-    assert!(daemon.ask(&["apply", &path]).status.success());
+    assert!(daemon.run_command(&["apply", &path]).status.success());
     with("secret_env: PATH");
     daemon.restart(&[]);
-    let saved = String::from_utf8(daemon.ask(&["save"]).stdout).unwrap();
+    let saved = String::from_utf8(daemon.run_command(&["save"]).stdout).unwrap();
     assert!(saved.contains("secret_env: PATH"), "{saved}");
 }
 
@@ -378,8 +389,8 @@ fn plain_http_gets_json_and_clear_errors() {
 fn configuration_is_replaced_if_revision_matches() {
     let daemon = Daemon::start("revision", "127.81.0.8");
     let read = || {
-        let answer = daemon.http("GET /v1/config");
-        let (head, yaml) = answer.split_once("\r\n\r\n").unwrap();
+        let response = daemon.http("GET /v1/config");
+        let (head, yaml) = response.split_once("\r\n\r\n").unwrap();
         let tag = head.lines().find_map(|line| line.strip_prefix("etag: "));
         (tag.unwrap().to_owned(), yaml.to_owned())
     };
@@ -389,9 +400,9 @@ fn configuration_is_replaced_if_revision_matches() {
         let head =
             format!("Host: x\r\nConnection: close\r\nIf-Match: {tag}\r\nContent-Length: {length}");
         write!(stream, "PUT /v1/config HTTP/1.1\r\n{head}\r\n\r\n{yaml}").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     };
     let (first, yaml) = read();
     let grown = yaml.replace("0: a", "1: a");
@@ -427,9 +438,9 @@ fn configuration_is_changed_by_patches() {
             "Host: x\r\nConnection: close\r\nContent-Type: {media_type}\r\nContent-Length: {length}"
         );
         write!(stream, "{request} HTTP/1.1\r\n{head}\r\n\r\n{body}").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     };
     let merge = "application/merge-patch+json";
     let more = r#"{ "backends": { "c": { "kind": "ram", "size": "4MiB" } } }"#;
@@ -462,7 +473,7 @@ fn configuration_is_changed_by_patches() {
 
 #[test]
 fn missing_daemon_error_names_socket() {
-    let output = ask(Path::new("/nonexistent/admin.sock"), &["sessions"]);
+    let output = run_command(Path::new("/nonexistent/admin.sock"), &["sessions"]);
     assert_eq!(output.status.code(), Some(1));
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(
@@ -519,18 +530,18 @@ fn unavailable_admin_socket_is_retried() {
     let ready = || -> std::io::Result<String> {
         let mut stream = std::net::TcpStream::connect("127.81.0.10:9909")?;
         stream.write_all(b"GET /readyz HTTP/1.0\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
+        let mut response = String::new();
+        stream.read_to_string(&mut response)?;
+        Ok(response)
     };
     let problem = format!("admin {}: cannot listen", named(&socket));
     eventually("it is named", wait, || {
-        ready().is_ok_and(|answer| answer.contains(&problem))
+        ready().is_ok_and(|response| response.contains(&problem))
     });
     assert!(std::net::TcpStream::connect("127.81.0.10:3290").is_ok());
     std::fs::remove_file(&blocked).unwrap();
     eventually("it is there", wait, || socket.exists());
-    let output = ask(&socket, &["status", "-o", "json"]);
+    let output = run_command(&socket, &["status", "-o", "json"]);
     let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(status["pid"], daemon.process.id());
     assert!(status.get("problems").is_none(), "{status}");
@@ -553,14 +564,14 @@ fn saved_names_survive_host_rename() {
     let host = riser_target::config::HostId::new("before");
     let portal = &config.targets[0].portals[0];
     let guid = serde_json::json!(portal.ioc_guid(&host, "demo").to_string());
-    let ask = |args: &[&str]| -> serde_json::Value {
-        let output = daemon.ask(args);
+    let run_json = |args: &[&str]| -> serde_json::Value {
+        let output = daemon.run_command(args);
         serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
     };
-    let info = ask(&["info", "/targets/demo/portals/srp:127.81.0.9", "-o", "json"]);
+    let info = run_json(&["info", "/targets/demo/portals/srp:127.81.0.9", "-o", "json"]);
     assert_eq!(info["live"]["ioc_guid"], guid);
     assert_eq!(info["live"]["id_ext"], guid);
-    let served = &ask(&["targets", "-o", "json"])[0];
+    let served = &run_json(&["targets", "-o", "json"])[0];
     assert_eq!(served["portals"][0]["names"]["service_guid"], guid);
     assert_eq!(served["luns"]["0"]["serial"], "KEPT-1");
     // The same without the daemon.
@@ -579,10 +590,10 @@ fn saved_names_survive_host_rename() {
 fn reload_reports_reverted_changes() {
     let text = "limits: { max_sessions: 7 }\ntargets: []\n";
     let daemon = Daemon::start_logging("unsaved", text);
-    let changed = daemon.ask(&["set", "/limits", "max_sessions=9"]);
+    let changed = daemon.run_command(&["set", "/limits", "max_sessions=9"]);
     let said = String::from_utf8(changed.stdout).unwrap();
     assert!(said.contains("`riserd reload`"), "{said}");
-    let reloaded = daemon.ask(&["reload"]);
+    let reloaded = daemon.run_command(&["reload"]);
     let said = String::from_utf8(reloaded.stdout).unwrap();
     assert_eq!(said, "~ /limits/max_sessions: 9 -> 7\n");
     let log = std::fs::read_to_string(daemon.log()).unwrap();
@@ -600,7 +611,7 @@ fn reload_reports_reverted_changes() {
     );
     // A change to the file itself is not reported.
     daemon.write(&text.replace('7', "8"));
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     let log = std::fs::read_to_string(daemon.log()).unwrap();
     assert_eq!(warnings(&log).len(), 1, "{log}");
 }
@@ -613,7 +624,7 @@ fn unsaved_changes_are_reported_once_and_kept() {
     daemon.restart(&["--restore"]);
     let said = |daemon: &Daemon, number: u32| {
         let change = format!("max_sessions={number}");
-        let output = daemon.ask(&["set", "/limits", &change]);
+        let output = daemon.run_command(&["set", "/limits", &change]);
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
@@ -628,7 +639,7 @@ fn unsaved_changes_are_reported_once_and_kept() {
     assert!(first.contains("`riserd save FILE`"), "{first}");
     let second = said(&daemon, 10);
     assert!(!second.contains("restart"), "{second}");
-    let status = String::from_utf8(daemon.ask(&["status"]).stdout).unwrap();
+    let status = String::from_utf8(daemon.run_command(&["status"]).stdout).unwrap();
     assert!(status.contains("a restart keeps them"), "{status}");
     daemon.restart(&["--restore"]);
     assert_eq!(standing(&daemon), (false, true));
@@ -641,12 +652,12 @@ fn unsaved_changes_are_reported_once_and_kept() {
     // changes are kept.
     said(&daemon, 9);
     let file = daemon.dir.join("riserd.yaml").display().to_string();
-    assert!(daemon.ask(&["save", &file]).status.success());
+    assert!(daemon.run_command(&["save", &file]).status.success());
     assert_eq!(standing(&daemon), (false, false));
     let third = said(&daemon, 10);
     assert!(third.contains("a restart keeps them"), "{third}");
     daemon.restart(&["--restore"]);
     assert_eq!(standing(&daemon), (false, true));
-    let served = daemon.ask(&["get", "/limits/max_sessions"]).stdout;
+    let served = daemon.run_command(&["get", "/limits/max_sessions"]).stdout;
     assert_eq!(String::from_utf8(served).unwrap().trim(), "10");
 }

@@ -37,8 +37,8 @@ fn srp(server: &Server) {
     let port = catalog.targets[0].portals[0].target_port();
     let to = SocketAddr::new(at(1), 5555);
     let mut srp = Mini::connected(dev, to, &login_req(1, port), &mut real);
-    srp.settle(&mut real);
-    let is_good = |answer: mini::Answer| assert_eq!(answer.status, 0);
+    srp.clear_unit_attention(&mut real);
+    let is_good = |response: mini::Response| assert_eq!(response.status, 0);
     allocates_nothing("SRP", |n| {
         for len in LENGTHS {
             let (data, blocks) = (pattern(len, n), (len / 512) as u16);
@@ -66,7 +66,7 @@ fn srp(server: &Server) {
             let desc = DataBuffer::Direct(srp.desc(tag as usize * 512, 4096));
             srp.send_cmd(tag.into(), 0, &cdb, desc, DataBuffer::None);
         }
-        (0..16).for_each(|_| is_good(srp.answer(&mut real)));
+        (0..16).for_each(|_| is_good(srp.receive_response(&mut real)));
     });
     srp.disconnect(&mut real);
 }
@@ -77,7 +77,7 @@ fn iser() {
     let mut iser = iser_client::Client::connect(dev, to, true, &mut real).unwrap();
     let keys = [(Key::InitialR2T, 0), (Key::FirstBurstLength, 8192)];
     iser.login(Some(IQN), 2, &keys, &mut real).unwrap();
-    iser.settle(&mut real);
+    iser.clear_unit_attention(&mut real);
     for (name, immediate, first_burst) in [
         ("iSER, solicited data", 0, 0),
         ("iSER, immediate data", 8192, 8192),
@@ -120,7 +120,7 @@ fn iscsi() {
         for at in 0..16 {
             client.send_command(&cdb10(0x2a, 8 * at, 8), true, 4096, &data);
         }
-        (0..16).for_each(|_| assert_eq!(client.answer().0, 0));
+        (0..16).for_each(|_| assert_eq!(client.receive_response().0, 0));
     });
 }
 
@@ -139,8 +139,8 @@ fn finish_write(client: &mut tcp::Client, data: &[u8]) {
                     offset: r2t.offset,
                 };
                 assert_ne!(r2t.ttt, Ttt::NONE);
-                let asked = r2t.offset as usize..(r2t.offset + r2t.len) as usize;
-                client.send(pdu.header(), &data[asked]);
+                let range = r2t.offset as usize..(r2t.offset + r2t.len) as usize;
+                client.send(pdu.header(), &data[range]);
             }
             FromTarget::ScsiResponse(response) => return assert_eq!(response.status, 0),
             other => panic!("{other:?}"),

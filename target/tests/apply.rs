@@ -65,7 +65,7 @@ fn srp(server: &Server, target: &str, to: IpAddr, from: IpAddr) -> Result<Mini<R
     let req = login_req(v4.octets()[3], port);
     let mini = Mini::connect(dev, SocketAddr::new(to, 5555), &req, &mut real);
     let mut mini = mini.map_err(|(_, refused)| format!("{refused:?}"))?;
-    mini.settle(&mut real);
+    mini.clear_unit_attention(&mut real);
     Ok(mini)
 }
 
@@ -80,9 +80,9 @@ fn iscsi(to: IpAddr, target: &str, isid: u8) -> Result<Client, LoginError> {
 /// Sends TEST UNIT READY. Returns the status, and ASC and ASCQ if there is sense data.
 fn ready(mini: &mut Mini<Roce>) -> (u8, Option<[u8; 2]>) {
     mini.send_cmd(7, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
-    let answer = mini.answer(&mut real);
-    let sense = answer.sense.get(12..14).map(|s| [s[0], s[1]]);
-    (answer.status, sense.filter(|_| answer.status == 2))
+    let response = mini.receive_response(&mut real);
+    let sense = response.sense.get(12..14).map(|s| [s[0], s[1]]);
+    (response.status, sense.filter(|_| response.status == 2))
 }
 
 fn tcp_ready(client: &mut Client) -> u8 {

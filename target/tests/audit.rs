@@ -133,27 +133,27 @@ fn disconnected_initiator_may_log_in_again() {
     const NAME: &str = "iqn.2026-01.org.example:client";
     let _first = Client::login_at(to, IQN, 1, None).unwrap();
     let nexus = wait_for(&daemon, "login", 1)[0]["nexus"].to_string();
-    let unknown = daemon.ask(&["disconnect", "iqn.2026-01.org.example:other"]);
+    let unknown = daemon.run_command(&["disconnect", "iqn.2026-01.org.example:other"]);
     assert_eq!(unknown.status.code(), Some(1));
     let said = String::from_utf8(unknown.stderr).unwrap();
     assert!(said.contains("no session of"), "{said}");
 
-    let done = daemon.ask(&["disconnect", &nexus]);
+    let done = daemon.run_command(&["disconnect", &nexus]);
     assert!(done.status.success(), "{done:?}");
     let said = String::from_utf8(done.stdout).unwrap();
     assert!(said.contains(NAME), "{said}");
-    let asked = &wait_for(&daemon, "disconnect", 1)[0];
-    assert_eq!(asked["initiator"], nexus.as_str());
-    assert_eq!(asked["connections"], 1);
+    let event = &wait_for(&daemon, "disconnect", 1)[0];
+    assert_eq!(event["initiator"], nexus.as_str());
+    assert_eq!(event["connections"], 1);
     assert!(
-        asked["who"].as_str().unwrap().starts_with("uid "),
-        "{asked}"
+        event["who"].as_str().unwrap().starts_with("uid "),
+        "{event}"
     );
     // The client doesn't log out, so its connection is closed.
     assert_eq!(wait_for(&daemon, "end", 1)[0]["reason"], "shutdown");
 
     let _again = Client::login_at(to, IQN, 1, None).unwrap();
-    assert!(daemon.ask(&["disconnect", NAME]).status.success());
+    assert!(daemon.run_command(&["disconnect", NAME]).status.success());
     wait_for(&daemon, "end", 2);
 }
 
@@ -162,8 +162,8 @@ fn blocked_initiator_stays_out() {
     const NAME: &str = "iqn.2026-01.org.example:client";
     let daemon = daemon("audit-block", 9, "open");
     let to = SocketAddr::new(host(9), 3260);
-    let ask = |args: &[&str]| {
-        let done = daemon.ask(args);
+    let run = |args: &[&str]| {
+        let done = daemon.run_command(args);
         let text = [done.stdout, done.stderr].concat();
         (done.status.code(), String::from_utf8(text).unwrap())
     };
@@ -174,7 +174,7 @@ fn blocked_initiator_stays_out() {
     };
     let _session = log_in().unwrap();
     let nexus = wait_for(&daemon, "login", 1)[0]["nexus"].to_string();
-    let (code, said) = ask(&["disconnect", &nexus, "--block"]);
+    let (code, said) = run(&["disconnect", &nexus, "--block"]);
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains(NAME) && said.contains("blocked"), "{said}");
     wait_for(&daemon, "end", 1);
@@ -183,19 +183,19 @@ fn blocked_initiator_stays_out() {
     assert_eq!(denied["detail"], "blocked by an administrator");
     assert_eq!(wait_for(&daemon, "blocked", 1)[0]["initiator"], NAME);
     // Reloading the configuration doesn't change this.
-    assert_eq!(ask(&["reload"]).0, Some(0));
+    assert_eq!(run(&["reload"]).0, Some(0));
     assert!(is_refused());
-    let (_, status) = ask(&["status"]);
+    let (_, status) = run(&["status"]);
     assert!(
         status.contains(&format!("BLOCKED: initiator {NAME}")),
         "{status}"
     );
-    assert_eq!(ask(&["unblock", NAME]).0, Some(0));
+    assert_eq!(run(&["unblock", NAME]).0, Some(0));
     assert_eq!(wait_for(&daemon, "unblocked", 1)[0]["initiator"], NAME);
-    assert_eq!(ask(&["unblock", NAME]).0, Some(1));
+    assert_eq!(run(&["unblock", NAME]).0, Some(1));
     drop(log_in().unwrap());
     // The same without a session, and for a limited time.
-    let (code, said) = ask(&["disconnect", NAME, "--block", "--for", "2s"]);
+    let (code, said) = run(&["disconnect", NAME, "--block", "--for", "2s"]);
     assert_eq!(code, Some(0), "{said}");
     assert!(is_refused());
     let start = Instant::now();
@@ -203,8 +203,8 @@ fn blocked_initiator_stays_out() {
         log_in().is_ok()
     });
     assert!(start.elapsed() >= Duration::from_millis(500));
-    assert_eq!(ask(&["disconnect", "host-1", "--block"]).0, Some(1));
-    assert_eq!(ask(&["disconnect", NAME, "--for", "2s"]).0, Some(2));
+    assert_eq!(run(&["disconnect", "host-1", "--block"]).0, Some(1));
+    assert_eq!(run(&["disconnect", NAME, "--for", "2s"]).0, Some(2));
 }
 
 /// Users with the same rule can use each other's initiator names, and the log contains both users.
@@ -278,7 +278,7 @@ fn srp_sessions_and_denials_are_reported_once() {
     let dev = Roce::open(&RoceConfig::new(host(103))).unwrap();
     let mini = Mini::connect(dev, to, &login_req(7, port()), &mut real);
     let mut mini = mini.map_err(|(_, why)| why).unwrap();
-    mini.settle(&mut real);
+    mini.clear_unit_attention(&mut real);
     let login = &wait_for(&daemon, "login", 1)[0];
     check(login, "srp", &portal, Some("demo"));
     let dev = mini.disconnect(&mut real);
@@ -297,7 +297,7 @@ fn srp_sessions_and_denials_are_reported_once() {
     assert_eq!(denied["reason"], "authorization_failure");
     // Discovery on an address starts with this request.
     let mut gsi = Gsi::open(host(105));
-    let (status, _) = gsi.ask(host(3), Method::Get, Attribute::IoUnitInfo);
+    let (status, _) = gsi.query(host(3), Method::Get, Attribute::IoUnitInfo);
     assert_eq!(status, Status::Success);
     let discovery = &wait_for(&daemon, "discovery", 1)[0];
     check(discovery, "srp", "127.83.0.3", None);
@@ -308,7 +308,7 @@ fn srp_sessions_and_denials_are_reported_once() {
     // Configuration changes: the user, the method, and the new configuration.
     assert_eq!(wait_for(&daemon, "config_changed", 1)[0]["how"], "start");
     let set = ["set", "/limits", "max_sessions=9"];
-    assert!(daemon.ask(&set).status.success());
+    assert!(daemon.run_command(&set).status.success());
     let changed = &wait_for(&daemon, "config_changed", 2)[1];
     assert!(
         changed["who"].as_str().unwrap().starts_with("uid "),
@@ -318,14 +318,19 @@ fn srp_sessions_and_denials_are_reported_once() {
         (&changed["how"], &changed["paths"]),
         (&"set".into(), &"/limits".into())
     );
-    assert!(daemon.ask(&["rollback"]).status.success());
+    assert!(daemon.run_command(&["rollback"]).status.success());
     let back = &wait_for(&daemon, "config_rolled_back", 1)[0];
     let first = &wait_for(&daemon, "config_changed", 2)[0]["revision"];
     assert_eq!(
         (&back["how"], &back["revision"]),
         (&"rollback 1".into(), first)
     );
-    assert!(!daemon.ask(&["set", "/workers", "count=2"]).status.success());
+    assert!(
+        !daemon
+            .run_command(&["set", "/workers", "count=2"])
+            .status
+            .success()
+    );
     let rejected = &wait_for(&daemon, "config_rejected", 1)[0];
     assert_eq!(&rejected["revision"], first);
     assert!(
@@ -336,12 +341,12 @@ fn srp_sessions_and_denials_are_reported_once() {
         "{rejected}"
     );
     // Upgrade to another program.
-    let refused = daemon.ask(&["upgrade", "--binary", "/bin/true"]);
+    let refused = daemon.run_command(&["upgrade", "--binary", "/bin/true"]);
     assert!(!refused.status.success());
     let rejected = &wait_for(&daemon, "upgrade_rejected", 1)[0];
     assert_eq!(rejected["program"], "/bin/true", "{rejected}");
     assert!(rejected["reason"].is_string(), "{rejected}");
-    assert!(daemon.ask(&["upgrade"]).status.success());
+    assert!(daemon.run_command(&["upgrade"]).status.success());
     let upgrade = &wait_for(&daemon, "upgrade", 1)[0];
     let version = env!("CARGO_PKG_VERSION");
     assert_eq!(
@@ -396,7 +401,7 @@ fn audit_log_can_be_disabled() {
     );
     assert!(
         daemon
-            .ask(&["set", "/limits", "max_sessions=9"])
+            .run_command(&["set", "/limits", "max_sessions=9"])
             .status
             .success()
     );
@@ -406,7 +411,7 @@ fn audit_log_can_be_disabled() {
     // The status page must not contain it either, because any local user can read it.
     assert!(
         !daemon
-            .ask(&["set", "/limits", "max_sessions=0"])
+            .run_command(&["set", "/limits", "max_sessions=0"])
             .status
             .success()
     );

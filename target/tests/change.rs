@@ -60,16 +60,16 @@ fn connect_on(dev: Roce, server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(net, 1), 5555);
     let mut mini = Mini::connected(dev, dst, &login_req(host, target), &mut real);
-    mini.settle(&mut real);
+    mini.clear_unit_attention(&mut real);
     mini
 }
 
 /// Sends TEST UNIT READY. Returns the status, and ASC and ASCQ if there is sense data.
 fn ready(mini: &mut Mini<Roce>, lun: u8) -> (u8, Option<[u8; 2]>) {
     mini.send_cmd(7, lun, &[0; 6], DataBuffer::None, DataBuffer::None);
-    let answer = mini.answer(&mut real);
-    let sense = answer.sense.get(12..14).map(|s| [s[0], s[1]]);
-    (answer.status, sense.filter(|_| answer.status == 2))
+    let response = mini.receive_response(&mut real);
+    let sense = response.sense.get(12..14).map(|s| [s[0], s[1]]);
+    (response.status, sense.filter(|_| response.status == 2))
 }
 
 const LUNS_CHANGED: (u8, Option<[u8; 2]>) = (2, Some([0x3f, 0x0e]));
@@ -92,13 +92,13 @@ fn unit_is_added_and_removed() {
     assert_eq!(ready(&mut mini, 1), GOOD);
     let report = [0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0];
     let into = mini.desc(0, 256);
-    let answer = mini.command(
+    let response = mini.command(
         &report,
         DataBuffer::None,
         DataBuffer::Direct(into),
         &mut real,
     );
-    assert_eq!(answer.status, 0);
+    assert_eq!(response.status, 0);
     let list = mini.data.slice(0..24).unwrap().to_vec();
     assert_eq!(list[..4], [0, 0, 0, 16]);
     assert_eq!((list[9], list[17]), (0, 1));
@@ -144,9 +144,9 @@ fn removed_unit_waits_for_last_command() {
         .change(text(2, &image, "{ 0: d }", "access: open"))
         .unwrap();
     mini.send_cmd(10, 1, &[0; 6], DataBuffer::None, DataBuffer::None);
-    let refused = mini.answer(&mut real);
+    let refused = mini.receive_response(&mut real);
     assert_eq!((refused.tag, refused.status), (10, 2), "nothing new");
-    let done = mini.answer(&mut real);
+    let done = mini.receive_response(&mut real);
     assert_eq!(
         (done.tag, done.status),
         (9, 0),
@@ -178,7 +178,7 @@ fn removed_unit_has_no_rate_limits() {
     // VERIFY (10) that would take more than four minutes.
     let verify = cdb10(0x2f, 0, 2048);
     mini.send_cmd(8, 1, &verify, DataBuffer::None, DataBuffer::None);
-    assert_eq!(mini.answer(&mut real).status, 0);
+    assert_eq!(mini.receive_response(&mut real).status, 0);
     mini.send_cmd(9, 1, &verify, DataBuffer::None, DataBuffer::None);
     let unit = Arc::clone(&server.shared().registry.catalog().targets[0].units[1].1);
     let until = Instant::now() + Duration::from_secs(10);
@@ -190,7 +190,7 @@ fn removed_unit_has_no_rate_limits() {
         .change(text(17, &image, "{ 0: d }", "access: open"))
         .unwrap();
     assert!(!unit.limits.is_active());
-    let done = mini.answer(&mut real);
+    let done = mini.receive_response(&mut real);
     assert_eq!((done.tag, done.status), (9, 0));
     server.shutdown().unwrap();
 }
@@ -298,16 +298,16 @@ fn read(mini: &mut Mini<Roce>, lun: u8, cdb: &[u8], len: u32) -> (u8, Vec<u8>) {
     let into = DataBuffer::Direct(mini.desc(0, len));
     mini.data.fill(0, len as usize, 0);
     mini.send_cmd(11, lun, cdb, DataBuffer::None, into);
-    let answer = mini.answer(&mut real);
+    let response = mini.receive_response(&mut real);
     let data = mini.data.slice(0..len as usize).unwrap().to_vec();
-    (answer.status, data)
+    (response.status, data)
 }
 
 fn write(mini: &mut Mini<Roce>, lun: u8, byte: u8) -> u8 {
     mini.data.fill(0, 512, byte);
     let from = DataBuffer::Direct(mini.desc(0, 512));
     mini.send_cmd(12, lun, &cdb10(0x2a, 0, 1), from, DataBuffer::None);
-    mini.answer(&mut real).status
+    mini.receive_response(&mut real).status
 }
 
 /// Returns the LUNs from REPORT LUNS.
@@ -369,7 +369,7 @@ fn initiators_have_separate_luns() {
     one.data.write(0, &list);
     let from = DataBuffer::Direct(one.desc(0, 24));
     one.send_cmd(13, 5, &register, from, DataBuffer::None);
-    assert_eq!(one.answer(&mut real).status, 0);
+    assert_eq!(one.receive_response(&mut real).status, 0);
 
     // The unit moves to another LUN. Initiators with an unchanged mapping must not notice this.
     let second = mapped(5, &image, "{ 0: e, 6: d }", None);
@@ -431,8 +431,8 @@ fn commands_before_inquiry_response_are_rejected() {
         mini.send_cmd(tag, 4, &cdb10(0x2a, 0, 1), from, DataBuffer::None);
     }
     for _ in 20..24 {
-        let answer = mini.answer(&mut real);
-        assert_eq!(answer.status == 0, answer.tag == 20);
+        let response = mini.receive_response(&mut real);
+        assert_eq!(response.status == 0, response.tag == 20);
     }
     assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
     until_ready(&mut mini, 4);
@@ -512,8 +512,8 @@ fn functions_for_moved_lun_spare_others() {
             real(&mut other.dev);
         }
         mini.send_tmf_to(tag, 4, function, 0);
-        assert_eq!(mini.answer(&mut real).code, Some(0));
-        assert_eq!(other.answer(&mut real).status, 0, "{function:?}");
+        assert_eq!(mini.receive_response(&mut real).code, Some(0));
+        assert_eq!(other.receive_response(&mut real).status, 0, "{function:?}");
         assert_eq!(ready(&mut other, 0), GOOD);
     }
     assert_eq!(unit.management().resets, 0);
@@ -609,13 +609,13 @@ fn functions_abort_commands_of_previous_unit() {
         }
         server.change(mapped(net, &image, after, faults)).unwrap();
         mini.send_tmf_to(10, 1, function, 9);
-        let answer = mini.answer(&mut real);
+        let response = mini.receive_response(&mut real);
         assert_eq!(
-            (answer.tag, answer.code),
+            (response.tag, response.code),
             (10, Some(0)),
             "{after} {function:?}"
         );
-        assert_eq!(unit.tasks(), 0, "the answer waits for the command");
+        assert_eq!(unit.tasks(), 0, "the response waits for the command");
         drop(unit);
         server.shutdown().unwrap();
     }

@@ -22,7 +22,7 @@ fn targets_are_discovered_by_address() {
     let config = Config::parse(text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
     let server = Server::start(&config).unwrap();
     let mut gsi = Gsi::open(addr(2));
-    let mut get = |attribute| gsi.ask(addr(1), Method::Get, attribute);
+    let mut get = |attribute| gsi.query(addr(1), Method::Get, attribute);
 
     let (status, data) = get(Attribute::ClassPortInfo);
     assert_eq!(status, Status::Success);
@@ -76,7 +76,7 @@ fn targets_are_discovered_by_address() {
     ] {
         assert_eq!(get(attribute).0, expected, "{attribute:?}");
     }
-    let set = gsi.ask(addr(1), Method::Other(2), Attribute::IoUnitInfo);
+    let set = gsi.query(addr(1), Method::Other(2), Attribute::IoUnitInfo);
     assert_eq!(set.0, Status::UnsupportedMethod);
 
     // The result is sufficient to log in on the same device.

@@ -10,7 +10,7 @@
 //! We don't test failures of heap allocations, because Rust aborts the process in this case, which
 //! is covered as a crash (`tests/tests/crash`).
 
-#![allow(clippy::print_stdout, reason = "prints figures")]
+#![allow(clippy::print_stdout, reason = "prints results")]
 
 mod simulation;
 mod world;
@@ -76,7 +76,7 @@ struct Command {
 }
 
 /// Status, with data or sense data.
-type Answer = (u8, Vec<u8>);
+type CommandResult = (u8, Vec<u8>);
 
 /// The result of a run.
 #[derive(Debug, Default)]
@@ -93,7 +93,7 @@ struct Report {
     /// Calls and completions of the device.
     record: Record,
     /// Error messages of rejected peers.
-    told: Vec<String>,
+    errors: Vec<String>,
     /// Reasons for rejected logins, as counted by the worker.
     refusals: Vec<(&'static str, u64)>,
     /// Remaining objects of the device.
@@ -172,7 +172,7 @@ struct Initiator {
     target: TargetPortId,
     connections: u8,
     /// Reasons reported for rejected logins.
-    told: Vec<String>,
+    errors: Vec<String>,
     tcp: Option<Client<Wire>>,
     srp: Option<Mini<Endpoint>>,
     iser: Option<Iser<Endpoint>>,
@@ -186,7 +186,7 @@ impl Initiator {
             protocol,
             target: catalog.targets[0].portals[0].target_port(),
             connections: 0,
-            told: Vec::new(),
+            errors: Vec::new(),
             tcp: None,
             srp: None,
             iser: None,
@@ -237,7 +237,7 @@ impl Initiator {
                 let mut step = |dev: &mut Endpoint| simulation.borrow_mut().step(dev);
                 match Mini::connect(dev, at, &request, &mut step) {
                     Ok(mini) => self.srp = Some(mini),
-                    Err((_, why)) => self.told.push(format!("{why:?}")),
+                    Err((_, why)) => self.errors.push(format!("{why:?}")),
                 }
             }
             Protocol::Iser => {
@@ -249,14 +249,14 @@ impl Initiator {
                         iser.login(Some(IQN), 1, &[], &mut step).ok()?;
                         self.iser = Some(iser);
                     }
-                    Err(why) => self.told.push(why),
+                    Err(why) => self.errors.push(why),
                 }
             }
         }
         self.is_connected().then_some(())
     }
 
-    fn command(&mut self, command: &Command) -> Option<Answer> {
+    fn command(&mut self, command: &Command) -> Option<CommandResult> {
         let Command { cdb, out, len } = command;
         if let Some(tcp) = &mut self.tcp {
             let moved = *len + out.len() as u32;
@@ -293,12 +293,12 @@ impl Initiator {
             len => DataBuffer::Direct(srp.desc(0, len)),
         };
         let (to, from) = (desc(out.len() as u32), desc(*len));
-        let answer = srp.command(cdb, to, from, &mut step);
+        let reply = srp.command(cdb, to, from, &mut step);
         let mut data = vec![0; *len as usize];
         srp.data.read(0, &mut data);
-        Some(match answer.status {
+        Some(match reply.status {
             GOOD => (GOOD, data),
-            status => (status, answer.sense),
+            status => (status, reply.sense),
         })
     }
 
@@ -335,9 +335,9 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
         let mut was_lost = false;
         let mut data = None;
         for _ in 0..ATTEMPTS {
-            let answer =
+            let response =
                 initiator.attempt(|own| own.connect().and_then(|()| own.command(&command)));
-            match answer {
+            match response {
                 Some((GOOD, bytes)) => data = Some(bytes),
                 Some((CHECK_CONDITION, sense)) => match sense[2] & 0xf {
                     UNIT_ATTENTION => continue,
@@ -373,7 +373,7 @@ fn run(protocol: Protocol, fault: Fault) -> Report {
             .data
             .push(data.unwrap_or_else(|| panic!("{fault:?}: {opcode:#x} never succeeds")));
     }
-    report.told = std::mem::take(&mut initiator.told);
+    report.errors = std::mem::take(&mut initiator.errors);
     initiator.leave();
     report.record = fabric.take_record(SERVER);
     let snapshot = check_nothing_is_left(&mut simulation.borrow_mut(), fault);
@@ -398,8 +398,8 @@ fn check_nothing_is_left(one: &mut Simulation, fault: Fault) -> Snapshot {
             break;
         }
     }
-    let (answers, snapshots) = channel();
-    assert!(one.world.mail.send(Mail::Snapshot(answers)).is_ok());
+    let (sender, snapshots) = channel();
+    assert!(one.world.mail.send(Mail::Snapshot(sender)).is_ok());
     let snapshot = loop {
         one.step(&mut idle);
         if let Ok(snapshot) = snapshots.try_recv() {
@@ -473,7 +473,7 @@ fn statuses(opcode: WcOpcode) -> &'static [WcStatus] {
 
 /// Checks a run with a failure of the device or a mapping. Returns whether the initiator noticed
 /// this.
-fn judge_device(protocol: Protocol, whole: &Report, report: &Report, fault: Fault) -> bool {
+fn check_device(protocol: Protocol, whole: &Report, report: &Report, fault: Fault) -> bool {
     let Record { calls, completions } = &whole.record;
     let accepted = calls.iter().position(|call| *call == "accept");
     let (what, is_login) = match fault {
@@ -487,20 +487,23 @@ fn judge_device(protocol: Protocol, whole: &Report, report: &Report, fault: Faul
     assert_eq!(report.failures, [], "{what}");
     assert!(report.lost <= 1, "{what}");
     assert_eq!(report.objects, whole.objects, "{what}");
-    let (counted, told) = match protocol {
+    let (counted, expected_error) = match protocol {
         Protocol::Srp => ("insufficient_resources", "Login(InsufficientResources)"),
         Protocol::Iser => ("out_of_resources", "Rejected"),
         Protocol::Iscsi => ("out_of_resources", ""),
     };
     let expected = if is_login { vec![(counted, 1)] } else { vec![] };
     assert_eq!(report.refusals, expected, "{what}");
-    let was_told = report.told.iter().all(|words| words.contains(told));
-    let is_told = is_login && protocol != Protocol::Iscsi;
+    let errors_match = report
+        .errors
+        .iter()
+        .all(|words| words.contains(expected_error));
+    let is_reported = is_login && protocol != Protocol::Iscsi;
     assert_eq!(
-        (report.told.len(), was_told),
-        (is_told.into(), true),
+        (report.errors.len(), errors_match),
+        (is_reported.into(), true),
         "{what}: {:?}",
-        report.told
+        report.errors
     );
     report.lost == 1
 }
@@ -518,7 +521,7 @@ fn enumerate_device(protocol: Protocol) -> usize {
     let (mut runs, mut noticed) = (0, 0);
     for fault in completions.chain(calls).chain(mappings) {
         let report = run(protocol, fault);
-        noticed += usize::from(judge_device(protocol, &whole, &report, fault));
+        noticed += usize::from(check_device(protocol, &whole, &report, fault));
         runs += 1;
     }
     // A failure can only be unnoticed at the end of a session.
@@ -582,17 +585,17 @@ fn enumerate_start() -> usize {
 #[test]
 fn worker_survives_any_single_failure() {
     let before = footprint();
-    println!("figure: {} failures at the start", enumerate_start());
+    println!("result: {} failures at the start", enumerate_start());
     for (protocol, least) in [
         (Protocol::Iscsi, 50),
         (Protocol::Srp, 20),
         (Protocol::Iser, 20),
     ] {
         let runs = enumerate(protocol);
-        println!("figure: {runs} failures of operations, over {protocol:?}");
+        println!("result: {runs} failures of operations, over {protocol:?}");
         assert!(runs > least, "{runs}");
         let runs = enumerate_device(protocol);
-        println!("figure: {runs} failures of the device and of memory, over {protocol:?}");
+        println!("result: {runs} failures of the device and of memory, over {protocol:?}");
         assert!(runs >= 3, "{runs}");
     }
     assert_eq!(footprint(), before, "descriptors and threads");

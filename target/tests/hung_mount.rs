@@ -161,7 +161,7 @@ fn check_dead_mount(name: &str, address: &str, silence: Silence) {
     let metrics = bench.daemon.http("GET /metrics");
     let fault = "riser_backend_fault{backend=\"dead\",cause=\"hanging\"} 1\n";
     assert!(metrics.contains(fault), "{metrics}");
-    let refused = bench.daemon.ask(&["upgrade"]);
+    let refused = bench.daemon.run_command(&["upgrade"]);
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     let error = String::from_utf8(refused.stderr).unwrap();
     assert!(error.contains("nothing has changed"), "{error}");

@@ -49,7 +49,7 @@ impl World {
         let req = login_req(n, self.target());
         let dst = SocketAddr::new(SERVER, 5555);
         let mut mini = Mini::connected(dev, dst, &req, &mut |d| self.pump(d));
-        mini.settle(&mut |d| self.pump(d));
+        mini.clear_unit_attention(&mut |d| self.pump(d));
         mini
     }
 }
@@ -63,11 +63,11 @@ fn written_data_is_read_back() {
         let len = usize::from(blocks) * 512;
         let data = pattern(len, lba as u8);
         mini.data.write(0, &data);
-        let answer = mini.write(lba, blocks, 0, &mut |d| world.pump(d));
-        assert_eq!(answer.status, 0);
+        let response = mini.write(lba, blocks, 0, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
         mini.data.fill(0, len, 0);
-        let answer = mini.read(lba, blocks, 2 << 20, &mut |d| world.pump(d));
-        assert_eq!(answer.status, 0);
+        let response = mini.read(lba, blocks, 2 << 20, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
         assert_eq!(
             mini.data.slice(2 << 20..(2 << 20) + len).unwrap().to_vec(),
             data
@@ -107,10 +107,10 @@ fn immediate_and_indirect_data_arrive() {
         len: 4096,
         data: &data,
     };
-    let answer = mini.command(&cdb10(0x2a, 0, 8), immediate, DataBuffer::None, &mut |d| {
+    let response = mini.command(&cdb10(0x2a, 0, 8), immediate, DataBuffer::None, &mut |d| {
         world.pump(d);
     });
-    assert_eq!(answer.status, 0);
+    assert_eq!(response.status, 0);
     // Eight blocks with separate buffers, where the descriptors must be fetched from memory.
     let descs: Vec<_> = (0..8).map(|i| mini.desc((7 - i) * 10_000, 512)).collect();
     let mut table = Vec::new();
@@ -127,10 +127,10 @@ fn immediate_and_indirect_data_arrive() {
             len: 4096,
             inline: &descs[..inline],
         });
-        let answer = mini.command(&cdb10(0x28, 0, 8), DataBuffer::None, buffer, &mut |d| {
+        let response = mini.command(&cdb10(0x28, 0, 8), DataBuffer::None, buffer, &mut |d| {
             world.pump(d);
         });
-        assert_eq!(answer.status, 0);
+        assert_eq!(response.status, 0);
         for i in 0..8 {
             let at = (7 - i) * 10_000;
             let got = mini.data.slice(at..at + 512).unwrap().to_vec();
@@ -213,8 +213,8 @@ fn second_login_replaces_or_joins_session() {
     // Both channels use the same nexus, so the unit attention was already reported on the first
     // channel.
     let none = || DataBuffer::None;
-    let answer = second.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
-    assert_eq!(answer.status, 0);
+    let response = second.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!(response.status, 0);
     assert_eq!(world.shared.registry.sessions(), 1);
     req.multi_channel = MultiChannelAction::Single;
     let dev = world.client(3);
@@ -266,8 +266,8 @@ fn replaced_session_has_no_late_write() {
     let mut new = log_in_again(&mut world, 2).unwrap();
     assert_eq!(new.rsp.multi_channel, MultiChannelResult::Terminated);
     new.send_cmd(1, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
-    let answer = new.answer(&mut |d| world.pump(d));
-    let sense = Sense::parse(&answer.sense).unwrap();
+    let response = new.receive_response(&mut |d| world.pump(d));
+    let sense = Sense::parse(&response.sense).unwrap();
     assert_eq!(sense.additional, AdditionalSense::NEXUS_LOSS);
     new.data.fill(0, 512, 0xbb);
     assert_eq!(new.write(0, 1, 0, &mut |d| world.pump(d)).status, 0);
@@ -282,7 +282,7 @@ fn replaced_session_has_no_late_write() {
     }
     assert_eq!(new.read(0, 1, 4096, &mut |d| world.pump(d)).status, 0);
     let block = new.data.slice(4096..4097).unwrap().to_vec();
-    assert_eq!(block, [0xbb], "the replaced session's write came last");
+    assert_eq!(block, [0xbb], "the replaced session's write was last");
 }
 
 /// Sends PERSISTENT RESERVE OUT with these keys. Returns the status.
@@ -338,7 +338,7 @@ fn preempt_and_abort_aborts_preempted_commands() {
     assert_eq!(two.data.slice(4096..4097).unwrap().to_vec(), [0]);
     // The write is completed with TASK ABORTED. Then there is a unit attention, followed by the
     // conflict.
-    let ended = one.answer(&mut |d| world.pump(d));
+    let ended = one.receive_response(&mut |d| world.pump(d));
     assert_eq!((ended.tag, ended.status, ended.delta), (5, 0x40, 1));
     for _ in 0..50 {
         world.pump(&mut one.dev);
@@ -349,8 +349,8 @@ fn preempt_and_abort_aborts_preempted_commands() {
         "the write of who stays registered"
     );
     let none = || DataBuffer::None;
-    let answer = one.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
-    assert_eq!((answer.tag, answer.status), (77, 2));
+    let response = one.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!((response.tag, response.status), (77, 2));
     assert_eq!(one.write(0, 1, 0, &mut |d| world.pump(d)).status, 0x18);
 }
 
@@ -392,7 +392,7 @@ fn new_commands_wait_for_replaced_session() {
     };
     world.mail.send(Mail::OthersGone { serial }).unwrap();
     assert_eq!(
-        new.answer(&mut |d| world.pump(d)).status,
+        new.receive_response(&mut |d| world.pump(d)).status,
         2,
         "its attention"
     );
@@ -420,17 +420,17 @@ fn srp_login_starts_despite_hanging_write() {
     let mut new = log_in_again(&mut world, 2).unwrap();
     let none = || DataBuffer::None;
     for _ in 0..3 {
-        let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
-        assert_eq!(answer.status, BUSY, "the write may still be executed");
+        let response = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+        assert_eq!(response.status, BUSY, "the write may still be executed");
     }
     // Another login isn't delayed either.
     let mut new = log_in_again(&mut world, 3).unwrap();
-    let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
-    assert_eq!(answer.status, BUSY);
+    let response = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!(response.status, BUSY);
     faults.release();
     eventually("the write ends", Duration::from_secs(60), || {
-        let answer = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
-        answer.status != BUSY
+        let response = new.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+        response.status != BUSY
     });
     assert_eq!(new.read(0, 1, 0, &mut |d| world.pump(d)).status, 0);
 }
@@ -509,8 +509,8 @@ fn reservation_covers_read_only_lun() {
         holder.data.write(0, &list);
         let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
         let data = DataBuffer::Direct(holder.desc(0, 24));
-        let answer = holder.command(&cdb, data, DataBuffer::None, &mut |d| world.pump(d));
-        assert_eq!(answer.status, 0);
+        let response = holder.command(&cdb, data, DataBuffer::None, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
     }
     let mut other = world.log_in(2);
     let none = || DataBuffer::None;
@@ -518,7 +518,11 @@ fn reservation_covers_read_only_lun() {
         let desc = other.desc(0, 512);
         let read = cdb10(0x28, 0, 1);
         other.send_cmd(1, lun, &read, none(), DataBuffer::Direct(desc));
-        assert_eq!(other.answer(&mut |d| world.pump(d)).status, 0x18, "{lun}");
+        assert_eq!(
+            other.receive_response(&mut |d| world.pump(d)).status,
+            0x18,
+            "{lun}"
+        );
     }
     // The holder can use both LUNs to read, but only one to write.
     for (lun, opcode, status) in [(0, 0x28, 0), (1, 0x28, 0), (0, 0x2a, 0), (1, 0x2a, 2)] {
@@ -529,8 +533,8 @@ fn reservation_covers_read_only_lun() {
             (none(), data)
         };
         holder.send_cmd(1, lun, &cdb10(opcode, 0, 1), out, into);
-        let answer = holder.answer(&mut |d| world.pump(d));
-        assert_eq!(answer.status, status, "{lun}: {:x?}", answer.sense);
+        let response = holder.receive_response(&mut |d| world.pump(d));
+        assert_eq!(response.status, status, "{lun}: {:x?}", response.sense);
     }
 }
 
@@ -554,8 +558,8 @@ fn read_only_lun_cannot_block_others() {
             _ => DataBuffer::Direct(reader.desc(0, len)),
         };
         reader.send_cmd(1, lun, cdb, out, DataBuffer::None);
-        let answer = reader.answer(&mut |d| world.pump(d));
-        (answer.status, answer.sense.get(2).copied())
+        let response = reader.receive_response(&mut |d| world.pump(d));
+        (response.status, response.sense.get(2).copied())
     };
     let (good, protected) = ((0, None), (2, Some(7)));
     for action in 0..7 {
@@ -576,7 +580,7 @@ fn read_only_lun_cannot_block_others() {
     use TskMgmtFunction::{AbortTaskSet, ClearTaskSet, LogicalUnitReset};
     let mut manage = |lun, function| {
         reader.send_tmf_to(9, lun, function, 0);
-        reader.answer(&mut |d| world.pump(d)).code
+        reader.receive_response(&mut |d| world.pump(d)).code
     };
     assert_eq!(manage(1, AbortTaskSet), Some(0));
     for function in [ClearTaskSet, LogicalUnitReset] {
@@ -596,13 +600,13 @@ fn new_login_releases_reserve() {
         cdb[0] = reserve;
         let none = || DataBuffer::None;
         let pump = &mut |world: &mut World, mini: &mut Mini<Endpoint>, cdb: &[u8]| {
-            let answer = mini.command(cdb, none(), none(), &mut |d| world.pump(d));
-            answer.status
+            let response = mini.command(cdb, none(), none(), &mut |d| world.pump(d));
+            response.status
         };
         assert_eq!(pump(&mut world, &mut holder, &cdb[..cdb_len]), 0);
         assert_eq!(pump(&mut world, &mut other, &[0; 6]), 0x18, "reserved");
         let mut again = log_in_again(&mut world, 3).unwrap();
-        again.settle(&mut |d| world.pump(d));
+        again.clear_unit_attention(&mut |d| world.pump(d));
         assert_eq!(pump(&mut world, &mut other, &[0; 6]), 0);
         assert_eq!(pump(&mut world, &mut again, &[0; 6]), 0);
     }
@@ -660,12 +664,17 @@ fn flood_of_registrations_spares_others() {
         world.pump(&mut hosts[3].dev);
     }
     drop(hangs);
-    let answer = hosts[3].answer(&mut |d| world.pump(d));
-    assert_eq!((answer.tag, answer.status), (7, 0), "{:x?}", answer.sense);
+    let response = hosts[3].receive_response(&mut |d| world.pump(d));
+    assert_eq!(
+        (response.tag, response.status),
+        (7, 0),
+        "{:x?}",
+        response.sense
+    );
     for host in &mut hosts[..3] {
         for _ in 0..EACH {
-            let answer = host.answer(&mut |d| world.pump(d));
-            assert_eq!(answer.status, 0, "{:x?}", answer.sense);
+            let response = host.receive_response(&mut |d| world.pump(d));
+            assert_eq!(response.status, 0, "{:x?}", response.sense);
         }
     }
 }
@@ -681,22 +690,22 @@ fn hung_state_directory_delays_no_login() {
     let mut host = world.log_in(1);
     register(&mut host, 1);
     let read = host.read(0, 1, 4096, &mut |d| world.pump(d));
-    assert_eq!(read.status, 0, "other commands go on");
+    assert_eq!(read.status, 0, "other commands continue");
     host.send_tmf(2, TskMgmtFunction::AbortTask, 1);
-    let answer = host.answer(&mut |d| world.pump(d));
-    assert_eq!((answer.tag, answer.code), (2, Some(0)));
+    let response = host.receive_response(&mut |d| world.pump(d));
+    assert_eq!((response.tag, response.code), (2, Some(0)));
     register(&mut host, 3);
     let read = host.read(0, 1, 4096, &mut |d| world.pump(d));
     assert_eq!(read.status, 0);
     // It disconnects and logs in again.
     let mut again = log_in_again(&mut world, 2).unwrap();
-    again.settle(&mut |d| world.pump(d));
+    again.clear_unit_attention(&mut |d| world.pump(d));
     let read = again.read(0, 1, 4096, &mut |d| world.pump(d));
     assert_eq!(read.status, 0);
     register(&mut again, 4);
     drop(hangs);
-    let answer = again.answer(&mut |d| world.pump(d));
-    assert_eq!((answer.tag, answer.status), (4, 0));
+    let response = again.receive_response(&mut |d| world.pump(d));
+    assert_eq!((response.tag, response.status), (4, 0));
 }
 
 #[test]
@@ -710,12 +719,12 @@ fn task_management_answers() {
         TskMgmtFunction::LogicalUnitReset,
     ] {
         mini.send_tmf(5, function, 9);
-        let answer = mini.answer(&mut |d| world.pump(d));
-        assert_eq!((answer.tag, answer.code), (5, Some(0)), "{function:?}");
+        let response = mini.receive_response(&mut |d| world.pump(d));
+        assert_eq!((response.tag, response.code), (5, Some(0)), "{function:?}");
     }
     let none = || DataBuffer::None;
-    let answer = mini.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
-    assert_eq!(answer.status, 2, "the reset raised a unit attention");
+    let response = mini.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!(response.status, 2, "the reset raised a unit attention");
 }
 
 #[test]
@@ -733,8 +742,8 @@ fn bad_key_closes_one_connection() {
         DataBuffer::Direct(desc),
     );
     bad.wait_closed(&mut |d| world.pump(d));
-    let answer = good.read(0, 1, 0, &mut |d| world.pump(d));
-    assert_eq!(answer.status, 0);
+    let response = good.read(0, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(response.status, 0);
 }
 
 /// It's not even possible to request such a range from the device. The previous descriptor is
@@ -755,8 +764,8 @@ fn wrapped_address_range_closes_connection() {
     bad.send_cmd(9, 0, &cdb10(0x28, 0, 2), DataBuffer::None, buffer);
     bad.wait_closed(&mut |d| world.pump(d));
     assert_eq!(bad.data.slice(0..512).unwrap().to_vec(), [0xee; 512]);
-    let answer = good.read(0, 1, 0, &mut |d| world.pump(d));
-    assert_eq!(answer.status, 0);
+    let response = good.read(0, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(response.status, 0);
 }
 
 #[test]
@@ -807,16 +816,16 @@ fn many_sessions_do_io_at_once() {
                 );
             }
         }
-        let mut answers = 0;
-        while answers < 16 * 8 {
+        let mut responses = 0;
+        while responses < 16 * 8 {
             for mini in &mut minis {
                 mini.poll();
                 while let Some(said) = mini.said.pop_front() {
-                    let Said::Answer(answer) = said else {
+                    let Said::Response(response) = said else {
                         panic!("{said:?}");
                     };
-                    assert_eq!(answer.status, 0);
-                    answers += 1;
+                    assert_eq!(response.status, 0);
+                    responses += 1;
                 }
                 world.pump(&mut mini.dev);
             }
@@ -841,7 +850,7 @@ fn service_id_login_uses_long_form() {
     let dev = world.client(1);
     let mini = Mini::connect_service(dev, dst, service, &req, &mut |d| world.pump(d));
     let mut mini = mini.map_err(|(_, e)| e).unwrap();
-    mini.settle(&mut |d| world.pump(d));
+    mini.clear_unit_attention(&mut |d| world.pump(d));
     assert_eq!(mini.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
 }
 
@@ -1040,12 +1049,12 @@ fn claim_without_recovery_gets_response() {
         world.mail.send(Mail::Reassign(reassign)).unwrap();
         let mut idle = world.client(if channel == gone { 50 } else { 51 });
         world.pump(&mut idle);
-        let answer = std::iter::from_fn(|| world.other.poll_message()).last();
-        let answered = matches!(
-            answer,
-            Some(Mail::Reassigned { to: asking, moved: None }) if asking == to
+        let response = std::iter::from_fn(|| world.other.poll_message()).last();
+        let is_response = matches!(
+            response,
+            Some(Mail::Reassigned { to: requester, moved: None }) if requester == to
         );
-        assert!(answered, "{answer:?}");
+        assert!(is_response, "{response:?}");
     }
     assert_eq!(snapshot(&mut world).sessions.len(), 1);
     mini.disconnect(&mut |d| world.pump(d));
@@ -1194,19 +1203,19 @@ fn commands_are_counted_per_unit_and_session() {
         (counts.total.count(), counts.bytes)
     };
     for _ in 0..3 {
-        let answer = mini.write(0, 8, 0, &mut |d| world.pump(d));
-        assert_eq!(answer.status, 0);
+        let response = mini.write(0, 8, 0, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
     }
-    let answer = mini.read(0, 1, 0, &mut |d| world.pump(d));
-    assert_eq!(answer.status, 0);
+    let response = mini.read(0, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(response.status, 0);
     assert_eq!(count(&world, Kind::Write), (3, 3 * 4096));
     assert_eq!(count(&world, Kind::Read), (1, 512));
     // After the end of the disk: ILLEGAL REQUEST.
-    let answer = mini.read(0x7fff_ffff, 1, 0, &mut |d| world.pump(d));
-    assert_eq!(answer.status, 2);
+    let response = mini.read(0x7fff_ffff, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(response.status, 2);
     mini.send_tmf(9, TskMgmtFunction::LogicalUnitReset, 0);
-    let answer = mini.answer(&mut |d| world.pump(d));
-    assert_eq!(answer.code, Some(0));
+    let response = mini.receive_response(&mut |d| world.pump(d));
+    assert_eq!(response.code, Some(0));
     let (tx, rx) = channel();
     world.mail.send(Mail::Snapshot(tx)).unwrap();
     world.pump(&mut mini.dev);

@@ -112,7 +112,7 @@ fn cve_2024_45751_challenges_differ_per_run() {
 
 /// Returns the challenges of two simultaneous logins.
 fn challenges(port: u16) -> [String; 2] {
-    let ask = |text: &str, flags: u8, socket: &mut TcpStream| {
+    let send = |text: &str, flags: u8, socket: &mut TcpStream| {
         let mut bhs = [0; 48];
         (bhs[0], bhs[1]) = (0x43, flags);
         bhs[8..14].copy_from_slice(&[0x80, 0, 0, 0, 0, 1]);
@@ -136,10 +136,10 @@ fn challenges(port: u16) -> [String; 2] {
                  TargetName=iqn.2026-01.org.example:chap\0AuthMethod=CHAP\0";
     let mut both = [(); 2].map(|()| TcpStream::connect(("127.0.0.1", port)).unwrap());
     for socket in &mut both {
-        assert!(ask(names, 0, socket).contains("AuthMethod=CHAP"));
+        assert!(send(names, 0, socket).contains("AuthMethod=CHAP"));
     }
     both.map(|mut socket| {
-        let text = ask("CHAP_A=7\0", 0, &mut socket);
+        let text = send("CHAP_A=7\0", 0, &mut socket);
         let value = text
             .split('\0')
             .find_map(|pair| pair.strip_prefix("CHAP_C="));
@@ -245,8 +245,8 @@ fn two_connections_share_session() {
         second.send_with(ordered, &read, false, 512, &[]);
         second.send_with(ordered, &write, true, 512, &[round + 100; 512]);
         first.command(&write, true, 512, &[round; 512]);
-        assert_eq!(second.answer(), (0, vec![round; 512]));
-        assert_eq!(second.answer().0, 0);
+        assert_eq!(second.receive_response(), (0, vec![round; 512]));
+        assert_eq!(second.receive_response().0, 0);
         first.cmd_sn = next + 3;
         assert_eq!(
             first.command(&read, false, 512, &[]),
@@ -265,9 +265,9 @@ fn two_connections_share_session() {
         };
         let mut again = again;
         again.send(logout.header(), &[]);
-        let (answer, ..) = again.receive().expect("an answer");
+        let (response, ..) = again.receive().expect("response");
         assert!(
-            matches!(answer, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed)
+            matches!(response, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed)
         );
         assert!(again.receive().is_none());
     }
@@ -438,12 +438,12 @@ fn pending_login_checks_changed_access() {
         pdu.extend(text);
         pdu.resize(48 + padded, 0);
         socket.write_all(&pdu).unwrap();
-        let mut answer = [0; 48];
-        socket.read_exact(&mut answer).unwrap();
-        assert_eq!(answer[0], 0x23);
-        let mut data = vec![0; usize::from(answer[7]).next_multiple_of(4)];
+        let mut response = [0; 48];
+        socket.read_exact(&mut response).unwrap();
+        assert_eq!(response[0], 0x23);
+        let mut data = vec![0; usize::from(response[7]).next_multiple_of(4)];
         socket.read_exact(&mut data).unwrap();
-        [answer[36], answer[37]]
+        [response[36], response[37]]
     };
     let names =
         b"InitiatorName=iqn.2026-01.org.example:client\0TargetName=iqn.2026-01.org.example:open\0";
@@ -725,7 +725,7 @@ fn removed_unit_completes_commands() {
     has_begun(&faults);
     let without = text(port).replacen("luns: { 0: ram }", "luns: { 3: more }", 1);
     server.change(slow(&without, &faults)).unwrap();
-    assert_eq!(client.answer().0, 0, "the write goes on");
+    assert_eq!(client.receive_response().0, 0, "the write continues");
     assert_eq!(client.command(&READ, false, 512, &[]).0, 2, "no such unit");
     server.shutdown().unwrap();
 }
@@ -762,14 +762,14 @@ fn remapped_lun_keeps_commands_separate() {
             exp_data_sn: 0,
         };
         client.send(request.header(), &[]);
-        let FromTarget::TmfResponse(answer) = next(&mut client) else {
-            panic!("an answer to the function");
+        let FromTarget::TmfResponse(response) = next(&mut client) else {
+            panic!("response to the function");
         };
         let expected = match function {
             TmfFunction::QueryTask => TmfStatus::Succeeded,
             _ => TmfStatus::Complete,
         };
-        assert_eq!(answer.status, expected);
+        assert_eq!(response.status, expected);
     }
     for _ in 0..3 {
         let (status, _) = client.command(&WRITE, true, 512, &[2; 512]);
@@ -858,9 +858,9 @@ fn commands_survive_lost_connection() {
                     exp_stat_sn: StatSn(0),
                 };
                 second.send(logout.header(), &[]);
-                let answer = next(&mut second);
+                let response = next(&mut second);
                 assert!(matches!(
-                    answer,
+                    response,
                     FromTarget::LogoutResponse(r)
                         if r.status == LogoutStatus::Closed && r.time2retain == 20
                 ));
@@ -870,7 +870,7 @@ fn commands_survive_lost_connection() {
         };
         second.cmd_sn = next_cmd_sn;
         assert_eq!(reassign(&mut second, tag + 1), TmfStatus::Complete);
-        assert_eq!(second.answer(), (0, vec![0; 4096]));
+        assert_eq!(second.receive_response(), (0, vec![0; 4096]));
         assert_eq!(reassign(&mut second, tag + 2), TmfStatus::Complete);
         let FromTarget::R2t(r2t) = next(&mut second) else {
             panic!("an R2T");
@@ -886,9 +886,9 @@ fn commands_survive_lost_connection() {
             offset: 0,
         };
         second.send(data.header(), &[round + 100; 2048]);
-        assert_eq!(second.answer().0, 0);
+        assert_eq!(second.receive_response().0, 0);
         assert_eq!(reassign(&mut second, tag), TmfStatus::Complete);
-        assert_eq!(second.answer().0, 0);
+        assert_eq!(second.receive_response().0, 0);
         assert_eq!(reassign(&mut second, tag + 77), TmfStatus::TaskDoesNotExist);
         let read = second.command(&cdb(0x28, 16, 4), false, 2048, &[]);
         assert_eq!(read, (0, vec![round + 100; 2048]));

@@ -58,7 +58,7 @@ impl World {
         client
             .login(Some(IQN), n, keys, &mut |d| self.pump(d))
             .unwrap();
-        client.settle(&mut |d| self.pump(d));
+        client.clear_unit_attention(&mut |d| self.pump(d));
         client
     }
 
@@ -133,7 +133,7 @@ fn written_data_is_read_back() {
     assert_eq!(session.first_burst, 8192);
     round_trips(&mut client, false, &mut |d| world.pump(d));
     round_trips(&mut client, true, &mut |d| world.pump(d));
-    assert!(client.invalidated > 0, "answers invalidate keys");
+    assert!(client.invalidated > 0, "responses invalidate keys");
     client.logout(&mut |d| world.pump(d));
     client.disconnect(&mut |d| world.pump(d));
     world.is_empty();
@@ -162,12 +162,12 @@ fn minimal_initiator_is_served() {
     let dev = world.client(1);
     let to = SocketAddr::new(SERVER, 3260);
     let mut client = Client::connect(dev, to, false, &mut |d| world.pump(d)).unwrap();
-    assert!(!client.answer.remote_invalidate && !client.answer.zero_based);
+    assert!(!client.reply.remote_invalidate && !client.reply.zero_based);
     let keys = [(Key::InitialR2T, 1), (Key::ImmediateData, 0)];
     client
         .login(Some(IQN), 1, &keys, &mut |d| world.pump(d))
         .unwrap();
-    client.settle(&mut |d| world.pump(d));
+    client.clear_unit_attention(&mut |d| world.pump(d));
     let data = pattern(65536, 1);
     assert_eq!(client.write(0, &data, 0, 0, &mut |d| world.pump(d)), 0);
     assert!(client.read(0, 128, &mut |d| world.pump(d)) == (0, data));
@@ -246,7 +246,7 @@ fn second_login_reinstates_session() {
         .login(Some(IQN), 1, &[], &mut |d| world.pump(d))
         .unwrap();
     first.wait_closed(&mut |d| world.pump(d));
-    second.settle(&mut |d| world.pump(d));
+    second.clear_unit_attention(&mut |d| world.pump(d));
     second.disconnect(&mut |d| world.pump(d));
     first.disconnect(&mut |d| world.pump(d));
     world.is_empty();
@@ -346,11 +346,11 @@ fn target_serves_all_protocols_at_once() {
     let dev = Roce::open(&RoceConfig::new(at(2))).unwrap();
     let mut iser = Client::connect(dev, to(3260), true, &mut real).unwrap();
     iser.login(Some(IQN), 1, &[], &mut real).unwrap();
-    iser.settle(&mut real);
+    iser.clear_unit_attention(&mut real);
     let dev = Roce::open(&RoceConfig::new(at(3))).unwrap();
     let port = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let mut srp = Mini::connected(dev, to(5555), &login_req(1, port), &mut real);
-    srp.settle(&mut real);
+    srp.clear_unit_attention(&mut real);
     let mut tcp = tcp::Client::ready_at(to(3260), IQN, 2);
 
     round_trips(&mut iser, false, &mut real);
@@ -391,14 +391,14 @@ fn reset_is_reported_as_srp_event() {
     let srp = |host, login: &LoginReq| {
         let dev = Roce::open(&RoceConfig::new(at(host))).unwrap();
         let mut srp = Mini::connected(dev, to(5555), login, &mut real);
-        srp.settle(&mut real);
+        srp.clear_unit_attention(&mut real);
         srp
     };
-    let asks = LoginReq {
+    let request = LoginReq {
         flags: LoginReqFlags::AESOLNT,
         ..login_req(1, port)
     };
-    let mut listener = srp(2, &asks);
+    let mut listener = srp(2, &request);
     let mut resetter = srp(3, &login_req(2, port));
     let dev = Roce::open(&RoceConfig::new(at(4))).unwrap();
     let mut iser = Client::connect(dev, to(3260), true, &mut real).unwrap();
@@ -411,7 +411,7 @@ fn reset_is_reported_as_srp_event() {
         other => panic!("an event, not {other:?}"),
     };
     resetter.send_tmf(9, TskMgmtFunction::LogicalUnitReset, 0);
-    assert_eq!(resetter.answer(&mut real).code, Some(0));
+    assert_eq!(resetter.receive_response(&mut real).code, Some(0));
     expect_event();
     assert_eq!(tcp.reset_unit(), TmfStatus::Complete);
     expect_event();

@@ -74,7 +74,7 @@ fn trickling_initiator_delays_no_other() {
         .into_iter()
         .enumerate()
     {
-        let waited = wait_beside_trickle(n, rate);
+        let waited = latency_during_trickle(n, rate);
         assert!(
             waited < Duration::from_secs(3),
             "with {rate} B/s, a WRITE of 4 KiB to another unit has taken {waited:?}"
@@ -83,7 +83,7 @@ fn trickling_initiator_delays_no_other() {
 }
 
 /// Returns the maximum latency of a WRITE to another unit.
-fn wait_beside_trickle(n: usize, rate: u64) -> Duration {
+fn latency_during_trickle(n: usize, rate: u64) -> Duration {
     let port = free_port();
     let image =
         |disk| Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("isolation-{n}-{disk}.img"));

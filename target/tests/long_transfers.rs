@@ -59,7 +59,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 }
 
 /// Sends the data for an R2T.
-fn give(client: &mut Client, r2t: R2t, data: &[u8]) {
+fn send_data(client: &mut Client, r2t: R2t, data: &[u8]) {
     let whole = &data[r2t.offset as usize..(r2t.offset + r2t.len) as usize];
     let pieces = whole.chunks(256 << 10);
     let last = pieces.len() - 1;
@@ -81,8 +81,8 @@ fn give(client: &mut Client, r2t: R2t, data: &[u8]) {
 fn send_out(client: &mut Client, cdb: &[u8], data: &[u8]) -> u8 {
     client.send_with(TaskAttr::Simple, cdb, true, data.len() as u32, &[]);
     loop {
-        match client.receive().expect("an answer").0 {
-            FromTarget::R2t(r2t) => give(client, r2t, data),
+        match client.receive().expect("response").0 {
+            FromTarget::R2t(r2t) => send_data(client, r2t, data),
             FromTarget::ScsiResponse(response) => return response.status,
             other => panic!("{other:?}"),
         }
@@ -145,7 +145,7 @@ fn protocols_transfer_long_data_concurrently() {
     let dev = Roce::open(&RoceConfig::new(at(2, 2))).unwrap();
     let mut iser = iser_client::Client::connect(dev, to(3260), true, &mut real).unwrap();
     iser.login(Some(IQN), 9, &[], &mut real).unwrap();
-    iser.settle(&mut real);
+    iser.clear_unit_attention(&mut real);
     let data = pattern(LEN, 3);
     // As much as possible before the blocks used by the other protocols.
     let short = &data[..24 << 20];
@@ -164,7 +164,7 @@ fn protocols_transfer_long_data_concurrently() {
     let catalog = server.shared().registry.catalog();
     let port = catalog.targets[0].portals[0].target_port();
     let mut srp = Mini::connected(dev, to(5555), &login_req(1, port), &mut real);
-    srp.settle(&mut real);
+    srp.clear_unit_attention(&mut real);
     let piece = 3 << 20;
     let descs: Vec<MemDesc> = (0..LEN.div_ceil(piece))
         .map(|_| srp.desc(0, piece as u32))
@@ -179,8 +179,8 @@ fn protocols_transfer_long_data_concurrently() {
     let memory = pattern(piece, 4);
     srp.data.write(0, &memory);
     let cdb = cdb16(0x8a, 0, 9, BLOCKS.into());
-    let answer = srp.command(&cdb, table(&descs), DataBuffer::None, &mut real);
-    assert_eq!(answer.status, 0);
+    let response = srp.command(&cdb, table(&descs), DataBuffer::None, &mut real);
+    assert_eq!(response.status, 0);
     let expected: Vec<u8> = memory.iter().copied().cycle().take(LEN).collect();
     let mut tcp = connect(2, 5);
     let cdb = cdb16(0x88, 0, 9, BLOCKS.into());
@@ -188,8 +188,8 @@ fn protocols_transfer_long_data_concurrently() {
     let other = pattern(LEN, 5);
     let write = cdb16(0x8a, 0, 9, BLOCKS.into());
     assert_eq!(send_out(&mut tcp, &write, &other), 0);
-    let answer = srp.command(&cdb, DataBuffer::None, table(&descs), &mut real);
-    assert_eq!(answer.status, 0);
+    let response = srp.command(&cdb, DataBuffer::None, table(&descs), &mut real);
+    assert_eq!(response.status, 0);
     // The memory contains the last data that was read.
     let tail = LEN % piece;
     let got = srp.data.slice(0..piece).unwrap().to_vec();
@@ -219,7 +219,7 @@ fn stopped_command_releases_resources() {
             if r2t.offset == 1 << 20 {
                 return;
             }
-            give(client, r2t, &data);
+            send_data(client, r2t, &data);
         }
     };
     begin(&mut silent);

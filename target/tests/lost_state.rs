@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use riser_scsi::iscsi::pdu::FromTarget;
 use riser_test_peers::tcp::Client;
 use riser_testkit::daemon::Daemon;
-use riser_testkit::programs::give;
+use riser_testkit::programs::change_owner;
 use riser_testkit::skip::skip;
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
@@ -139,7 +139,7 @@ fn damaged_state_directory_loses_no_reservation() {
         let Some(state) = Small::mount(daemon.dir.join("state")) else {
             return skip(&name, "nothing may be mounted");
         };
-        give(&state.0);
+        change_owner(&state.0);
         daemon.run(&[]);
         let (mut a, mut b) = (log_in(1), log_in(2));
         assert_eq!(register(&mut a, 0xa), (GOOD, None), "{damage:?}");
@@ -154,7 +154,7 @@ fn damaged_state_directory_loses_no_reservation() {
         let flush = [0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0];
         assert_eq!(execute(&mut b, &write, &[7; 512]), (GOOD, None));
         assert_eq!(execute(&mut b, &flush, &[]), (GOOD, None));
-        let set = daemon.ask(&["set", "/backends/a", "size=2MiB"]);
+        let set = daemon.run_command(&["set", "/backends/a", "size=2MiB"]);
         let log = fs::read_to_string(daemon.log()).unwrap();
         let said = format!("{set:?} {log}");
         assert!(said.contains(reason), "{said}");

@@ -52,13 +52,13 @@ fn problems(daemon: &Daemon) -> Vec<String> {
 }
 
 fn text(daemon: &Daemon, args: &[&str]) -> String {
-    let output = daemon.ask(args);
+    let output = daemon.run_command(args);
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
 
-fn body(answer: &str) -> &str {
-    answer.split_once("\r\n\r\n").unwrap().1
+fn body(response: &str) -> &str {
+    response.split_once("\r\n\r\n").unwrap().1
 }
 
 #[test]

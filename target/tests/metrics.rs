@@ -29,9 +29,9 @@ fn request(method: &str, host: &str, address: &str, path: &str) -> Option<String
         "{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
     )
     .unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    Some(answer)
+    let mut response = String::new();
+    stream.read_to_string(&mut response).unwrap();
+    Some(response)
 }
 
 #[test]
@@ -44,18 +44,18 @@ fn metrics_are_compressed_on_request() {
         "GET /metrics HTTP/1.1\r\nHost: x\r\nAccept-Encoding: gzip\r\nConnection: close\r\n\r\n"
     )
     .unwrap();
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer).unwrap();
-    let end = answer.windows(4).position(|w| w == b"\r\n\r\n").unwrap() + 4;
-    let head = std::str::from_utf8(&answer[..end]).unwrap();
+    let mut response = Vec::new();
+    stream.read_to_end(&mut response).unwrap();
+    let end = response.windows(4).position(|w| w == b"\r\n\r\n").unwrap() + 4;
+    let head = std::str::from_utf8(&response[..end]).unwrap();
     assert!(head.contains("content-encoding: gzip\r\n"), "{head}");
     assert!(head.contains("vary: accept-encoding\r\n"), "{head}");
     let mut text = String::new();
-    let mut decoder = flate2::read::GzDecoder::new(&answer[end..]);
+    let mut decoder = flate2::read::GzDecoder::new(&response[end..]);
     decoder.read_to_string(&mut text).unwrap();
     assert!(text.contains("\nriser_ready 1\n"), "{text}");
     assert!(!plain.contains("content-encoding"), "{plain}");
-    assert!(answer.len() * 4 < plain.len());
+    assert!(response.len() * 4 < plain.len());
 }
 
 fn add(daemon: &Daemon, line: &str) {
@@ -90,7 +90,7 @@ fn metrics_are_available_on_socket_and_tcp() {
     let file = daemon.dir.join("riserd.yaml");
     let without = std::fs::read_to_string(&file).unwrap();
     add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     assert!(get(LISTEN, "/metrics").unwrap().contains("riser_ready 1"));
     assert!(get(LISTEN, "/readyz").unwrap().ends_with("ok\n"));
     let page = get(LISTEN, "/").unwrap();
@@ -105,11 +105,11 @@ fn metrics_are_available_on_socket_and_tcp() {
     }
     // TCP clients only have read access.
     for path in ["/v1/config", "/v1/status", "/v1/history", "/nothing"] {
-        let answer = get(LISTEN, path).unwrap();
-        assert!(answer.starts_with("HTTP/1.1 404 "), "{path}");
+        let response = get(LISTEN, path).unwrap();
+        assert!(response.starts_with("HTTP/1.1 404 "), "{path}");
         assert!(
-            answer.ends_with("\r\n\r\n{\"error\":\"unknown path\"}"),
-            "{answer}"
+            response.ends_with("\r\n\r\n{\"error\":\"unknown path\"}"),
+            "{response}"
         );
     }
     for method in ["POST", "PUT", "DELETE", "PATCH"] {
@@ -128,10 +128,13 @@ fn metrics_are_available_on_socket_and_tcp() {
             assert!(is_refused, "{method} {path}: {refused}");
         }
     }
-    assert!(daemon.ask(&["reload"]).status.success(), "once more");
+    assert!(
+        daemon.run_command(&["reload"]).status.success(),
+        "once more"
+    );
     assert!(get(LISTEN, "/healthz").is_some());
     std::fs::write(&file, without).unwrap();
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     assert_eq!(get(LISTEN, "/healthz"), None);
 }
 
@@ -141,10 +144,10 @@ fn recent_samples_and_events_are_reported_once() {
     const LISTEN: &str = "127.81.1.5:9909";
     let daemon = Daemon::start("recent", "127.81.1.5");
     add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     let body = |path: &str| -> serde_json::Value {
-        let answer = get(LISTEN, path).unwrap();
-        serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
+        let response = get(LISTEN, path).unwrap();
+        serde_json::from_str(response.split_once("\r\n\r\n").unwrap().1).unwrap()
     };
     eventually("two samples", Duration::from_secs(60), || {
         body("/v1/recent")["samples"].as_array().unwrap().len() >= 2
@@ -182,7 +185,7 @@ fn unavailable_metrics_address_changes_nothing() {
     let taken = std::net::TcpListener::bind("127.81.1.2:0").unwrap();
     let address = taken.local_addr().unwrap();
     add(&daemon, &format!("metrics: {{ listen: \"{address}\" }}"));
-    let refused = daemon.ask(&["reload"]);
+    let refused = daemon.run_command(&["reload"]);
     assert_eq!(refused.status.code(), Some(1));
     let said = String::from_utf8(refused.stderr).unwrap();
     assert!(said.contains("cannot listen for metrics at"), "{said}");
@@ -212,10 +215,10 @@ fn remote_metrics_require_configuration() {
 fn top_shows_units_for_people_and_programs() {
     let daemon = Daemon::start("top", "127.81.1.4");
     let once = ["top", "--once", "--interval", "0.1"];
-    let text = String::from_utf8(daemon.ask(&once).stdout).unwrap();
+    let text = String::from_utf8(daemon.run_command(&once).stdout).unwrap();
     assert!(text.contains("demo"), "{text}");
     assert!(!text.contains('\x1b'), "{text}");
-    let output = daemon.ask(&[&once[..], &["-o", "json"]].concat());
+    let output = daemon.run_command(&[&once[..], &["-o", "json"]].concat());
     let rates: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(rates["luns"][0]["target"], "demo");
     assert_eq!(rates["total"]["commands"], 0.0);
@@ -229,7 +232,7 @@ fn slow_clients_do_not_block_metrics() {
     const LISTEN: &str = "127.81.1.4:9909";
     let daemon = Daemon::start("slow", "127.81.1.4");
     add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     let begin = b"GET /readyz HTTP/1.1\r\nX-Slow: ";
     let mut slow: Vec<Box<dyn Write + Send>> = Vec::new();
     for _ in 0..140 {
@@ -253,16 +256,16 @@ fn slow_clients_do_not_block_metrics() {
             let request =
                 format!("GET {path} HTTP/1.1\r\nHost: 127.81.1.4\r\nConnection: close\r\n\r\n");
             let patience = Some(Duration::from_secs(40));
-            let mut answer = String::new();
+            let mut response = String::new();
             let mut tcp = TcpStream::connect(LISTEN).unwrap();
             tcp.set_read_timeout(patience).unwrap();
             tcp.write_all(request.as_bytes()).unwrap();
-            tcp.read_to_string(&mut answer).unwrap();
+            tcp.read_to_string(&mut response).unwrap();
             let mut unix = UnixStream::connect(daemon.socket()).unwrap();
             unix.set_read_timeout(patience).unwrap();
             unix.write_all(request.as_bytes()).unwrap();
-            unix.read_to_string(&mut answer).unwrap();
-            assert_eq!(answer.matches("HTTP/1.1 200 ").count(), 2, "{answer}");
+            unix.read_to_string(&mut response).unwrap();
+            assert_eq!(response.matches("HTTP/1.1 200 ").count(), 2, "{response}");
         }
     }
     drop(end);

@@ -50,7 +50,7 @@ fn send_change(client: &mut Client, action: u8, kind: u8, keys: (u64, u64), flag
 
 fn change(client: &mut Client, action: u8, kind: u8, keys: (u64, u64), flags: u8) -> u8 {
     send_change(client, action, kind, keys, flags);
-    client.answer().0
+    client.receive_response().0
 }
 
 fn keys(client: &mut Client) -> Vec<u64> {
@@ -81,9 +81,9 @@ fn fencing_survives_killed_daemon() {
     assert_eq!(write(&mut two), GOOD);
     // The LUN is removed and added again.
     daemon.configure(host, "{ 1: b }");
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     daemon.configure(host, "{ 0: a }");
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     let mut one = log_in(host, 1);
     assert_eq!(write(&mut one), RESERVATION_CONFLICT);
     // Without APTPL, the reservation is released by the next start.
@@ -103,27 +103,27 @@ fn killed_daemon_keeps_acknowledged_registrations() {
     for round in 0..4 {
         let mut client = log_in(host, 1);
         let process = daemon.process.id();
-        let answers = Arc::new(AtomicU64::new(0));
+        let responses = Arc::new(AtomicU64::new(0));
         let killer = std::thread::spawn({
-            let answers = Arc::clone(&answers);
+            let responses = Arc::clone(&responses);
             move || {
-                eventually("changes are answered", Duration::from_secs(60), || {
-                    answers.load(Ordering::Relaxed) >= 3 + 5 * round
+                eventually("changes get a response", Duration::from_secs(60), || {
+                    responses.load(Ordering::Relaxed) >= 3 + 5 * round
                 });
                 let pid = rustix::process::Pid::from_raw(process as i32).unwrap();
                 rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
             }
         });
         // If the connection is closed, the client panics, so the loop is left.
-        let answered = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             loop {
                 send_change(&mut client, REGISTER, 0, (0, key + 1), APTPL);
-                assert_eq!(client.answer().0, GOOD);
+                assert_eq!(client.receive_response().0, GOOD);
                 key += 1;
-                answers.fetch_add(1, Ordering::Relaxed);
+                responses.fetch_add(1, Ordering::Relaxed);
             }
         }));
-        let _: Result<(), _> = answered;
+        let _: Result<(), _> = result;
         killer.join().unwrap();
         daemon.process.wait().unwrap();
         daemon.run(&[]);
@@ -131,7 +131,7 @@ fn killed_daemon_keeps_acknowledged_registrations() {
         let one_more = key + 1;
         assert!(
             kept == [key] || kept == [one_more],
-            "{key} was answered, {kept:x?} is there"
+            "{key} was acknowledged, found {kept:x?}"
         );
         key = kept[0];
     }
@@ -144,7 +144,7 @@ fn unit_without_readable_reservations_is_not_ready() {
     let host = "127.97.0.3";
     let mut daemon = Daemon::start("damaged", host);
     daemon.configure(host, "{ 0: a, 1: b }");
-    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.run_command(&["reload"]).status.success());
     let mut one = log_in(host, 1);
     assert_eq!(change(&mut one, REGISTER, 0, (0, 0xa), APTPL), GOOD);
     daemon.kill();
@@ -237,7 +237,7 @@ fn preempt_and_abort_aborts_preempted_commands() {
     assert_eq!(keys(&mut two), [0xb, 0xc]);
     // The write is completed with TASK ABORTED. Then there is a unit attention, followed by the
     // conflict.
-    assert_eq!(one.answer(), (0x40, Vec::new()));
+    assert_eq!(one.receive_response(), (0x40, Vec::new()));
     assert_eq!(one.command(&[0; 6], false, 0, &[]).0, CHECK_CONDITION);
     assert_eq!(write(&mut one), RESERVATION_CONFLICT);
     assert_eq!(write(&mut three), GOOD);

@@ -28,7 +28,7 @@ fn connect(server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(net, 1), 5555);
     let mut mini = Mini::connected(dev, dst, &login_req(host, target), &mut real);
-    mini.settle(&mut real);
+    mini.clear_unit_attention(&mut real);
     mini
 }
 
@@ -81,10 +81,10 @@ fn sessions_spread_over_workers() {
     assert_eq!(logins, 8);
     // A reset from one session is reported to all other sessions on any worker.
     minis[0].send_tmf(5, TskMgmtFunction::LogicalUnitReset, 0);
-    assert_eq!(minis[0].answer(&mut real).code, Some(0));
+    assert_eq!(minis[0].receive_response(&mut real).code, Some(0));
     let none = || DataBuffer::None;
-    let answer = minis[7].command(&[0; 6], none(), none(), &mut real);
-    assert_eq!(answer.status, 2);
+    let response = minis[7].command(&[0; 6], none(), none(), &mut real);
+    assert_eq!(response.status, 2);
     drop(server);
 }
 
@@ -155,11 +155,11 @@ fn reset_waits_for_other_workers() {
         assert!(Instant::now() < until, "{:?} {:?}", a.said, b.said);
         both(&mut a, &mut b);
     }
-    let Some(Said::Answer(answer)) = a.said.pop_front() else {
-        panic!("an answer");
+    let Some(Said::Response(response)) = a.said.pop_front() else {
+        panic!("expected a response");
     };
-    assert_eq!((answer.tag, answer.code), (5, Some(0)));
-    let Some(Said::Answer(ended)) = b.said.pop_front() else {
+    assert_eq!((response.tag, response.code), (5, Some(0)));
+    let Some(Said::Response(ended)) = b.said.pop_front() else {
         panic!("TASK ABORTED");
     };
     assert_eq!((ended.tag, ended.status, ended.delta), (4, 0x40, 1));

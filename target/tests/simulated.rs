@@ -63,7 +63,7 @@ fn run(seed: u64) -> Trace {
     let dev = simulation.borrow().world.client(1);
     let at = SocketAddr::new(SERVER, 5555);
     let mut rdma = Mini::connected(dev, at, &login_req(1, target), &mut |d| step(d));
-    rdma.settle(&mut |d| step(d));
+    rdma.clear_unit_attention(&mut |d| step(d));
     assert_eq!(rdma.read(8, 16, 0, &mut |d| step(d)).status, 0);
     assert_eq!(rdma.data.slice(0..8192).unwrap().to_vec(), data);
     let other = pattern(4096, 9);

@@ -140,7 +140,7 @@ fn slow_disk_closes_no_connection() {
     assert_eq!(lost, 0, "of {SESSIONS} connections");
     for client in &mut clients {
         for _ in 0..COMMANDS {
-            assert_eq!(client.answer().0, 0);
+            assert_eq!(client.receive_response().0, 0);
         }
     }
     drop((clients, late));
@@ -173,10 +173,10 @@ fn preempt_and_abort_waits_for_started_operations() {
     });
     for (client, key) in [(&mut fenced, 0xa), (&mut other, 0xb)] {
         change(client, 6, 0, (0, key));
-        assert_eq!(client.answer().0, 0);
+        assert_eq!(client.receive_response().0, 0);
     }
     change(&mut other, 1, 5, (0xb, 0));
-    assert_eq!(other.answer().0, 0);
+    assert_eq!(other.receive_response().0, 0);
     assert!(run("fsfreeze", &["-f", &mount.at]));
     fenced.send_command(&[0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0], true, 512, &[7; 512]);
     // A later command on the connection is completed, so this command was received.
@@ -192,7 +192,7 @@ fn preempt_and_abort_waits_for_started_operations() {
         "fenced while the disk still writes: {early:?}"
     );
     other.socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    assert_eq!(other.answer().0, 0);
+    assert_eq!(other.receive_response().0, 0);
     let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
     assert_eq!(other.command(&read, false, 512, &[]), (0, vec![7; 512]));
     server.shutdown().unwrap();
@@ -229,8 +229,8 @@ fn logout_waits_for_all_connections() {
         frame::put_pdu(logout.header(), &[], &[], first.digests, &mut bytes);
     }
     first.socket.write_all(&bytes).unwrap();
-    let (answer, ..) = first.receive().expect("an answer");
-    assert!(matches!(answer, FromTarget::LogoutResponse(r) if r.itt == Itt(0x1000)));
+    let (response, ..) = first.receive().expect("response");
+    assert!(matches!(response, FromTarget::LogoutResponse(r) if r.itt == Itt(0x1000)));
     let soon = Some(Duration::from_millis(500));
     first.socket.set_read_timeout(soon).unwrap();
     let early = first.receive();
@@ -240,8 +240,8 @@ fn logout_waits_for_all_connections() {
         "the session is over while the disk still writes: {early:?}"
     );
     first.socket.set_read_timeout(Some(PATIENCE)).unwrap();
-    let (answer, ..) = first.receive().expect("an answer");
-    assert!(matches!(answer, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed));
+    let (response, ..) = first.receive().expect("response");
+    assert!(matches!(response, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed));
     server.shutdown().unwrap();
 }
 

@@ -67,7 +67,7 @@ impl Bench {
         let cdb = [0x28, 0, 0, 0, 0, 0, 0, high, low, 0];
         self.client.send_command(&cdb, false, len, &[]);
         std::thread::sleep(rest);
-        let (status, data) = self.client.answer();
+        let (status, data) = self.client.receive_response();
         assert_eq!((status, data.len()), (0, len as usize));
         // The response may be received before the worker knows that it was sent.
         let record = eventually_some("a record", Duration::from_secs(60), || {

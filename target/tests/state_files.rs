@@ -17,7 +17,7 @@ fn config(address: &str) -> String {
 fn damaged_history_and_ports_stop_no_disk() {
     let address = "127.81.5.1";
     let mut daemon = Daemon::start_logging("damaged", &config(address));
-    let set = daemon.ask(&["set", "/backends/a", "size=2MiB"]);
+    let set = daemon.run_command(&["set", "/backends/a", "size=2MiB"]);
     assert!(set.status.success(), "{set:?}");
     for damage in [&[0xa5; 40][..], b""] {
         daemon.kill();

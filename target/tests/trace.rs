@@ -31,7 +31,7 @@ fn trace(daemon: &Daemon, args: &[&str]) -> Child {
 
 /// Returns whether a trace is currently running.
 fn is_busy(daemon: &Daemon) -> bool {
-    let output = daemon.ask(&["trace", "--for", "10ms"]);
+    let output = daemon.run_command(&["trace", "--for", "10ms"]);
     String::from_utf8(output.stderr)
         .unwrap()
         .contains("another client is tracing")

@@ -90,7 +90,7 @@ fn log_in_by_srp(world: &mut World, n: u8) -> Mini<Endpoint> {
     let (device, to) = (world.client(n), SocketAddr::new(SERVER, 5555));
     let mini = Mini::connect(device, to, &login_req(n, port), &mut |d| world.pump(d));
     let mut mini = mini.map_err(|(_, error)| error).unwrap();
-    mini.settle(&mut |d| world.pump(d));
+    mini.clear_unit_attention(&mut |d| world.pump(d));
     mini
 }
 
@@ -112,13 +112,13 @@ fn use_other_disk(
         let cdb = cdb10(if commands % 2 == 0 { 0x2a } else { 0x28 }, 0, 8);
         let since = world.fabric.now();
         healthy.send_cmd(u64::from(commands), 1, &cdb, out, into);
-        let answer = healthy.answer(&mut |device| {
+        let response = healthy.receive_response(&mut |device| {
             drive(world);
             world.pump(device);
         });
         longest = longest.max(world.fabric.now() - since);
         // The first commands report unit attentions of the other disk.
-        assert!(answer.status == 0 || commands < 2, "{answer:?}");
+        assert!(response.status == 0 || commands < 2, "{response:?}");
         commands += 1;
         // Don't send commands as fast as possible, because this would take too long with the
         // virtual clock.
@@ -181,7 +181,7 @@ fn trickling_iser_initiator_delays_no_other() {
         let mut slow = slow.unwrap();
         slow.login(Some(IQN), 1, &[], &mut |d| world.pump(d))
             .unwrap();
-        slow.settle(&mut |d| world.pump(d));
+        slow.clear_unit_attention(&mut |d| world.pump(d));
         let sent = SlowLink::count(&world, slow.dev.addr());
         let data = vec![7; 1 << 20];
         for n in 0..COMMANDS {

@@ -48,14 +48,14 @@ fn reserve_in(client: &mut Client, action: u8) -> Vec<u8> {
 }
 
 fn upgraded(daemon: &Daemon, args: &[&str]) -> Value {
-    let output = daemon.ask(&[&["upgrade", "-o", "json"][..], args].concat());
+    let output = daemon.run_command(&[&["upgrade", "-o", "json"][..], args].concat());
     assert!(output.status.success(), "{output:?}");
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
 /// Returns the error message of an upgrade that is rejected or fails.
 fn refused(daemon: &Daemon, program: &Path) -> String {
-    let output = daemon.ask(&["upgrade", "--binary", program.to_str().unwrap()]);
+    let output = daemon.run_command(&["upgrade", "--binary", program.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
 }
@@ -133,7 +133,7 @@ fn upgrade_keeps_reservations_and_ram_disks() {
     stop.store(true, Ordering::Relaxed);
     assert!(knocking.join().unwrap() > 0);
     assert_eq!(
-        daemon.ask(&["reload"]).status.code(),
+        daemon.run_command(&["reload"]).status.code(),
         Some(1),
         "the file is bad"
     );

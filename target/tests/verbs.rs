@@ -9,15 +9,15 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Output;
 
 use riser_test_peers::tcp::Client;
-use riser_testkit::daemon::{Daemon, ask};
-use riser_testkit::programs::give;
+use riser_testkit::daemon::{Daemon, run_command};
+use riser_testkit::programs::change_owner;
 use serde_json::{Value, json};
 
 const IQN: &str = "iqn.2026-01.com.example:demo";
 
 /// Runs a verb, which must succeed. Returns the output.
 fn ok(daemon: &Daemon, args: &[&str]) -> String {
-    let output = daemon.ask(args);
+    let output = daemon.run_command(args);
     assert!(output.status.success(), "{args:?}: {output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
@@ -213,16 +213,19 @@ fn rejected_change_is_named() {
             "requires a restart",
         ),
     ] {
-        let (found, said) = fails(&daemon.ask(args));
+        let (found, said) = fails(&daemon.run_command(args));
         assert_eq!(found, code, "{args:?}: {said}");
         assert!(said.contains(why), "{args:?}: {said}");
     }
     assert_eq!(ok(&daemon, &["save"]), before);
     assert_eq!(document(&daemon, &["history"]), history);
-    assert_eq!(daemon.ask(&["set", "/limits"]).status.code(), Some(2));
+    assert_eq!(
+        daemon.run_command(&["set", "/limits"]).status.code(),
+        Some(2)
+    );
     assert_eq!(
         daemon
-            .ask(&["set", "/limits", "max_sessions"])
+            .run_command(&["set", "/limits", "max_sessions"])
             .status
             .code(),
         Some(2)
@@ -252,7 +255,7 @@ fn secrets_are_set_and_never_shown() {
         ok(&daemon, &["get", "/targets/demo/chap/users/host/secret"]),
         ok(&daemon, &["info", "/targets/demo/chap/mutual"]),
         ok(&daemon, &["info", "/targets/demo", "-o", "json"]),
-        fails(&daemon.ask(&["set", "/targets/demo/chap/users/host", "secret=short"])).1,
+        fails(&daemon.run_command(&["set", "/targets/demo/chap/users/host", "secret=short"])).1,
     ];
     for said in &said {
         assert!(!said.contains(secret) && !said.contains(own), "{said}");
@@ -316,12 +319,12 @@ fn concurrent_change_is_not_lost() {
     between(&daemon, 6, move |n| {
         let name = format!("/backends/other{n}");
         if n == 1 || n == 5 {
-            let output = ask(&socket, &["create", &name, "kind=ram", "size=1MiB"]);
+            let output = run_command(&socket, &["create", &name, "kind=ram", "size=1MiB"]);
             assert!(output.status.success(), "{output:?}");
         }
     });
     let front = daemon.dir.join("between.sock");
-    let made = ask(
+    let made = run_command(
         &front,
         &["create", "/backends/mine", "kind=ram", "size=1MiB"],
     );
@@ -332,7 +335,7 @@ fn concurrent_change_is_not_lost() {
         "{backends}"
     );
     // This may be the number of another rule by now.
-    let (code, said) = fails(&ask(&front, &["delete", "/targets/demo/access/0"]));
+    let (code, said) = fails(&run_command(&front, &["delete", "/targets/demo/access/0"]));
     assert_eq!(code, 1);
     assert!(said.contains("was changed in the meantime"), "{said}");
     let rules = document(&daemon, &["get", "/targets/demo/access"]);
@@ -346,7 +349,9 @@ fn concurrent_changes_all_succeed() {
         .map(|n| {
             let socket = daemon.socket();
             let name = format!("/backends/disk{n}");
-            std::thread::spawn(move || ask(&socket, &["create", &name, "kind=ram", "size=1MiB"]))
+            std::thread::spawn(move || {
+                run_command(&socket, &["create", &name, "kind=ram", "size=1MiB"])
+            })
         })
         .collect();
     for made in made {
@@ -363,7 +368,7 @@ fn grown_file_is_measured_again() {
     let image = daemon.dir.join("disk.img");
     let file = std::fs::File::create(&image).unwrap();
     file.set_len(1 << 20).unwrap();
-    give(&image);
+    change_owner(&image);
     ok(
         &daemon,
         &[

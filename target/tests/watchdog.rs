@@ -66,7 +66,7 @@ fn hung_worker_stops_watchdog_notifications() {
     std::fs::write(&file, text.replace("count: 1", "count: 2")).unwrap();
     let path = daemon.dir.join("notify");
     let manager = UnixDatagram::bind(&path).unwrap();
-    let hears = |patience: Duration| {
+    let receive = |patience: Duration| {
         manager.set_read_timeout(Some(patience)).unwrap();
         let mut message = [0; 256];
         let len = manager.recv(&mut message).ok()?;
@@ -79,15 +79,15 @@ fn hung_worker_stops_watchdog_notifications() {
         .stderr(Stdio::null());
     daemon.spawn(command);
     let patience = Duration::from_secs(20);
-    let alive = || assert_eq!(hears(patience).as_deref(), Some("WATCHDOG=1"));
-    assert_eq!(hears(patience).as_deref(), Some("READY=1"));
+    let alive = || assert_eq!(receive(patience).as_deref(), Some("WATCHDOG=1"));
+    assert_eq!(receive(patience).as_deref(), Some("READY=1"));
     for name in ["riser-worker-0", "riser-worker-1"] {
         alive();
         let hung = Stopped::new(thread(daemon.process.id(), name));
         // Discard earlier notifications, and any that were in flight.
-        while hears(LIMIT / 20).is_some() {}
-        let _ = hears(LIMIT);
-        assert_eq!(hears(3 * LIMIT), None, "{name} hangs");
+        while receive(LIMIT / 20).is_some() {}
+        let _ = receive(LIMIT);
+        assert_eq!(receive(3 * LIMIT), None, "{name} hangs");
         drop(hung);
         alive();
     }

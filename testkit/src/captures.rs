@@ -109,7 +109,7 @@ pub struct Expected {
 
 /// Result for a capture.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Judged {
+pub struct CaptureCounts {
     /// Number of packets that were checked.
     pub packets: u64,
     /// Number of packets that start an iSER message.
@@ -118,7 +118,10 @@ pub struct Judged {
 
 /// Checks all captures in a directory. The error contains the first invalid packets of each
 /// capture.
-pub fn check_captures(directory: &Path, expected: Expected) -> Result<Judged, Box<dyn Error>> {
+pub fn check_captures(
+    directory: &Path,
+    expected: Expected,
+) -> Result<CaptureCounts, Box<dyn Error>> {
     let mut captures: Vec<_> = fs::read_dir(directory)?
         .filter_map(Result::ok)
         .map(|e| e.path())
@@ -126,13 +129,13 @@ pub fn check_captures(directory: &Path, expected: Expected) -> Result<Judged, Bo
         .collect();
     captures.sort();
     let mut objections = Vec::new();
-    let mut judged = Judged::default();
+    let mut counts = CaptureCounts::default();
     for capture in captures {
         let name = capture.file_name().unwrap_or_default().to_string_lossy();
         let mut reader = Reader::new(expected);
         reader.read(&capture)?;
-        judged.packets += reader.judged.packets;
-        judged.iser += reader.judged.iser;
+        counts.packets += reader.counts.packets;
+        counts.iser += reader.counts.iser;
         for line in reader.wrong.iter().take(SHOWN) {
             objections.push(format!("{name}: packet {line}"));
         }
@@ -140,7 +143,7 @@ pub fn check_captures(directory: &Path, expected: Expected) -> Result<Judged, Bo
             objections.push(format!("{name}: {} packets in total", reader.wrong.len()));
         }
     }
-    let Judged { packets, iser } = judged;
+    let CaptureCounts { packets, iser } = counts;
     // An empty capture has no invalid packets, so we need to check the number of packets as well.
     match expected.least {
         None if packets > 0 => {
@@ -155,7 +158,7 @@ pub fn check_captures(directory: &Path, expected: Expected) -> Result<Judged, Bo
         _ => {}
     }
     if objections.is_empty() {
-        Ok(judged)
+        Ok(counts)
     } else {
         Err(format!("tshark reports:\n{}", objections.join("\n")).into())
     }
@@ -260,11 +263,11 @@ impl Ports {
                 self.connections.insert(forth.clone(), (number, port));
             }
         }
-        let (asked, at) = match self.connections.get(&forth) {
-            Some(asked) => (asked, tcp),
+        let (end, at) = match self.connections.get(&forth) {
+            Some(end) => (end, tcp),
             None => (self.connections.get(&back)?, tcp + 2),
         };
-        let port = asked.1?;
+        let port = end.1?;
         frame[at..at + 2].copy_from_slice(&port.to_be_bytes());
         Some(())
     }
@@ -276,11 +279,11 @@ type End = (String, String);
 /// Processes the packets of a capture, in order.
 struct Reader {
     expected: Expected,
-    judged: Judged,
+    counts: CaptureCounts,
     /// Number, summary and error of each invalid packet.
     wrong: Vec<String>,
     /// Connection requests for the iSER port, by the client's communication ID.
-    asked: BTreeMap<String, End>,
+    requests: BTreeMap<String, End>,
     /// Connection endpoints that use iSER.
     iser: BTreeSet<End>,
 }
@@ -289,9 +292,9 @@ impl Reader {
     fn new(expected: Expected) -> Self {
         Self {
             expected,
-            judged: Judged::default(),
+            counts: CaptureCounts::default(),
             wrong: Vec::new(),
-            asked: BTreeMap::new(),
+            requests: BTreeMap::new(),
             iser: BTreeSet::new(),
         }
     }
@@ -328,7 +331,7 @@ impl Reader {
             return Err(format!("tshark {}: {}", capture.display(), complaint.trim()).into());
         }
         for line in String::from_utf8_lossy(&out.stdout).lines() {
-            self.judged.packets += 1;
+            self.counts.packets += 1;
             match Packet::parse(line) {
                 Some(packet) => self.packet(&packet),
                 None => self.wrong.push(format!("cannot parse line: {line}")),
@@ -347,7 +350,7 @@ impl Reader {
         let protocols = packet.field("frame.protocols");
         let is_read = protocols.ends_with(":iser:iscsi") || protocols.contains(":iscsi:");
         if is_iser {
-            self.judged.iser += 1;
+            self.counts.iser += 1;
         }
         if let Some(wrong) = packet.objection(self.expected, begins, is_iser) {
             self.wrong.push(wrong);
@@ -362,22 +365,22 @@ impl Reader {
     /// Updates the set of iSER connections using a connection manager message.
     fn record_connection(&mut self, packet: &Packet<'_>) {
         // The client's communication ID in a request, and the same ID in the reply.
-        let asks = packet.field("infiniband.cm.req");
-        let answers = packet.field("infiniband.cm.rep.remotecommid");
+        let request_id = packet.field("infiniband.cm.req");
+        let reply_id = packet.field("infiniband.cm.rep.remotecommid");
         let end = |qp| (packet.src().to_owned(), packet.field(qp).to_owned());
         // A queue pair can be reused within a capture, so a new request must reset its state.
-        if !asks.is_empty() {
+        if !request_id.is_empty() {
             let end = end("infiniband.cm.req.localqpn");
             self.iser.remove(&end);
-            self.asked.remove(asks);
+            self.requests.remove(request_id);
             if packet.field("infiniband.cm.req.serviceid.dport") == ISER_PORT {
-                self.asked.insert(asks.to_owned(), end);
+                self.requests.insert(request_id.to_owned(), end);
             }
-        } else if !answers.is_empty() {
+        } else if !reply_id.is_empty() {
             let end = end("infiniband.cm.rep.localqpn");
             self.iser.remove(&end);
-            if let Some(asking) = self.asked.get(answers) {
-                self.iser.insert(asking.clone());
+            if let Some(requester_end) = self.requests.get(reply_id) {
+                self.iser.insert(requester_end.clone());
                 self.iser.insert(end);
             }
         }
@@ -637,7 +640,7 @@ mod tests {
     }
 
     /// Checks a single capture.
-    fn check_capture(bytes: &[u8], expected: Expected) -> Result<Judged, String> {
+    fn check_capture(bytes: &[u8], expected: Expected) -> Result<CaptureCounts, String> {
         let scratch = Scratch::new(&format!("{bytes:p}"));
         scratch.write("a.pcap", bytes);
         check_captures(&scratch.0, expected).map_err(|e| e.to_string())

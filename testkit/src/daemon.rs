@@ -8,14 +8,14 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use crate::eventually;
-use crate::programs::{give, without_rights};
+use crate::programs::{change_owner, without_rights};
 
 /// Path of `riserd`. Cargo builds the program before it runs the tests in this package.
 pub static RISERD: LazyLock<String> = LazyLock::new(|| {
     let test = std::env::current_exe().expect("a test has a name");
-    let folder = test.parent().and_then(Path::parent);
-    let folder = folder.expect("tests lie in a folder below the programs");
-    folder.join("riserd").display().to_string()
+    let directory = test.parent().and_then(Path::parent);
+    let directory = directory.expect("tests are in a subdirectory of the programs");
+    directory.join("riserd").display().to_string()
 });
 
 /// A running daemon in a temporary directory.
@@ -59,7 +59,7 @@ impl Daemon {
     /// Returns a command to run the program [`WITHOUT_RIGHTS`](crate::programs::WITHOUT_RIGHTS),
     /// same as the service, with this configuration. The user will own all files in the directory.
     pub fn command(&self, config: &Path) -> Command {
-        give(&self.dir);
+        change_owner(&self.dir);
         let mut command = without_rights(&*RISERD);
         command.args(["run", "--config"]).arg(config);
         command
@@ -136,12 +136,12 @@ impl Daemon {
         self.dir.join("admin.sock")
     }
 
-    pub fn ask(&self, args: &[&str]) -> Output {
-        ask(&self.socket(), args)
+    pub fn run_command(&self, args: &[&str]) -> Output {
+        run_command(&self.socket(), args)
     }
 
     pub fn json(&self, verb: &str) -> serde_json::Value {
-        let output = self.ask(&[verb, "-o", "json"]);
+        let output = self.run_command(&[verb, "-o", "json"]);
         assert!(output.status.success(), "{output:?}");
         serde_json::from_slice(&output.stdout).unwrap()
     }
@@ -153,13 +153,13 @@ impl Daemon {
             "{request} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         )
         .unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     }
 }
 
-pub fn ask(socket: &Path, args: &[&str]) -> Output {
+pub fn run_command(socket: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(&*RISERD);
     command.args(args).arg("--socket").arg(socket);
     command.output().unwrap()

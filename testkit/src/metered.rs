@@ -18,9 +18,9 @@ pub fn get(address: &str, path: &str) -> Option<String> {
         "GET {path} HTTP/1.0\r\nHost: {address}\r\nConnection: close\r\n\r\n"
     )
     .ok()?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).ok()?;
-    let (head, body) = answer.split_once("\r\n\r\n")?;
+    let mut response = String::new();
+    stream.read_to_string(&mut response).ok()?;
+    let (head, body) = response.split_once("\r\n\r\n")?;
     (head.split(' ').nth(1)? == "200").then(|| body.to_owned())
 }
 

@@ -23,13 +23,13 @@ const SIGKILL: i32 = 9;
 /// Cargo waits if another instance uses the same directory, so `cargo xtask test` sets this
 /// variable because it runs the lints at the same time as the tests.
 #[must_use]
-pub fn folder() -> PathBuf {
+pub fn directory() -> PathBuf {
     static BUILT: Once = Once::new();
     let test = std::env::current_exe().expect("a test has a name");
-    let folder = test
+    let directory = test
         .parent()
         .and_then(Path::parent)
-        .expect("tests lie in a folder below the programs");
+        .expect("tests are in a subdirectory of the programs");
     BUILT.call_once(|| {
         if std::env::var_os(ARE_BUILT).is_some() {
             return;
@@ -41,13 +41,13 @@ pub fn folder() -> PathBuf {
         for package in ["riser-target", "riser", "riser-configfs-emu"] {
             cargo.args(["-p", package]);
         }
-        if folder.ends_with("release") {
+        if directory.ends_with("release") {
             cargo.arg("--release");
         }
         cargo.current_dir(env!("CARGO_MANIFEST_DIR"));
         assert!(cargo.status().expect("cargo runs").success(), "no programs");
     });
-    folder.to_owned()
+    directory.to_owned()
 }
 
 /// A user that doesn't own any other files.
@@ -93,14 +93,14 @@ pub fn without_rights(program: impl AsRef<OsStr>) -> Command {
 ///
 /// # Panics
 /// Panics if the path doesn't exist.
-pub fn give(path: &Path) {
+pub fn change_owner(path: &Path) {
     if WITHOUT_RIGHTS.is_empty() {
         return;
     }
     lchown(path, Some(NOBODY), Some(NOBODY)).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     if path.is_dir() && !path.is_symlink() {
         for entry in fs::read_dir(path).unwrap() {
-            give(&entry.unwrap().path());
+            change_owner(&entry.unwrap().path());
         }
     }
 }
@@ -110,8 +110,8 @@ pub fn give(path: &Path) {
 pub fn missing<'a>(tools: &[&'a str]) -> Option<&'a str> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let sbin = ["/usr/sbin", "/sbin"].map(PathBuf::from);
-    let folders: Vec<PathBuf> = std::env::split_paths(&path).chain(sbin).collect();
-    let is_there = |tool: &str| folders.iter().any(|f| f.join(tool).is_file());
+    let directories: Vec<PathBuf> = std::env::split_paths(&path).chain(sbin).collect();
+    let is_there = |tool: &str| directories.iter().any(|f| f.join(tool).is_file());
     tools.iter().copied().find(|tool| !is_there(tool))
 }
 
@@ -172,7 +172,7 @@ impl Pair {
 
     fn start(network: u8, backend: &str, target: &str, has_rights: bool) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let programs = folder();
+        let programs = directory();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("riser-pair-{}-{number}", std::process::id());
         let dir = std::env::temp_dir().join(name);
@@ -198,7 +198,7 @@ impl Pair {
             has_rights,
         };
         if !has_rights {
-            give(&pair.dir);
+            change_owner(&pair.dir);
         }
         pair.serve();
         pair
@@ -242,7 +242,7 @@ impl Pair {
     }
 
     /// Sends SIGTERM to riserd, same as a service manager.
-    pub fn ask_to_end(&self) {
+    pub fn send_sigterm(&self) {
         if let Some(id) = self.process() {
             tool("kill", ["-TERM", &id.to_string()]);
         }
@@ -250,7 +250,7 @@ impl Pair {
 
     /// Sends SIGTERM to riserd and waits until it has exited.
     pub fn terminate(&mut self) {
-        self.ask_to_end();
+        self.send_sigterm();
         if let Some(mut daemon) = self.daemon.take() {
             let status = daemon.wait().unwrap();
             assert!(status.success(), "riserd: {status}");

@@ -25,7 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Browser {
     process: Child,
     commands: File,
-    answers: BufReader<File>,
+    responses: BufReader<File>,
     session: Option<String>,
     last: u64,
     /// Uncaught exceptions in the page's code.
@@ -43,7 +43,7 @@ impl Browser {
             tool("mkfifo", [&path]);
             path
         };
-        let (commands, answers) = (pipe("commands"), pipe("answers"));
+        let (commands, responses) = (pipe("commands"), pipe("answers"));
         let process = Command::new("sh")
             .args(["-c", "exec timeout 300 \"$@\" 3<\"$0\" 4>\"$ANSWERS\""])
             .arg(&commands)
@@ -58,7 +58,7 @@ impl Browser {
                 "--user-data-dir={}",
                 profile.join("data").display()
             ))
-            .env("ANSWERS", &answers)
+            .env("ANSWERS", &responses)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -68,7 +68,7 @@ impl Browser {
             process,
             // This must be the same order as used by the shell to open its side of the pipes.
             commands: File::options().write(true).open(&commands).unwrap(),
-            answers: BufReader::new(File::open(&answers).unwrap()),
+            responses: BufReader::new(File::open(&responses).unwrap()),
             session: None,
             last: 0,
             exceptions: Vec::new(),
@@ -87,7 +87,7 @@ impl Browser {
         self.commands.write_all(&bytes).unwrap();
         loop {
             let mut message = Vec::new();
-            self.answers.read_until(0, &mut message).unwrap();
+            self.responses.read_until(0, &mut message).unwrap();
             assert_eq!(message.pop(), Some(0), "the browser is gone");
             let message: Value = serde_json::from_slice(&message).unwrap();
             if message["method"] == "Runtime.exceptionThrown" {

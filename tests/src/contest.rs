@@ -287,7 +287,7 @@ impl Contest {
     }
 
     /// Waits until every thread has completed `more` operations.
-    pub fn go_on(&mut self, what: &str, more: u64) {
+    pub fn wait_progress(&mut self, what: &str, more: u64) {
         let before = self.counts();
         let until = Instant::now() + PATIENCE;
         while self
@@ -334,7 +334,7 @@ impl Contest {
                     .unwrap();
             }
         }
-        assert_eq!(self.history.lost(), 0, "all have been answered since");
+        assert_eq!(self.history.lost(), 0, "all have responses");
         let of = |(at, (scheme, done)): (usize, (&str, u64))| match self.initiators.get(at) {
             None => format!("{done} over {scheme}"),
             Some(initiator) => {

@@ -658,7 +658,7 @@ impl History {
         let mut state = self.lock();
         let read = state.reads.get(&id).expect("a read under way").clone();
         let len = (read.blocks.end - read.blocks.start) * BLOCK as u64;
-        assert_eq!(bytes.len() as u64, len, "the whole answer");
+        assert_eq!(bytes.len() as u64, len, "the whole response");
         let now = state.tick();
         // This fence could remove old versions, but we need to keep all versions that this read may
         // have returned.

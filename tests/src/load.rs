@@ -54,7 +54,7 @@ pub struct Failed {
     /// Closest Linux error number.
     pub errno: i32,
     /// Set if there was a response from the target, so that the command has completed.
-    pub is_answered: bool,
+    pub has_response: bool,
     pub text: String,
 }
 
@@ -74,7 +74,7 @@ fn is_final(error: &LunError) -> bool {
 impl From<LunError> for Failed {
     fn from(error: LunError) -> Self {
         Self {
-            is_answered: is_final(&error),
+            has_response: is_final(&error),
             text: error.to_string(),
             errno: BlockError::from(error).errno(),
         }
@@ -151,23 +151,23 @@ impl Disk for Lun {
         cdb[2..10].copy_from_slice(&(offset / BLOCK as u64).to_be_bytes());
         let cdb = Cdb::new(&cdb).expect("sixteen bytes");
         let len = DataLen::Out(2 * BLOCK as u32);
-        let answer = match block_on(self.scsi(cdb, len, IoData::One(buffer))).result {
-            Ok(answer) if answer.status == 0 => return Swapped::Done,
-            Ok(answer) => answer,
+        let response = match block_on(self.scsi(cdb, len, IoData::One(buffer))).result {
+            Ok(response) if response.status == 0 => return Swapped::Done,
+            Ok(response) => response,
             Err(error) => {
                 return Swapped::Unknown(Failed {
                     errno: 0,
-                    is_answered: false,
+                    has_response: false,
                     text: error.to_string(),
                 });
             }
         };
-        let error = match answer.sense() {
+        let error = match response.sense() {
             Some(sense) if sense.key == SenseKey::Miscompare => return Swapped::Differs,
             Some(Sense {
                 key, additional, ..
             }) => LunError::Check { key, additional },
-            None => LunError::Status(answer.status),
+            None => LunError::Status(response.status),
         };
         Swapped::Unknown(error.into())
     }
@@ -215,7 +215,7 @@ impl Nbd {
             0 => Ok(()),
             errno => Err(Failed {
                 errno,
-                is_answered: false,
+                has_response: false,
                 text: format!("NBD error {errno}"),
             }),
         }
@@ -376,7 +376,7 @@ impl Op {
                         self.check_result(port, result);
                     }
                     Swapped::Differs => self.check_result(port, history.refute(id)),
-                    Swapped::Unknown(error) if error.is_answered => {
+                    Swapped::Unknown(error) if error.has_response => {
                         history.refuse(id);
                         return Err(error);
                     }
@@ -418,7 +418,7 @@ impl Op {
     ) -> Result<(), Failed> {
         match &result {
             Ok(()) => self.check_result(port, history.acknowledge(id)),
-            Err(error) if error.is_answered => history.refuse(id),
+            Err(error) if error.has_response => history.refuse(id),
             Err(_) => history.lose(id),
         }
         result

@@ -162,11 +162,11 @@ fn addresses() -> [(&'static str, TargetUrl); 3] {
 #[test]
 fn small_io_allocates_nothing() {
     let shm = Path::new("/dev/shm");
-    let folder = match shm.is_dir() {
+    let directory = match shm.is_dir() {
         true => shm.to_owned(),
         false => std::env::temp_dir(),
     };
-    let image = folder.join(format!("riser-both-allocations-{}", std::process::id()));
+    let image = directory.join(format!("riser-both-allocations-{}", std::process::id()));
     let server = serve(&image);
     let config = RoceConfig::new(IpAddr::V4(INITIATOR));
     let client = Client::builder()

@@ -5,10 +5,7 @@
 //! `RISER_CHANGES` sets the number of configurations (default 40); the long test command uses
 //! 1,000.
 
-#![allow(
-    clippy::print_stdout,
-    reason = "figures are for the person who runs the test"
-)]
+#![allow(clippy::print_stdout, reason = "prints results of the test")]
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -281,7 +278,7 @@ fn changes_spare_unaffected_sessions() {
     }
     let [iscsi, srp, iser] = [0, 1, 2].map(|n| done[n].load(Ordering::Relaxed));
     println!(
-        "figure: {changes} changes, and {failed:?} that failed, during {iscsi} writes and reads over iSCSI, \
+        "result: {changes} changes, and {failed:?} that failed, during {iscsi} writes and reads over iSCSI, \
          {srp} over SRP, {iser} over iSER"
     );
     assert_eq!(failed.len(), 3, "changes fail in each way: {failed:?}");

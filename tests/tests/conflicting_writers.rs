@@ -9,7 +9,7 @@
 //! `RISER_CONFLICT_SEED` sets the random seed.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(clippy::print_stdout, reason = "prints seeds and results")]
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -69,7 +69,7 @@ impl Resetter {
             exp_data_sn: 0,
         };
         client.send(request.header(), &[]);
-        match client.receive().expect("an answer").0 {
+        match client.receive().expect("response").0 {
             FromTarget::TmfResponse(response) => {
                 assert_eq!(response.status as u8, 0, "function complete");
             }
@@ -115,7 +115,7 @@ fn sessions_are_replaced_and_commands_reset(schemes: [&'static str; 2], network:
     let mut contest = Contest::new(&schemes, network, seed);
     let mut chance = Chance::new(seed, 0);
     for step in 0..steps {
-        contest.go_on(&format!("before step {step}"), 8);
+        contest.wait_progress(&format!("before step {step}"), 8);
         trouble(&faults, &mut chance);
         // This means that there are commands waiting for the disk in the next step.
         thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(20)));
@@ -141,9 +141,9 @@ fn sessions_are_replaced_and_commands_reset(schemes: [&'static str; 2], network:
         held.join().unwrap();
         faults.set(Vec::new());
     }
-    contest.go_on("at the end", 8);
+    contest.wait_progress("at the end", 8);
     println!(
-        "figure: {steps} replaced sessions and resets during {}",
+        "result: {steps} replaced sessions and resets during {}",
         contest.end()
     );
     server.shutdown().unwrap();

@@ -7,7 +7,7 @@
 //! `RISER_FAILING_SEED` sets the random seed for the load.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(clippy::print_stdout, reason = "prints seeds and results")]
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -336,7 +336,7 @@ impl Bench {
                 .unwrap();
         }
         let good: u64 = self.workers.iter().map(|w| w.counts.now().0).sum();
-        println!("figure: {good} operations, {} failed", self.failures());
+        println!("result: {good} operations, {} failed", self.failures());
     }
 }
 
@@ -422,10 +422,11 @@ fn medium_error_affects_only_its_commands() {
             bench.assert_no_session_was_lost(SCHEMES.len(), what);
         }
         // If the disk has aborted a command, the initiator will retry it.
-        let given_up = |on| fault(on, Some(5), BackendError::Aborted);
-        bench
-            .faults
-            .set(vec![given_up(FaultOn::Read), given_up(FaultOn::Write)]);
+        let abort_error = |on| fault(on, Some(5), BackendError::Aborted);
+        bench.faults.set(vec![
+            abort_error(FaultOn::Read),
+            abort_error(FaultOn::Write),
+        ]);
         bench.wait_for("aborted", 40, 0);
         let slow = Fault {
             delay: Duration::from_millis(30),
@@ -541,9 +542,9 @@ fn hung_blocks_affect_only_their_commands() {
         });
         bench.assert_no_session_was_lost(SCHEMES.len(), "a disk that hangs");
         bench.faults.release();
-        bench.wait_for("when it goes on", 10, 0);
+        bench.wait_for("when it continues", 10, 0);
         bench.assert_no_session_was_lost(SCHEMES.len(), "a disk that goes on");
     }
-    println!("figure: {:?}", bench.reconnects());
+    println!("result: {:?}", bench.reconnects());
     bench.end();
 }

@@ -142,10 +142,10 @@ fn login() {
             let Ok(FromInitiator::LoginRequest(request)) = FromInitiator::parse(&frame) else {
                 continue;
             };
-            let answer = login.handle(&request, &text, &mut Gate);
+            let response = login.handle(&request, &text, &mut Gate);
             text.clear();
-            assert!(answer.text.len() <= 8192);
-            if answer.outcome != Outcome::Continue {
+            assert!(response.text.len() <= 8192);
+            if response.outcome != Outcome::Continue {
                 break;
             }
         }
@@ -201,10 +201,10 @@ fn login_of_known_keys() {
                 let Ok(FromInitiator::LoginRequest(request)) = FromInitiator::parse(&frame) else {
                     continue;
                 };
-                let answer = login.handle(&request, &text, &mut Gate);
+                let response = login.handle(&request, &text, &mut Gate);
                 text.clear();
-                assert!(answer.text.len() <= 8192);
-                if answer.outcome != Outcome::Continue {
+                assert!(response.text.len() <= 8192);
+                if response.outcome != Outcome::Continue {
                     break;
                 }
             }

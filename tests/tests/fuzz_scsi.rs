@@ -248,7 +248,7 @@ fn carry_out_all(commands: &[Command], fill: &[u8]) {
             let result = carry_out(&step, &lu, buffer.len(), expected);
             step = command.advance(&lu, result, &mut buffer);
             steps += 1;
-            assert!(steps < MANY, "no answer to {cdb:02x?}");
+            assert!(steps < MANY, "no response to {cdb:02x?}");
         }
         let Step::Respond(response) = step else {
             unreachable!("the loop ended")

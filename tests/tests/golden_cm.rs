@@ -117,15 +117,19 @@ fn unknown_service_is_rejected_with_transaction() {
     let (from, mad) = mads("golden_iser.pcap").remove(0);
     let mut cm = Cm::new(CmConfig::new(CaGuid(1)), 0, 0, [1; 32]);
     cm.handle_mad(Instant::now(), from, &mad).unwrap();
-    let (asked, CmMessage::Req(req)) = CmMessage::parse(&mad).unwrap() else {
+    let (request_transaction, CmMessage::Req(req)) = CmMessage::parse(&mad).unwrap() else {
         panic!()
     };
-    let (_, answer) = cm.poll_transmit().unwrap();
-    let (answered, CmMessage::Rej(rej)) = CmMessage::parse(&answer).unwrap() else {
+    let (_, response) = cm.poll_transmit().unwrap();
+    let (response_transaction, CmMessage::Rej(rej)) = CmMessage::parse(&response).unwrap() else {
         panic!()
     };
     assert_eq!(
-        (answered, rej.remote_comm_id, rej.reason),
-        (asked, req.local_comm_id, RejReason::InvalidServiceId)
+        (response_transaction, rej.remote_comm_id, rej.reason),
+        (
+            request_transaction,
+            req.local_comm_id,
+            RejReason::InvalidServiceId
+        )
     );
 }

@@ -197,9 +197,9 @@ fn kernel_login_is_accepted() {
     let Ok(FromInitiator::LoginRequest(request)) = FromInitiator::parse(&frame) else {
         panic!("the first message is a login");
     };
-    let answer = TargetLogin::new().handle(&request, frame.data, &mut Gate);
-    let Outcome::FullFeature(joined) = answer.outcome else {
-        panic!("{answer:?}");
+    let response = TargetLogin::new().handle(&request, frame.data, &mut Gate);
+    let Outcome::FullFeature(joined) = response.outcome else {
+        panic!("{response:?}");
     };
     assert!(joined.session.rdma_extensions);
     assert!(!joined.session.initial_r2t && joined.session.immediate_data);
@@ -207,7 +207,7 @@ fn kernel_login_is_accepted() {
     assert_eq!(joined.session.hello_required, None);
     assert_eq!(joined.connection.max_send_segment, 4096);
     assert_eq!(joined.connection.max_recv_segment, 8192);
-    let text = String::from_utf8(answer.text).unwrap();
+    let text = String::from_utf8(response.text).unwrap();
     let pairs: Vec<&str> = text.split_terminator('\0').collect();
     for pair in [
         "TargetPortalGroupTag=7",
@@ -218,14 +218,17 @@ fn kernel_login_is_accepted() {
     ] {
         assert!(pairs.contains(&pair), "{pair} in {pairs:?}");
     }
-    let unasked = [
+    let unsolicited = [
         "MaxRecv",
         "MaxOutstandingUnexpected",
         "MaxAHS",
         "NotUnderstood",
     ];
-    assert!(!unasked.iter().any(|key| text.contains(key)), "{pairs:?}");
-    let header = FromTarget::LoginResponse(answer.response).header(Numbers {
+    assert!(
+        !unsolicited.iter().any(|key| text.contains(key)),
+        "{pairs:?}"
+    );
+    let header = FromTarget::LoginResponse(response.response).header(Numbers {
         stat_sn: StatSn(1),
         exp_cmd_sn: CmdSn(1),
         max_cmd_sn: CmdSn(1),

@@ -48,7 +48,7 @@ impl Tgt {
             .spawn()
             .unwrap();
         let tgt = Self { daemon, dir };
-        eventually("tgtd answers", Duration::from_secs(10), || {
+        eventually("tgtd responds", Duration::from_secs(10), || {
             admin("show", "target", &[]).status().unwrap().success()
         });
         let disk = tgt.dir.join("disk");

@@ -74,7 +74,7 @@ fn images_round_trip_through_nbd() {
     tool("nbdcopy", [&uri, &out]);
     assert!(
         fs::read(&image).unwrap() == fs::read(&out).unwrap(),
-        "what came out is not what went in"
+        "output differs from input"
     );
     tool("/usr/sbin/e2fsck", ["-fn", &out]);
     assert!(

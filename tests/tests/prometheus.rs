@@ -29,8 +29,8 @@ fn log_in(host: &str, target: &str) -> (TcpStream, u8) {
     pdu.resize(pdu.len().next_multiple_of(4), 0);
     let mut stream = TcpStream::connect((host, 3260)).unwrap();
     stream.write_all(&pdu).unwrap();
-    let answer = receive(&mut stream);
-    (stream, answer[36])
+    let response = receive(&mut stream);
+    (stream, response[36])
 }
 
 fn receive(stream: &mut TcpStream) -> [u8; 48] {
@@ -53,9 +53,9 @@ fn rare_events(served: &Metered) {
     (pdu[0], pdu[1], pdu[19]) = (0x42, 0x85, 9);
     pdu[20..24].fill(0xff);
     stream.write_all(&pdu).unwrap();
-    let answer = receive(&mut stream);
+    let response = receive(&mut stream);
     assert_eq!(
-        (answer[0], answer[2]),
+        (response[0], response[2]),
         (0x22, 0),
         "the function is complete"
     );
@@ -64,8 +64,8 @@ fn rare_events(served: &Metered) {
     (pdu[0], pdu[1], pdu[19], pdu[32]) = (0x41, 0x81, 10, 0xff);
     for _ in 0..3 {
         stream.write_all(&pdu).unwrap();
-        let answer = receive(&mut stream);
-        assert_eq!((answer[0], answer[3]), (0x21, 2), "CHECK CONDITION");
+        let response = receive(&mut stream);
+        assert_eq!((response[0], response[3]), (0x21, 2), "CHECK CONDITION");
     }
 }
 
@@ -80,9 +80,9 @@ fn encoded(text: &str) -> String {
 
 fn query(expression: &str) -> Vec<Value> {
     let path = format!("/api/v1/query?query={}", encoded(expression));
-    let answer = get(PROMETHEUS, &path).unwrap_or_else(|| panic!("refused: {expression}"));
-    let answer: Value = serde_json::from_str(&answer).unwrap();
-    answer["data"]["result"].as_array().unwrap().clone()
+    let response = get(PROMETHEUS, &path).unwrap_or_else(|| panic!("refused: {expression}"));
+    let response: Value = serde_json::from_str(&response).unwrap();
+    response["data"]["result"].as_array().unwrap().clone()
 }
 
 /// Returns the expressions and titles of all panels.
@@ -259,7 +259,7 @@ fn dashboard_panels_show_data_under_load() {
     let wait = Duration::from_secs(30);
     let alerts = alerts().len();
     eventually_ok("no alert under load", wait, || {
-        let rules = get(PROMETHEUS, "/api/v1/rules").ok_or("no answer".to_owned())?;
+        let rules = get(PROMETHEUS, "/api/v1/rules").ok_or("no response".to_owned())?;
         let rules: Value = serde_json::from_str(&rules).unwrap();
         let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
         assert_eq!(rules.len(), alerts);

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use riser_docs::Page;
-use riser_testkit::programs::{folder, missing, skip, succeeded};
+use riser_testkit::programs::{directory, missing, skip, succeeded};
 
 /// Creates a file system and network, similar to a new host.
 const HOST: &str = r#"
@@ -95,7 +95,7 @@ fn shell(script: &str) -> Result<Command, String> {
     if !attempt.output().is_ok_and(|output| output.status.success()) {
         return Err("namespaces cannot be had".to_owned());
     }
-    let programs = folder();
+    let programs = directory();
     let path = std::env::var("PATH").unwrap_or_default();
     let path = format!("/media:{path}:/usr/sbin:/sbin");
     let mut shell = Command::new("unshare");

@@ -12,7 +12,7 @@ use std::process::Command;
 
 use riser_target::sandbox;
 use riser_testkit::daemon::{Daemon, RISERD};
-use riser_testkit::programs::{WITHOUT_RIGHTS, folder, missing, succeeded};
+use riser_testkit::programs::{WITHOUT_RIGHTS, directory, missing, succeeded};
 use riser_testkit::skip::skip;
 
 /// Services, and the maximum exposure level (up to 100) in `systemd-analyze security`. The current
@@ -26,8 +26,8 @@ const SERVICES: [(&str, u32, &[&str]); 3] = [
 
 /// Returns the path of a unit file.
 fn unit(name: &str) -> String {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/systemd");
-    format!("{folder}/{name}")
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/systemd");
+    format!("{directory}/{name}")
 }
 
 /// By default, systemd would stop the service until the next boot after five failures in ten
@@ -213,7 +213,7 @@ fn inside() {
 /// Start the daemon as root first, and then without privileges, same as the service.
 #[test]
 fn daemon_stays_confined_after_upgrade() {
-    assert!(folder().join("riserd").exists());
+    assert!(directory().join("riserd").exists());
     let mut daemon = Daemon::start("confined", "127.0.118.1");
     daemon.kill();
     let mut of_root = Command::new(&*RISERD);
@@ -253,14 +253,14 @@ fn stays_confined(daemon: &Daemon, had: u64) {
             );
         }
         assert_eq!(daemon.json("status")["upgrades"], upgrades);
-        let upgraded = daemon.ask(&["upgrade"]);
+        let upgraded = daemon.run_command(&["upgrade"]);
         assert!(upgraded.status.success(), "{upgraded:?}");
     }
 }
 
 #[test]
 fn sandbox_can_be_disabled() {
-    assert!(folder().join("riserd").exists());
+    assert!(directory().join("riserd").exists());
     let mut daemon = Daemon::start("unconfined", "127.0.118.2");
     daemon.kill();
     let mut command = daemon.command(&daemon.config());

@@ -4,10 +4,7 @@
 //! `RISER_CONNECT_CYCLES` sets the number of sessions to connect and disconnect (default 200); the
 //! long test command uses 10,000.
 
-#![allow(
-    clippy::print_stdout,
-    reason = "figures are for the person who runs the test"
-)]
+#![allow(clippy::print_stdout, reason = "prints results of the test")]
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -113,7 +110,7 @@ fn many_sessions_write_and_read_concurrently() {
         .max()
         .unwrap();
     println!(
-        "figure: memory of one session with the default queue depth of 128: {} KiB",
+        "result: memory of one session with the default queue depth of 128: {} KiB",
         memory >> 10
     );
     assert!(memory <= 3 << 19, "{memory} bytes for a session");
@@ -236,7 +233,7 @@ fn many_sessions_use_deep_queues() {
         assert_eq!(memory.clone().count() as u64, ISCSI_SESSIONS, "{name}");
         let memory = memory.max().unwrap();
         println!(
-            "figure: memory of one session over {name} with a queue depth of {DEPTH}: {} KiB",
+            "result: memory of one session over {name} with a queue depth of {DEPTH}: {} KiB",
             memory >> 10
         );
         assert!(memory < 4 << 20, "{memory} bytes for a session over {name}");
@@ -347,7 +344,7 @@ fn short_sessions_leave_nothing() {
     let in_use = after.0.saturating_sub(before.0);
     let grown = after.1.saturating_sub(before.1);
     println!(
-        "figure: {cycles} sessions came and went, {:.2} ms each; bytes in use grew by {} KiB, resident memory by {} KiB",
+        "result: {cycles} sessions opened and closed, {:.2} ms each; bytes in use grew by {} KiB, resident memory by {} KiB",
         took.as_secs_f64() * 1e3 / cycles as f64,
         in_use >> 10,
         grown >> 10

@@ -3,10 +3,7 @@
 //! part of rings and queues.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(
-    clippy::print_stdout,
-    reason = "figures are for the person who runs the test"
-)]
+#![allow(clippy::print_stdout, reason = "prints results of the test")]
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -17,7 +14,7 @@ use riser_initiator::engine::Client;
 use riser_initiator::lun::Lun;
 use riser_initiator::url::{IscsiUrl, SrpUrl};
 use riser_testkit::eventually;
-use riser_testkit::programs::folder;
+use riser_testkit::programs::directory;
 
 const IQN: &str = "iqn.2026-01.com.example:memory";
 const FABRICS: [&str; 3] = ["srp", "iscsi", "iser"];
@@ -71,7 +68,7 @@ impl Daemon {
         let config = dir.join("riserd.yaml");
         std::fs::write(&config, text).unwrap();
         let log = std::fs::File::create(dir.join("log")).unwrap();
-        let process = Command::new(folder().join("riserd"))
+        let process = Command::new(directory().join("riserd"))
             .args(["run", "--config"])
             .arg(&config)
             .env_remove("RUST_LOG")
@@ -188,7 +185,7 @@ fn deep(host: u8, fabric: &str) {
     }
     let each = daemon.resident().saturating_sub(resident) / DEEP;
     println!(
-        "figure: resident memory of one session over {fabric} with {DEPTH} commands under way: {} KiB",
+        "result: resident memory of one session over {fabric} with {DEPTH} commands under way: {} KiB",
         each >> 10
     );
     assert!(each <= OF_DEEP, "{each} bytes for a session over {fabric}");
@@ -235,7 +232,7 @@ fn idle_sessions_use_little_memory() {
         .collect();
     let all = daemon.resident().saturating_sub(resident);
     println!(
-        "figure: resident memory of {IDLE} idle sessions: {} KiB, {} KiB each",
+        "result: resident memory of {IDLE} idle sessions: {} KiB, {} KiB each",
         all >> 10,
         (all / IDLE) >> 10
     );

@@ -11,8 +11,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use riser_testkit::eventually;
-use riser_testkit::programs::folder;
-use riser_transport::shm::{ShmListener, ShmUsers, ask_listener};
+use riser_testkit::programs::directory;
+use riser_transport::shm::{ShmListener, ShmUsers, query_listener};
 
 const IQN: &str = "iqn.2026-01.com.example:shm";
 
@@ -49,7 +49,7 @@ impl Daemon {
         let config = dir.join("riserd.yaml");
         std::fs::write(&config, text).unwrap();
         let log = std::fs::File::create(dir.join("log")).unwrap();
-        let process = Command::new(folder().join("riserd"))
+        let process = Command::new(directory().join("riserd"))
             .args(["run", "--config"])
             .arg(&config)
             .stderr(Stdio::from(log))
@@ -70,7 +70,7 @@ impl Daemon {
     }
 
     fn bench(&self, url: &str, provider: &str, words: &[&str]) -> Output {
-        Command::new(folder().join("riser"))
+        Command::new(directory().join("riser"))
             .args(["-o", "json", "bench", url, "--provider", provider])
             .args(["--warm-up", "0s", "--total", "4M", "--depth", "16"])
             .args(words)
@@ -92,9 +92,9 @@ impl Daemon {
         let mut stream = UnixStream::connect(self.dir.join("admin.sock")).unwrap();
         let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     }
 
     /// Returns the name of the device used to access a disk.
@@ -197,7 +197,7 @@ fn metrics_distinguish_devices_of_one_address() {
 #[test]
 fn discovery_log_contains_initiator_address() {
     let daemon = Daemon::start(6, "{ shm: true }");
-    let output = Command::new(folder().join("riser"))
+    let output = Command::new(directory().join("riser"))
         .args(["discover", &format!("srp://{}", daemon.addr)])
         .args(["--provider", "shm", "--addr", "127.88.0.66"])
         .output()
@@ -219,7 +219,7 @@ fn unserved_address_shares_no_memory() {
     let _taken = UdpSocket::bind((addr, 4791)).unwrap();
     let daemon = Daemon::start(7, "{ shm: true }");
     assert_eq!(daemon.addr, addr.to_string());
-    let refused = ask_listener(addr, &ShmUsers::default()).unwrap_err();
+    let refused = query_listener(addr, &ShmUsers::default()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
 }
 
@@ -250,7 +250,7 @@ fn memory_is_shared_when_name_is_free() {
     assert!(status.contains("shared memory"), "{status}");
     drop(taken);
     eventually("it is offered", Duration::from_secs(30), || {
-        ask_listener(addr, &ShmUsers::default()).is_ok()
+        query_listener(addr, &ShmUsers::default()).is_ok()
     });
     eventually("it is no problem", Duration::from_secs(20), || {
         !daemon.get("/v1/status").contains("shared memory")
@@ -270,7 +270,7 @@ fn other_daemon_is_reached_by_network() {
         let url = format!("iser://{}:3266/{iqn}/0", network.addr);
         let found = network.device(&url, "auto", &["--rw", "read"]);
         assert!(found.starts_with(device), "{iqn}: {found}");
-        let output = Command::new(folder().join("riser"))
+        let output = Command::new(directory().join("riser"))
             .args(["discover", &url, "--provider", "auto"])
             .output()
             .unwrap();

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use riser_testkit::eventually;
-use riser_testkit::programs::{folder, missing, skip, succeeded};
+use riser_testkit::programs::{directory, missing, skip, succeeded};
 use riser_transport::nic::device_guid;
 
 const TARGET: &str = "iqn.2026-01.com.example:t";
@@ -75,7 +75,7 @@ impl Rig {
             .spawn()
             .unwrap();
         let mut rig = Self {
-            programs: folder(),
+            programs: directory(),
             keeper,
             daemon: None,
             tree: None,

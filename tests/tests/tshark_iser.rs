@@ -37,7 +37,7 @@ fn session(capture: &Path) {
     let mut client = Client::connect(dev, "127.0.74.1:3260".parse().unwrap(), true, pump).unwrap();
     let keys = [(Key::InitialR2T, 0), (Key::FirstBurstLength, 65536)];
     client.login(Some(IQN), 1, &keys, pump).unwrap();
-    client.settle(pump);
+    client.clear_unit_attention(pump);
     // Data is sent by READ, along with the command, as separate data, and as a combination of
     // these.
     for (len, immediate, first_burst) in [
@@ -53,7 +53,7 @@ fn session(capture: &Path) {
     assert_eq!(
         client.read(1 << 30, 1, pump).0,
         2,
-        "an answer with sense data"
+        "a response with sense data"
     );
     client.logout(pump);
     client.disconnect(pump);

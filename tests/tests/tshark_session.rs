@@ -53,7 +53,7 @@ fn session(capture: &Path) {
     }
     block_on(lun.flush()).unwrap();
     let beyond = block_on(lun.read(64 << 20, buffer(&lun, 512)));
-    assert!(beyond.is_err(), "an answer with sense data");
+    assert!(beyond.is_err(), "a response with sense data");
     block_on(session.close());
     // A session that is rejected.
     let stranger: SrpUrl = "srp://127.0.73.1/0?id_ext=1&ioc_guid=2".parse().unwrap();

@@ -4,10 +4,7 @@
 //! At the end, all acknowledged writes must be present, and no command must have failed.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(
-    clippy::print_stdout,
-    reason = "figures are for the person who runs the test"
-)]
+#![allow(clippy::print_stdout, reason = "prints results of the test")]
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -22,7 +19,7 @@ use riser_initiator::engine::{Client, Session, SessionStatus};
 use riser_initiator::lun::Lun;
 use riser_initiator::url::TargetUrl;
 use riser_testkit::eventually;
-use riser_testkit::programs::{folder, give, succeeded, without_rights};
+use riser_testkit::programs::{change_owner, directory, succeeded, without_rights};
 use serde_json::Value;
 
 const IQN: &str = "iqn.2026-01.com.example:disk";
@@ -73,8 +70,8 @@ impl Daemon {
     fn serve(&mut self) {
         let log = self.dir.join("log");
         let log = File::options().create(true).append(true).open(log).unwrap();
-        give(&self.dir);
-        let process = without_rights(folder().join("riserd"))
+        change_owner(&self.dir);
+        let process = without_rights(directory().join("riserd"))
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
             .stdin(Stdio::null())
@@ -101,7 +98,7 @@ impl Daemon {
     }
 
     fn upgrade(&self) -> Value {
-        let mut command = Command::new(folder().join("riserd"));
+        let mut command = Command::new(directory().join("riserd"));
         command.args(["upgrade", "-o", "json", "--socket"]);
         command.arg(self.dir.join("admin.sock"));
         serde_json::from_str(&succeeded(&mut command)).unwrap()
@@ -164,10 +161,10 @@ impl Load {
     }
 
     /// Waits until all loads have made progress.
-    fn goes_on(&self) {
+    fn assert_progress(&self) {
         let at = || self.done.iter().map(|done| done.load(Ordering::Relaxed));
         let before: Vec<u64> = at().collect();
-        eventually("every load goes on", PATIENCE, || {
+        eventually("every load continues", PATIENCE, || {
             assert!(self.threads.iter().all(|thread| !thread.is_finished()));
             at().zip(&before).all(|(now, before)| now >= before + 3)
         });
@@ -246,19 +243,19 @@ fn programs_take_over_under_load() {
     let client = client(113);
     let load = Load::start(&client, &daemon, &[0, 1]);
     for round in 1..=4u32 {
-        load.goes_on();
+        load.assert_progress();
         let began = Instant::now();
         let done = daemon.upgrade();
-        println!("figure: upgrade {round} took {:?}", began.elapsed());
+        println!("result: upgrade {round} took {:?}", began.elapsed());
         assert_eq!(
             (&done["pid"], &done["upgrades"]),
             (&pid.into(), &round.into())
         );
     }
-    load.goes_on();
+    load.assert_progress();
     let all = reconnects(&load);
     assert!(all.iter().all(|n| *n >= 4), "{all:?}");
-    println!("figure: 4 upgrades during {} writes and reads", load.end());
+    println!("result: 4 upgrades during {} writes and reads", load.end());
     client.shutdown();
 }
 
@@ -268,12 +265,12 @@ fn restarts_are_survived_under_load() {
     let client = client(114);
     let load = Load::start(&client, &daemon, &[0]);
     for _ in 0..4 {
-        load.goes_on();
+        load.assert_progress();
         daemon.restart();
     }
-    load.goes_on();
+    load.assert_progress();
     let all = reconnects(&load);
     assert!(all.iter().all(|n| *n >= 4), "{all:?}");
-    println!("figure: 4 restarts during {} writes and reads", load.end());
+    println!("result: 4 restarts during {} writes and reads", load.end());
     client.shutdown();
 }

@@ -56,22 +56,22 @@ def write(path, value):
 
 
 def ask(root, words, directories):
-    def say(path, done, answer):
-        line = f"{os.path.relpath(path, root)}\t{done}\t{answer}"
+    def say(path, done, response):
+        line = f"{os.path.relpath(path, root)}\t{done}\t{response}"
         for name, word in words:
             line = line.replace(word, name)
         print(line, flush=True)
 
     files = []
     for directory in directories:
-        for folder, folders, names in os.walk(os.path.join(root, directory)):
-            folders.sort()
+        for parent, subdirectories, names in os.walk(os.path.join(root, directory)):
+            subdirectories.sort()
             # rtslib chooses the names of links.
-            links = [name for name in folders + names if os.path.islink(os.path.join(folder, name))]
-            entries = sorted(set(folders + names) - set(links)) + ["(link)"] * len(links)
-            say(folder, "list", " ".join(entries))
+            links = [name for name in subdirectories + names if os.path.islink(os.path.join(parent, name))]
+            entries = sorted(set(subdirectories + names) - set(links)) + ["(link)"] * len(links)
+            say(parent, "list", " ".join(entries))
             for name in sorted(names):
-                path = os.path.join(folder, name)
+                path = os.path.join(parent, name)
                 if not os.path.islink(path):
                     files.append(path)
     for path in files:
@@ -85,8 +85,8 @@ def ask(root, words, directories):
         before = read(name)
         for value in VALUES:
             shown = value if len(value) < 40 else f"{value[:4]}… {len(value)}"
-            answer = write(name, value)
-            say(path, f"write {shown!r}", f"{answer}, then {read(name)}")
+            response = write(name, value)
+            say(path, f"write {shown!r}", f"{response}, then {read(name)}")
         value = before[1:-1].encode().decode("unicode_escape") if before[0] in "'\"" else ""
         value = DEFAULTS.get(name, value)
         write(name, value or "NULL")
@@ -95,17 +95,17 @@ def ask(root, words, directories):
 def enter(path):
     """Enters the directory of a file, because each part of a path is looked up in the file system.
     Returns the file name."""
-    folder, name = os.path.split(path)
-    os.chdir(folder)
+    parent, name = os.path.split(path)
+    os.chdir(parent)
     return name
 
 
-def answers(file):
+def responses(file):
     found = {}
     with open(file) as lines:
         for line in lines:
-            path, done, answer = line.rstrip("\n").split("\t", 2)
-            found[f"{path} {done}"] = answer
+            path, done, response = line.rstrip("\n").split("\t", 2)
+            found[f"{path} {done}"] = response
     return found
 
 
@@ -116,9 +116,9 @@ def compare(lio, riserd, allowed):
             if line.strip() and not line.startswith("#"):
                 rule, reason = line.rstrip("\n").split(" -- ", 1)
                 number, rule = rule.split(" ", 1)
-                pattern, answer = rule.split(" => ", 1)
-                patterns.append([re.compile(pattern), re.compile(answer), reason, int(number), 0])
-    lio, riserd = answers(lio), answers(riserd)
+                pattern, response = rule.split(" => ", 1)
+                patterns.append([re.compile(pattern), re.compile(response), reason, int(number), 0])
+    lio, riserd = responses(lio), responses(riserd)
     unlisted = 0
     for key in sorted(set(lio) | set(riserd)):
         one, other = lio.get(key, "nothing"), riserd.get(key, "nothing")
@@ -137,7 +137,7 @@ def compare(lio, riserd, allowed):
         if count != number:
             others += 1
             print(f"NOT {number} BUT {count} DIFFER LIKE {pattern.pattern}")
-    print(f"figure: {len(lio)} answers of LIO, {len(riserd)} of riserd; "
+    print(f"result: {len(lio)} responses of LIO, {len(riserd)} of riserd; "
           f"{unlisted} differ for no reason that is listed")
     return 1 if unlisted or others else 0
 

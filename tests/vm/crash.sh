@@ -74,6 +74,6 @@ killed_under_load() {
         tail -20 "$KEEP/load.log"
         fail "the load reported an error in round $round of $ROUNDS"
     }
-    echo "figure: killed in $round rounds"
-    grep '^figure: ' "$KEEP/load.log" || fail "the load completed no operations"
+    echo "result: killed in $round rounds"
+    grep '^result: ' "$KEEP/load.log" || fail "the load completed no operations"
 }

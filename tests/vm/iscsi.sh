@@ -53,11 +53,11 @@ start_iscsid() {
     # When it exits, it sends a signal to its process group.
     setsid iscsid -f >>"$KEEP/iscsid.log" 2>&1 &
     ISCSID=$!
-    wait_for 20 iscsid_answers
+    wait_for 20 iscsid_responds
 }
 
 # Returns whether the daemon responds. Exit status 21 means that there are no sessions.
-iscsid_answers() {
+iscsid_responds() {
     local status=0
     iscsiadm -m session || status=$?
     [ $status = 0 ] || [ $status = 21 ]
@@ -90,7 +90,7 @@ iscsi_attempt() {
         left=$((left - 1))
         if [ $status = 0 ] || [ $IFACE = default ] || [ $left = 0 ]; then return $status; fi
         [ "$(logins_stuck)" -gt "$before" ] || return $status
-        echo "figure: the kernel's login task was in use; creating another session"
+        echo "result: the kernel's login task was in use; creating another session"
     done
 }
 

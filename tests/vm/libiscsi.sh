@@ -45,7 +45,7 @@ libiscsi_suite() {
         124 | 1[3-9][0-9]) if declare -F client_died >/dev/null; then client_died; fi ;;
         esac
     done
-    echo "figure: $(libiscsi_count passed) passed, $(libiscsi_count failed) failed," \
+    echo "result: $(libiscsi_count passed) passed, $(libiscsi_count failed) failed," \
         "$(libiscsi_count skipped) skipped, in $(libiscsi_count died) the client died, in" \
         "$(libiscsi_count hung) it hung"
 }

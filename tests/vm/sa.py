@@ -36,12 +36,12 @@ class Channel:
     def __init__(self):
         self.file = os.open("/dev/infiniband/rdma_cm", os.O_RDWR)
 
-    def command(self, number, body, answer=0):
-        buffer = ctypes.create_string_buffer(max(answer, 1))
-        if answer:
+    def command(self, number, body, response_len=0):
+        buffer = ctypes.create_string_buffer(max(response_len, 1))
+        if response_len:
             body = body(ctypes.addressof(buffer))
-        os.write(self.file, struct.pack("IHH", number, len(body), answer) + body)
-        return buffer.raw[:answer]
+        os.write(self.file, struct.pack("IHH", number, len(body), response_len) + body)
+        return buffer.raw[:response_len]
 
     def create(self):
         made = self.command(

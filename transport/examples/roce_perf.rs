@@ -7,10 +7,7 @@
 //!
 //! TEST is `write`, `read`, `send`, `small-write`, `small-read` or `ping`; without it all run.
 
-#![allow(
-    clippy::print_stdout,
-    reason = "it is a program that prints its figures"
-)]
+#![allow(clippy::print_stdout, reason = "prints its results")]
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -246,8 +246,8 @@ impl Request {
     /// The result is stored in the request.
     fn execute(&mut self, socket: impl AsFd, what: libc::Ioctl) -> io::Result<()> {
         // SAFETY: the request uses the layout of `ifreq` and is valid until the call returns.
-        let answer = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), what, ptr::from_mut(self)) };
-        if answer < 0 {
+        let result = unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), what, ptr::from_mut(self)) };
+        if result < 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(())

@@ -280,7 +280,7 @@ impl Sim {
             self.now = at;
             self.handle(side, event);
         }
-        self.judge(end)
+        self.summarize(end)
     }
 
     fn handle(&mut self, side: usize, event: Event) {
@@ -308,7 +308,7 @@ impl Sim {
                 qp.handle_timeout(now, &mut env);
             }
         }
-        self.settle(side);
+        self.finish_side(side);
         self.transmit(side, now);
     }
 
@@ -338,7 +338,7 @@ impl Sim {
     }
 
     /// Handles completions and posts new requests.
-    fn settle(&mut self, side: usize) {
+    fn finish_side(&mut self, side: usize) {
         let flow = side / 2;
         let mut out = std::mem::take(&mut self.sides[side].out);
         for event in out.drain(..) {
@@ -406,7 +406,7 @@ impl Sim {
         }
     }
 
-    fn judge(&self, end: u64) -> Row {
+    fn summarize(&self, end: u64) -> Row {
         let per_message = (LEN / self.net.mtu.bytes() as usize) as u64;
         let delivered = self.done.iter().sum::<u64>() * per_message;
         let sender = usize::from(self.net.kind == Kind::Read);

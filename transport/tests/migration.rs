@@ -195,8 +195,8 @@ impl Rig {
         let other = &self.sides[1 - device];
         let dest_qp = other.device.qp_num(other.qp).unwrap();
         let is = |types: &[QpType]| types.contains(&qp_type);
-        let answers = is(&[QpType::Rc, QpType::XrcTgt]);
-        let asks = is(&[QpType::Rc, QpType::XrcIni]);
+        let is_responder = is(&[QpType::Rc, QpType::XrcTgt]);
+        let is_requester = is(&[QpType::Rc, QpType::XrcIni]);
         let side = &mut self.sides[device];
         let init = QpAttr {
             state: Some(QpState::Init),
@@ -212,18 +212,18 @@ impl Rig {
             path_mtu: Some(Mtu::Mtu1024),
             dest_qp: Some(dest_qp),
             rq_psn: Some(PSN),
-            max_dest_rd_atomic: answers.then_some(4),
-            min_rnr_timer: answers.then_some(1),
+            max_dest_rd_atomic: is_responder.then_some(4),
+            min_rnr_timer: is_responder.then_some(1),
             ..QpAttr::default()
         };
         side.modify(&rtr).unwrap();
         let rts = QpAttr {
             state: Some(QpState::Rts),
             sq_psn: Some(PSN),
-            timeout: (answers || asks).then_some(TIMEOUT),
-            retry_cnt: asks.then_some(1),
-            rnr_retry: asks.then_some(7),
-            max_rd_atomic: asks.then_some(4),
+            timeout: (is_responder || is_requester).then_some(TIMEOUT),
+            retry_cnt: is_requester.then_some(1),
+            rnr_retry: is_requester.then_some(7),
+            max_rd_atomic: is_requester.then_some(4),
             ..QpAttr::default()
         };
         side.modify(&rts).unwrap();
@@ -259,7 +259,7 @@ impl Rig {
             if out.len() == count {
                 return out;
             }
-            assert!(self.step(end), "only {} of {count} came", out.len());
+            assert!(self.step(end), "received only {} of {count}", out.len());
         }
     }
 
@@ -883,7 +883,7 @@ fn draining_send_queue_keeps_attributes() {
         Err(VerbsError::InvalidParameter("ah"))
     );
     assert_eq!(rig.status(0), WcStatus::Success);
-    assert_eq!(rig.events(0), [], "it was not asked for");
+    assert_eq!(rig.events(0), [], "it was not requested");
     assert_eq!(rig.sides[0].attr().sq_draining, Some(false));
     rig.sides[0].modify(&changed).unwrap();
     assert_eq!(rig.sides[0].path(), (addr(1, 1), 1));
@@ -1024,7 +1024,7 @@ mod managed {
                 if let Some(done) = done(self) {
                     return done;
                 }
-                assert!(self.step(end), "nothing came of: {what}");
+                assert!(self.step(end), "no effect: {what}");
             }
         }
 

@@ -185,7 +185,7 @@ enum Region {
     /// Registered, to be invalidated by us.
     Held,
     /// Registered, and may be invalidated by the peer.
-    Given,
+    Transferred,
 }
 
 struct Side {
@@ -215,7 +215,7 @@ struct Side {
     recv_stall: u64,
     regions: Vec<(Mr, RKey, Region)>,
     /// Keys of the peer that we may invalidate.
-    given: Vec<RKey>,
+    transferred: Vec<RKey>,
     flow_out: IcrcFlow,
     flow_in: IcrcFlow,
     wire_free: u64,
@@ -304,7 +304,7 @@ impl Side {
             stalled_until: 0,
             recv_stall: RECV_STALL,
             regions,
-            given: Vec::new(),
+            transferred: Vec::new(),
             flow_out: flow(me, 1 - me),
             flow_in: flow(1 - me, me),
             wire_free: 0,
@@ -471,7 +471,7 @@ impl Sim {
                 self.sides[me].qp.set_max_inflight(most);
             }
             self.transmit(me);
-            self.settle(me);
+            self.finish_step(me);
         }
         let deadline = |s: &Side| {
             let at = s.qp.poll_timeout()?;
@@ -670,8 +670,8 @@ impl Sim {
                 expect = Some((WcOpcode::Recv, Some(imm), None));
                 SendOp::SendImm(imm)
             }
-            35..45 if !side.given.is_empty() => {
-                let key = side.given.pop().expect("a key");
+            35..45 if !side.transferred.is_empty() => {
+                let key = side.transferred.pop().expect("a key");
                 expect = Some((WcOpcode::Recv, None, Some(key)));
                 SendOp::SendInv(key)
             }
@@ -808,7 +808,7 @@ impl Sim {
     }
 
     /// Compares the events of a side with the expected events.
-    fn settle(&mut self, me: usize) {
+    fn finish_step(&mut self, me: usize) {
         // Transmitting may add events, because local requests complete immediately.
         while !self.sides[me].out.is_empty() {
             let mut events = std::mem::take(&mut self.sides[me].out);
@@ -872,8 +872,8 @@ impl Sim {
                 if self.random.percent(30) {
                     side.regions[region].2 = Region::Held;
                 } else {
-                    side.regions[region].2 = Region::Given;
-                    self.sides[1 - me].given.push(key);
+                    side.regions[region].2 = Region::Transferred;
+                    self.sides[1 - me].transferred.push(key);
                 }
             }
             Check::Invalidated { region } => side.regions[region].2 = Region::Idle,
@@ -916,7 +916,7 @@ impl Sim {
                 .iter_mut()
                 .find(|r| r.1 == key)
                 .expect("our key");
-            assert_eq!(region.2, Region::Given);
+            assert_eq!(region.2, Region::Transferred);
             region.2 = Region::Idle;
         }
         side.late_recvs.push(slot);

@@ -147,7 +147,7 @@ pub(crate) struct Row {
     pub(crate) kind: Kind,
     pub(crate) verdict: Verdict,
     pub(crate) took: Duration,
-    pub(crate) figures: Vec<String>,
+    pub(crate) results: Vec<String>,
 }
 
 impl Row {
@@ -157,7 +157,7 @@ impl Row {
             kind,
             verdict,
             took: Duration::ZERO,
-            figures: Vec::new(),
+            results: Vec::new(),
         }
     }
 
@@ -167,11 +167,11 @@ impl Row {
         kind: Kind,
         work: impl FnOnce(&mut Vec<String>) -> Verdict,
     ) -> Self {
-        let (began, mut figures) = (Instant::now(), Vec::new());
-        let verdict = work(&mut figures);
+        let (began, mut results) = (Instant::now(), Vec::new());
+        let verdict = work(&mut results);
         let row = Self {
             took: began.elapsed(),
-            figures,
+            results,
             ..Self::new(path, kind, verdict)
         };
         println!("{}", row.line());
@@ -179,8 +179,8 @@ impl Row {
     }
 
     pub(crate) fn check(name: &str, work: impl FnOnce() -> Result<String, Failure>) -> Self {
-        Self::run(name, Kind::Check, |figures| {
-            work().map(|said| figures.push(said)).into()
+        Self::run(name, Kind::Check, |results| {
+            work().map(|said| results.push(said)).into()
         })
     }
 
@@ -193,11 +193,11 @@ impl Row {
             Verdict::NotYet(why) => format!("not yet: {why}"),
         };
         let seconds = self.took.as_secs_f64();
-        let figures = self
-            .figures
+        let results = self
+            .results
             .iter()
-            .map(|figure| format!("\n        {figure}"));
-        format!("{:<58} {seconds:>6.1} s  {said}", self.path) + &figures.collect::<String>()
+            .map(|result| format!("\n        {result}"));
+        format!("{:<58} {seconds:>6.1} s  {said}", self.path) + &results.collect::<String>()
     }
 }
 

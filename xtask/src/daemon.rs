@@ -48,8 +48,8 @@ pub(crate) fn build_dist() -> Result<PathBuf, Failure> {
 
 pub(crate) fn build_in(profile: &str) -> Result<PathBuf, Failure> {
     sh::run(&mut building(profile))?;
-    let folder = if profile == "dev" { "debug" } else { profile };
-    Ok(root().join(".build").join(folder))
+    let directory = if profile == "dev" { "debug" } else { profile };
+    Ok(root().join(".build").join(directory))
 }
 
 /// Returns a Cargo command to build the programs and libraries. We always build this same set of

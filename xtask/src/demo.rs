@@ -245,10 +245,10 @@ impl Demo {
     }
 }
 
-fn configuration(folder: &Path) -> String {
+fn configuration(directory: &Path) -> String {
     format!(
         "backends:\n  disk: {{ kind: file, path: {}/disk.img, size: 1GiB, create: true }}\n{}",
-        folder.display(),
+        directory.display(),
         TARGET
     )
 }

@@ -102,8 +102,12 @@ impl Results {
             }
         }
         // Always show measured values, because the output of a successful test is not printed.
-        let figures = text.lines().filter_map(|l| Some(&l[l.find("figure: ")?..]));
-        figures.for_each(|figure| println!("{figure}"));
+        // The summary of a harness (`test result: `) is not one of them.
+        let results = text.lines().filter_map(|line| {
+            let at = line.find("result: ")?;
+            (!line[..at].ends_with("test ")).then_some(&line[at..])
+        });
+        results.for_each(|result| println!("{result}"));
         let failed = failed_functions(&text);
         // If a test exits its process, for example by calling `exit(0)`, the functions after it
         // will not run.
@@ -265,7 +269,7 @@ pub(crate) fn run_all(lanes: usize) -> Results {
 /// Test harness and package directory.
 struct Harness {
     program: PathBuf,
-    folder: PathBuf,
+    directory: PathBuf,
     /// Set if the harness was built from its own source file instead of a library or program.
     is_integration: bool,
 }
@@ -280,7 +284,7 @@ impl Harness {
         let manifest = PathBuf::from(message["manifest_path"].as_str()?);
         Some(Self {
             program: program.into(),
-            folder: manifest.parent()?.to_owned(),
+            directory: manifest.parent()?.to_owned(),
             is_integration: message["target"]["kind"][0] == "test",
         })
     }
@@ -295,7 +299,7 @@ impl Harness {
 
     /// Returns whether this harness should run with the `release` profile ([`SIMULATOR`]).
     fn is_of_simulator(&self) -> bool {
-        let is_its = self.is_integration && self.folder.ends_with("tests/sim");
+        let is_its = self.is_integration && self.directory.ends_with("tests/sim");
         is_its && SIMULATOR.contains(&self.name())
     }
 
@@ -311,8 +315,8 @@ impl Harness {
             Command::new(&self.program)
         };
         command
-            .current_dir(&self.folder)
-            .env("CARGO_MANIFEST_DIR", &self.folder)
+            .current_dir(&self.directory)
+            .env("CARGO_MANIFEST_DIR", &self.directory)
             .env(skip::LOG, skip_log())
             .env(ARE_BUILT, "1")
             .stdin(Stdio::null());
@@ -392,7 +396,7 @@ mod tests {
     fn harness_programs_are_found() {
         let message = |test: bool, program: Value| json!({ "profile": { "test": test }, "executable": program, "manifest_path": "/a/Cargo.toml" });
         let harness = Harness::of(&message(true, json!("/b/c-01ab"))).unwrap();
-        assert_eq!(harness.folder, PathBuf::from("/a"));
+        assert_eq!(harness.directory, PathBuf::from("/a"));
         assert_eq!(harness.name(), "c");
         assert!(!harness.is_of_simulator());
         let of_simulator = |name: &str| {

@@ -47,14 +47,14 @@ const BURST: f64 = 0.1;
 
 /// Latency of the quiet initiator, in microseconds.
 #[derive(Clone, Copy)]
-struct Figure {
+struct Latency {
     p50: f64,
     p99: f64,
 }
 
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let programs = match &options.programs {
-        Some(folder) => folder.clone(),
+        Some(directory) => directory.clone(),
         None => daemon::build_dist()?,
     };
     let scratch = sh::Scratch::new("neighbours")?;
@@ -62,7 +62,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let alone = median(&rows[0]);
     println!("\n| 4 KiB random reads at depth 1 | p50 | p99 | p99 relative to alone |");
     println!("| --- | --- | --- | --- |");
-    for (name, figures) in [
+    for (name, latencies) in [
         "alone",
         "with a noisy neighbour",
         "with a limited neighbour",
@@ -70,7 +70,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     .iter()
     .zip(&rows)
     {
-        let Figure { p50, p99 } = median(figures);
+        let Latency { p50, p99 } = median(latencies);
         let ratio = p99 / alone.p99;
         println!("| {name} | {p50:.0} us | {p99:.0} us | {ratio:.2} |");
     }
@@ -83,9 +83,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 }
 
 /// Returns an error if a limited neighbor disturbs the quiet initiator.
-fn check_quiet(alone: Figure, beside: Figure) -> Result<(), Failure> {
+fn check_quiet(alone: Latency, loaded: Latency) -> Result<(), Failure> {
     // Use a negated comparison, so that NaN will fail as well.
-    let ratio = beside.p99 / alone.p99;
+    let ratio = loaded.p99 / alone.p99;
     if ratio < TOO_MUCH {
         return Ok(());
     }
@@ -96,7 +96,7 @@ fn measure(
     options: &Options,
     programs: &Path,
     scratch: &Path,
-) -> Result<[Vec<Figure>; 3], Failure> {
+) -> Result<[Vec<Latency>; 3], Failure> {
     let mut rows = [const { Vec::new() }; 3];
     for _ in 0..options.runs {
         // We alternate between the three cases in every round, so that a slow phase of the machine
@@ -115,14 +115,14 @@ fn measure(
                 Some(_) => Some(start_noisy(options, programs, scratch)?),
                 None => None,
             };
-            let figure = quiet(options, programs)?;
+            let latency = quiet(options, programs)?;
             if let Some(noisy) = noisy {
                 let done = finish_noisy(noisy)?;
                 let is_limited = limits.is_some_and(|limits| !limits.is_empty());
                 check_noisy(done, is_limited, options)?;
             }
             daemon.stop()?;
-            rows[row].push(figure);
+            rows[row].push(latency);
         }
     }
     Ok(rows)
@@ -149,7 +149,7 @@ fn bench(programs: &Path, url: &str, depth: u32, seconds: u32) -> Command {
     command
 }
 
-fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
+fn quiet(options: &Options, programs: &Path) -> Result<Latency, Failure> {
     let url = format!("iscsi://127.0.0.1:3261/{TARGET}/0");
     let report = sh::json(&sh::output(&mut bench(programs, &url, 1, options.seconds))?)?;
     let micros = |name: &str| {
@@ -158,7 +158,7 @@ fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
             .map(|n| n / 1e3)
             .ok_or("missing latency in the result")
     };
-    Ok(Figure {
+    Ok(Latency {
         p50: micros("50.000000")?,
         p99: micros("99.000000")?,
     })
@@ -220,13 +220,13 @@ fn finish_noisy((mut process, since): (Process, Instant)) -> Result<Done, Failur
     Ok(Done { commands, seconds })
 }
 
-fn median(figures: &[Figure]) -> Figure {
-    let middle = |of: fn(&Figure) -> f64| {
-        let mut sorted: Vec<f64> = figures.iter().map(of).collect();
+fn median(latencies: &[Latency]) -> Latency {
+    let middle = |of: fn(&Latency) -> f64| {
+        let mut sorted: Vec<f64> = latencies.iter().map(of).collect();
         sorted.sort_by(f64::total_cmp);
         sorted[sorted.len() / 2]
     };
-    Figure {
+    Latency {
         p50: middle(|f| f.p50),
         p99: middle(|f| f.p99),
     }
@@ -238,10 +238,10 @@ mod tests {
 
     #[test]
     fn doubled_latency_fails() {
-        let figure = |p99| Figure { p50: 1.0, p99 };
-        assert!(check_quiet(figure(10.0), figure(19.9)).is_ok());
-        assert!(check_quiet(figure(10.0), figure(20.0)).is_err());
-        assert!(check_quiet(figure(10.0), figure(f64::NAN)).is_err());
+        let latency = |p99| Latency { p50: 1.0, p99 };
+        assert!(check_quiet(latency(10.0), latency(19.9)).is_ok());
+        assert!(check_quiet(latency(10.0), latency(20.0)).is_err());
+        assert!(check_quiet(latency(10.0), latency(f64::NAN)).is_err());
     }
 
     #[test]

@@ -51,16 +51,16 @@ pub(crate) fn build_and_install(profile: &str) -> Result<(), Failure> {
     // and not another program.
     let later = package(profile, &format!("{version}+later"))?;
     let mut test = cmd("bash", [root().join("tests/package/run.sh")]);
-    sh::run(test.args([folder(), deb, later]))
+    sh::run(test.args([directory(), deb, later]))
 }
 
 /// Directory for packages and the Debian root.
-fn folder() -> PathBuf {
+fn directory() -> PathBuf {
     root().join(".build/package")
 }
 
 fn build_package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
-    fs::create_dir_all(folder())?;
+    fs::create_dir_all(directory())?;
     let programs = daemon::build_in(profile)?;
     sh::run(cmd("bash", [root().join("deploy/generate.sh")]).arg(programs))?;
     let deb = package(profile, version)?;
@@ -73,7 +73,7 @@ fn build_package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
 }
 
 fn package(profile: &str, version: &str) -> Result<PathBuf, Failure> {
-    let deb = folder().join(format!("riser_{version}.deb"));
+    let deb = directory().join(format!("riser_{version}.deb"));
     let mut command = sh::cargo(["deb", "-p", "riser-target", "--no-build", "--strip"]);
     // With this option, files that the manifest lists in the release directory are read from the
     // directory of this profile.

@@ -132,12 +132,12 @@ pub(crate) fn unpack(package: &str, into: &Path) -> Result<(), Failure> {
     sh::output(sh::cmd("dpkg", ["-x"]).arg(find()?).arg(into)).map(drop)
 }
 
-pub(crate) fn find_archive(folder: &Path, package: &str) -> Result<PathBuf, Failure> {
+pub(crate) fn find_archive(directory: &Path, package: &str) -> Result<PathBuf, Failure> {
     let is_it = |path: &PathBuf| {
         let file = path.file_name().unwrap_or_default().to_string_lossy();
         file.starts_with(&format!("{package}_")) && file.ends_with(".deb")
     };
-    let mut paths = fs::read_dir(folder)?.flatten().map(|entry| entry.path());
+    let mut paths = fs::read_dir(directory)?.flatten().map(|entry| entry.path());
     let archive = paths.find(is_it);
     archive.ok_or_else(|| format!("apt did not download the package {package}").into())
 }
@@ -209,9 +209,9 @@ pub(crate) fn may_install(what: &str) -> bool {
 fn is_yes(question: &str) -> bool {
     print!("{question}");
     let _ = io::stdout().flush();
-    let mut answer = String::new();
-    let is_read = io::stdin().read_line(&mut answer).is_ok_and(|n| n > 0);
-    is_read && matches!(answer.trim().to_lowercase().as_str(), "" | "y" | "yes")
+    let mut line = String::new();
+    let is_read = io::stdin().read_line(&mut line).is_ok_and(|n| n > 0);
+    is_read && matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes")
 }
 
 fn apt(args: &[&str]) {

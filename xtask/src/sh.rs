@@ -260,18 +260,18 @@ mod tests {
         let scratch = Scratch::new("abandoned-test").unwrap();
         let ours = format!("riser-bench-{}", std::process::id());
         // Larger than any valid process ID.
-        let folders = [
+        let directories = [
             "riser-bench-4194305",
             ours.as_str(),
             "riser-bench-notes",
             "other-4194305",
         ];
-        for folder in folders {
-            std::fs::create_dir(scratch.join(folder)).unwrap();
+        for directory in directories {
+            std::fs::create_dir(scratch.join(directory)).unwrap();
         }
-        std::fs::write(scratch.join(folders[0]).join("disk.img"), "data").unwrap();
+        std::fs::write(scratch.join(directories[0]).join("disk.img"), "data").unwrap();
         remove_abandoned(scratch.path(), "riser-bench-");
-        let left = folders.map(|folder| scratch.join(folder).exists());
+        let left = directories.map(|directory| scratch.join(directory).exists());
         assert_eq!(left, [false, true, true, true]);
     }
 }

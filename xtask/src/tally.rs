@@ -351,8 +351,8 @@ mod tests {
 
     #[test]
     fn skip_line_round_trips() {
-        let folder = crate::sh::Scratch::new("tally").unwrap();
-        let log = folder.join("log");
+        let directory = crate::sh::Scratch::new("tally").unwrap();
+        let log = directory.join("log");
         skip::note(&log, Kind::SuiteTest.word(), "A.B", "one\ttwo\nthree").unwrap();
         let text = fs::read_to_string(log).unwrap();
         let expected = skip(Kind::SuiteTest, "A.B", "one two three");

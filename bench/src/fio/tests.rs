@@ -200,14 +200,14 @@ fn parse_published(path: &Path) -> Result<JobFile, String> {
 }
 
 /// Returns fio's result for a job file, or `None` if fio is not installed.
-fn judged_by_fio(path: &Path, option: &str) -> Option<Result<String, String>> {
-    let judge = std::process::Command::new("fio")
+fn check_with_fio(path: &Path, option: &str) -> Option<Result<String, String>> {
+    let fio = std::process::Command::new("fio")
         .arg(option)
         .arg(path)
         .current_dir(path.parent().unwrap())
         .env("SIZE", "64m")
         .output();
-    match judge {
+    match fio {
         Ok(output) if output.status.success() => {
             Some(Ok(String::from_utf8_lossy(&output.stdout).into_owned()))
         }
@@ -226,11 +226,11 @@ fn published_shapes_are_accepted() {
         let file = parse_published(&path).unwrap_or_else(|e| panic!("{e}"));
         let jobs = file.groups.iter().flatten();
         let names: Vec<_> = jobs.map(|job| format!("--name={}", job.name)).collect();
-        let Some(judged) = judged_by_fio(&path, "--parse-only") else {
+        let Some(checked) = check_with_fio(&path, "--parse-only") else {
             continue;
         };
-        judged.unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-        let command = judged_by_fio(&path, "--showcmd").unwrap().unwrap();
+        checked.unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        let command = check_with_fio(&path, "--showcmd").unwrap().unwrap();
         let words = command.split_whitespace();
         // A global `name=` is printed before the names of the sections.
         let sections: Vec<_> = words.filter(|word| word.starts_with("--name=")).collect();
@@ -246,8 +246,8 @@ fn invalid_files_fail_as_in_fio() {
     assert_eq!(paths.len(), 10);
     for path in paths {
         assert_refused(&path);
-        if let Some(judged) = judged_by_fio(&path, "--parse-only") {
-            assert!(judged.is_err(), "{}: fio accepts it", path.display());
+        if let Some(checked) = check_with_fio(&path, "--parse-only") {
+            assert!(checked.is_err(), "{}: fio accepts it", path.display());
         }
     }
 }
@@ -260,8 +260,8 @@ fn unsupported_files_fail() {
     assert_eq!(paths.len(), 12);
     for path in paths {
         assert_refused(&path);
-        if let Some(judged) = judged_by_fio(&path, "--parse-only") {
-            judged.unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        if let Some(checked) = check_with_fio(&path, "--parse-only") {
+            checked.unwrap_or_else(|e| panic!("{}: {e}", path.display()));
         }
     }
 }

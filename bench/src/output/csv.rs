@@ -9,7 +9,7 @@
 
 use std::io::{self, Write};
 
-use super::figures::{active, latencies, per_second};
+use super::summary::{active, latencies, per_second};
 use crate::outcome::{Interval, OpKind, Outcome};
 
 /// Names of the columns.

@@ -15,8 +15,8 @@ use hdrhistogram::serialization::interval_log::{
     IntervalLogWriter, IntervalLogWriterBuilder, IntervalLogWriterError, Tag,
 };
 
-use super::figures::active;
 use super::show;
+use super::summary::active;
 use crate::outcome::{Interval, OpKind, Outcome};
 
 /// Unit for the maximum column in nanoseconds.

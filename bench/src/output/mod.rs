@@ -16,12 +16,12 @@
 
 pub mod compare;
 pub mod csv;
-mod figures;
 pub mod fio;
 pub mod hdr;
 pub mod html;
 pub mod machine;
 mod show;
+mod summary;
 pub mod text;
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use hdrhistogram::Histogram;
 
-use super::figures::{active, cpu_per_op, latencies, switches_per_op, total_ios};
 use super::show;
+use super::summary::{active, cpu_per_op, latencies, switches_per_op, total_ios};
 use crate::outcome::{OpKind, Outcome, Usage};
 
 /// Maximum number of outcomes for separate blocks.
@@ -180,7 +180,7 @@ fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
     head.extend(varying.iter().map(|key| show::printable(key)));
     head.push("kind".into());
     let texts = head.len();
-    head.extend(FIGURES.map(str::to_owned));
+    head.extend(COLUMNS.map(str::to_owned));
     let mut rows = vec![head];
     for outcome in outcomes {
         for kind in active(outcome) {
@@ -190,7 +190,7 @@ fn table(out: &mut dyn Write, outcomes: &[Outcome]) -> io::Result<()> {
             let options = varying.iter().map(|key| option(outcome, key));
             row.extend(options.map(show::printable));
             row.push(kind.name().into());
-            row.extend(figures(outcome, kind));
+            row.extend(columns(outcome, kind));
             rows.push(row);
         }
     }
@@ -220,7 +220,7 @@ pub(super) fn bandwidth(outcome: &Outcome, kind: OpKind) -> String {
 }
 
 /// Column names for results.
-const FIGURES: [&str; 9] = [
+const COLUMNS: [&str; 9] = [
     "IOPS",
     "bandwidth",
     "mean",
@@ -232,7 +232,7 @@ const FIGURES: [&str; 9] = [
     "server CPU/op",
 ];
 
-fn figures(outcome: &Outcome, kind: OpKind) -> [String; 9] {
+fn columns(outcome: &Outcome, kind: OpKind) -> [String; 9] {
     let latencies = latencies(outcome.of(kind));
     let at = |percent| show::time(latencies.value_at_percentile(percent) as f64);
     let ios = total_ios(outcome);
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn block_shows_all_figures() {
+    fn block_shows_all_values() {
         let mut outcome = sample::mixed("job\x07", 1);
         outcome.address = "srp://host/\u{202e}x".into();
         let text = written(std::slice::from_ref(&outcome));

@@ -87,7 +87,7 @@ pub enum WireError {
     Interface(IpAddr),
     /// There is no responder.
     #[error("no responder at {0}: run `riser bench wire --listen` there")]
-    NoAnswer(IpAddr),
+    NoResponse(IpAddr),
     /// No data was received in a case.
     #[error("{0}: no reply received within {1:?}; set --mtu if the path MTU is smaller")]
     Nothing(&'static str, Duration),

@@ -84,7 +84,7 @@ pub(super) struct Tally {
     /// Position for the next data.
     at: usize,
     /// Sequence numbers of responses since they were last processed.
-    pub(super) answered: Vec<u32>,
+    pub(super) completed: Vec<u32>,
     /// Cookie in the last response.
     pub(super) cookie: u64,
     pub(super) packets: u64,
@@ -106,7 +106,7 @@ impl Tally {
             epoch: 0,
             memory,
             at: 0,
-            answered: Vec::new(),
+            completed: Vec::new(),
             cookie: 0,
             packets: 0,
             bytes: 0,
@@ -146,7 +146,7 @@ impl Tally {
                 // Ignore late responses from a previous run.
                 if is_response && message.epoch.get() == self.epoch {
                     self.cookie = message.cookie.get();
-                    self.answered.push(message.seq.get());
+                    self.completed.push(message.seq.get());
                 }
             }
             Some(Received::Data(place, payload)) => {
@@ -223,8 +223,8 @@ impl Requester {
             self.send(sent);
             while sent.elapsed() < interval {
                 self.receive();
-                if !self.tally.answered.is_empty() {
-                    self.tally.answered.clear();
+                if !self.tally.completed.is_empty() {
+                    self.tally.completed.clear();
                     self.cookie = self.tally.cookie;
                     return Ok(());
                 }
@@ -233,7 +233,7 @@ impl Requester {
                 }
             }
         }
-        Err(WireError::NoAnswer(self.sender.peer().ip()))
+        Err(WireError::NoResponse(self.sender.peer().ip()))
     }
 
     /// Measures all cases.
@@ -276,12 +276,12 @@ impl Requester {
             self.receive();
             // If this thread was descheduled, responses may be pending for commands that appear
             // lost.
-            let has_answers = !self.tally.answered.is_empty();
-            if has_answers {
+            let has_completions = !self.tally.completed.is_empty();
+            if has_completions {
                 // Use the time after receiving.
                 self.send_next_commands(&mut run, Instant::now());
             }
-            let interval = if has_answers { STALL } else { LOOK };
+            let interval = if has_completions { STALL } else { LOOK };
             if now.saturating_duration_since(run.looked) > interval {
                 self.repeat_lost(&mut run, now);
             }
@@ -291,7 +291,7 @@ impl Requester {
     /// Sends the initial commands. Responses from the previous case are ignored.
     fn send_initial_commands(&mut self, run: &mut Run, now: Instant) {
         self.tally.epoch += 1;
-        self.tally.answered.clear();
+        self.tally.completed.clear();
         for place in 0..run.places.len() {
             self.command(run, place, now);
         }
@@ -300,13 +300,13 @@ impl Requester {
 
     /// Sends a new command for each response.
     fn send_next_commands(&mut self, run: &mut Run, now: Instant) {
-        let mut answered = std::mem::take(&mut self.tally.answered);
-        for seq in answered.drain(..) {
+        let mut completed = std::mem::take(&mut self.tally.completed);
+        for seq in completed.drain(..) {
             if let Some(place) = run.count_response(seq, now) {
                 self.command(run, place, now);
             }
         }
-        self.tally.answered = answered;
+        self.tally.completed = completed;
         self.send(now);
     }
 
@@ -329,15 +329,15 @@ impl Requester {
     /// Receives all remaining replies. Otherwise they could be counted as corrupted in the next
     /// case.
     fn drain(&mut self, mut outstanding: u32) {
-        let mut heard = Instant::now();
-        while outstanding > 0 && heard.elapsed() < STALL {
+        let mut last_received = Instant::now();
+        while outstanding > 0 && last_received.elapsed() < STALL {
             self.receive();
-            let answered = self.tally.answered.len() as u32;
-            if answered > 0 {
-                heard = Instant::now();
+            let completed = self.tally.completed.len() as u32;
+            if completed > 0 {
+                last_received = Instant::now();
             }
-            outstanding = outstanding.saturating_sub(answered);
-            self.tally.answered.clear();
+            outstanding = outstanding.saturating_sub(completed);
+            self.tally.completed.clear();
         }
     }
 

@@ -161,8 +161,8 @@ fn accept_command(
     };
     // Without a valid cookie, the source address may be spoofed, so we must not send more than we
     // received.
-    let may_ask = message.is(Kind::Command) && message.cookie.get() == cookie;
-    if !may_ask && !message.is(Kind::Hello) {
+    let may_request = message.is(Kind::Command) && message.cookie.get() == cookie;
+    if !may_request && !message.is(Kind::Hello) {
         return None;
     }
     if message.has_icrc() {

@@ -79,14 +79,14 @@ fn corrupted_and_foreign_packets_are_counted() {
     let mut tally = Tally::new(local, peer).unwrap();
     deliver(&mut tally, None);
     assert_eq!((tally.packets, tally.bytes, tally.corrupted), (2, 8192, 0));
-    assert_eq!(tally.answered, [7]);
+    assert_eq!(tally.completed, [7]);
     for damaged in 0..packets {
         let mut tally = Tally::new(local, peer).unwrap();
         deliver(&mut tally, Some(damaged));
         assert_eq!(tally.corrupted, 1);
         let data = if damaged < 2 { 1 } else { 2 };
         assert_eq!(tally.packets, data);
-        assert_eq!(tally.answered.len(), usize::from(damaged != 2));
+        assert_eq!(tally.completed.len(), usize::from(damaged != 2));
     }
     // From another host, and from a previous run.
     let mut tally = Tally::new(local, peer).unwrap();
@@ -94,7 +94,7 @@ fn corrupted_and_foreign_packets_are_counted() {
     assert_eq!(tally.foreign, 1);
     tally.epoch = 1;
     deliver(&mut tally, None);
-    assert!(tally.answered.is_empty());
+    assert!(tally.completed.is_empty());
 }
 
 #[test]
@@ -102,10 +102,10 @@ fn responder_requires_cookie_for_data() {
     let addr = at(10);
     let mut responder = Responder::open(addr.ip()).unwrap();
     let stop = AtomicBool::new(false);
-    let asker = UdpSocket::bind((at(11).ip(), 0)).unwrap();
-    let local = asker.local_addr().unwrap();
+    let socket = UdpSocket::bind((at(11).ip(), 0)).unwrap();
+    let local = socket.local_addr().unwrap();
     // Receives the expected packets, and any additional packets within a short time.
-    let ask = |kind, cookie: u64, expected: usize| {
+    let send = |kind, cookie: u64, expected: usize| {
         let mut message = Message::new(kind, true);
         message.cookie = cookie.into();
         message.len = 4096.into();
@@ -114,14 +114,14 @@ fn responder_requires_cookie_for_data() {
         let mut sender = Sender::new(local, addr).unwrap();
         sender.push_command(&mut batch, &message);
         let packets = batch.copy_packets(&batch.groups()[0]);
-        asker.send_to(&packets[0], addr).unwrap();
+        socket.send_to(&packets[0], addr).unwrap();
         let mut room = [0; 8192];
         let mut got: Vec<Vec<u8>> = Vec::new();
         loop {
             let patience = if got.len() < expected { 20_000 } else { 50 };
             let patience = Duration::from_millis(patience);
-            asker.set_read_timeout(Some(patience)).unwrap();
-            match asker.recv(&mut room) {
+            socket.set_read_timeout(Some(patience)).unwrap();
+            match socket.recv(&mut room) {
                 Ok(n) => got.push(room[..n].to_vec()),
                 Err(_) => return got,
             }
@@ -129,14 +129,14 @@ fn responder_requires_cookie_for_data() {
     };
     std::thread::scope(|scope| {
         scope.spawn(|| responder.run(&stop));
-        let greeting = ask(Kind::Hello, 0, 1);
-        let guessed = ask(Kind::Command, 1, 0);
+        let greeting = send(Kind::Hello, 0, 1);
+        let guessed = send(Kind::Command, 1, 0);
         // Don't panic before the responder was stopped, because this is required to exit the scope.
         let cookie = match greeting.first().map(|packet| parse(packet)) {
-            Some(Some(Received::Message(answer))) => answer.cookie.get(),
+            Some(Some(Received::Message(response))) => response.cookie.get(),
             _ => 0,
         };
-        let known = ask(Kind::Command, cookie, 3);
+        let known = send(Kind::Command, cookie, 3);
         stop.store(true, Ordering::Relaxed);
         assert_eq!(greeting.len(), 1);
         assert!(greeting[0].len() < 84, "no more than was sent");
@@ -148,10 +148,10 @@ fn responder_requires_cookie_for_data() {
 
 /// Sends two responses for each command (without data), except for the given sequence numbers.
 /// Returns the number of commands with a response.
-fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u64 {
+fn respond_to_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u64 {
     let local = socket.local_addr().unwrap();
     let mut room = [0; 8192];
-    let mut answered = 0;
+    let mut responses = 0;
     while !stop.load(Ordering::Relaxed) {
         let Ok((n, src)) = socket.recv_from(&mut room) else {
             continue;
@@ -163,7 +163,7 @@ fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u6
         if is_command && left_out.contains(&message.seq.get()) {
             continue;
         }
-        answered += u64::from(is_command);
+        responses += u64::from(is_command);
         let mut batch = TxBatch::new(1);
         let mut sender = Sender::new(local, src).unwrap();
         sender.push_response(&mut batch, &message.response());
@@ -172,7 +172,7 @@ fn answer_all_but(socket: &UdpSocket, left_out: &[u32], stop: &AtomicBool) -> u6
             socket.send_to(&packets[0], src).unwrap();
         }
     }
-    answered
+    responses
 }
 
 #[test]
@@ -198,17 +198,17 @@ fn lost_command_is_counted_and_replaced() {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         // This leaves only one index without a lost command.
-        let server = scope.spawn(|| answer_all_but(&socket, &[9, 10, 11], &stop));
+        let server = scope.spawn(|| respond_to_all_but(&socket, &[9, 10, 11], &stop));
         let greeted = requester.greet();
         let case = greeted.and_then(|()| requester.run(shape, config));
         stop.store(true, Ordering::Relaxed);
-        let answered = server.join().unwrap();
+        let responses = server.join().unwrap();
         let case = case.unwrap();
         // On a busy machine, additional commands may time out.
         assert!(case.lost_commands >= 3, "{case:?}");
         assert!(
-            (1..=answered).contains(&case.operations),
-            "{answered} answers: {case:?}"
+            (1..=responses).contains(&case.operations),
+            "{responses} responses: {case:?}"
         );
         assert_eq!((case.corrupted, case.foreign), (0, 0));
     });
@@ -243,6 +243,6 @@ fn invalid_addresses_fail() {
     // There is no responder at this address.
     assert!(matches!(
         measure(own, at(21).ip(), SHORT),
-        Err(WireError::NoAnswer(_))
+        Err(WireError::NoResponse(_))
     ));
 }

@@ -269,7 +269,7 @@ proptest! {
         let config = read(&any_config(seed));
         let value = config.to_value();
         let schema = schema();
-        prop_assert_eq!(judge(&schema, &schema, &value, ""), Ok(()));
+        prop_assert_eq!(validate(&schema, &schema, &value, ""), Ok(()));
     }
 }
 
@@ -283,7 +283,7 @@ fn examples_match_schema() {
         if path.extension().is_some_and(|e| e == "yaml") {
             let text = std::fs::read_to_string(&path).unwrap();
             let value: Value = serde_saphyr::from_str(&text).unwrap();
-            judge(&schema, &schema, &value, "").unwrap_or_else(|e| panic!("{path:?}: {e}"));
+            validate(&schema, &schema, &value, "").unwrap_or_else(|e| panic!("{path:?}: {e}"));
             seen += 1;
         }
     }
@@ -304,13 +304,13 @@ fn schema_rejects_invalid_files() {
         ),
     ] {
         let value: Value = serde_saphyr::from_str(text).unwrap();
-        let error = judge(&schema, &schema, &value, "").unwrap_err();
+        let error = validate(&schema, &schema, &value, "").unwrap_err();
         assert!(error.starts_with(place), "{error}");
     }
 }
 
 /// Checks a value against the keywords used by the schema. Unknown keywords are an error.
-fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), String> {
+fn validate(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), String> {
     let Value::Object(keywords) = schema else {
         let allowed = schema
             .as_bool()
@@ -330,7 +330,7 @@ fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), St
             | "examples" | "properties" | "x-unit" | "x-limits" => true,
             "$ref" => {
                 let place = wanted.as_str().unwrap().strip_prefix('#').unwrap();
-                judge(root, root.pointer(place).expect(place), value, at)?;
+                validate(root, root.pointer(place).expect(place), value, at)?;
                 true
             }
             "type" => match wanted {
@@ -343,17 +343,17 @@ fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), St
             "maximum" => value.as_f64().is_none_or(|n| n <= wanted.as_f64().unwrap()),
             "anyOf" | "oneOf" => {
                 let mut ways = wanted.as_array().unwrap().iter();
-                ways.any(|way| judge(root, way, value, at).is_ok())
+                ways.any(|way| validate(root, way, value, at).is_ok())
             }
             "allOf" => {
                 for part in wanted.as_array().unwrap() {
-                    judge(root, part, value, at)?;
+                    validate(root, part, value, at)?;
                 }
                 true
             }
             "items" => {
                 for (n, item) in value.as_array().into_iter().flatten().enumerate() {
-                    judge(root, wanted, item, &format!("{at}/{n}"))?;
+                    validate(root, wanted, item, &format!("{at}/{n}"))?;
                 }
                 true
             }
@@ -369,7 +369,7 @@ fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), St
             "additionalProperties" => {
                 for (key, part) in value.as_object().into_iter().flatten() {
                     if !properties.contains_key(key) {
-                        judge(root, wanted, part, &format!("{at}/{key}"))?;
+                        validate(root, wanted, part, &format!("{at}/{key}"))?;
                     }
                 }
                 true
@@ -382,7 +382,7 @@ fn judge(root: &Value, schema: &Value, value: &Value, at: &str) -> Result<(), St
     }
     for (key, schema) in properties {
         if let Some(part) = value.get(key) {
-            judge(root, schema, part, &format!("{at}/{key}"))?;
+            validate(root, schema, part, &format!("{at}/{key}"))?;
         }
     }
     Ok(())

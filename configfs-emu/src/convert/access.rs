@@ -163,7 +163,7 @@ impl Group<'_> {
             };
             let name = backend_name(self.tree, device);
             let added = match (self.has_backend)(&name) {
-                true => self.put(&mut backends, lun, name),
+                true => self.insert_lun(&mut backends, lun, name),
                 false => Err(format!("backend {name} is omitted")),
             };
             if let Err(reason) = added {
@@ -205,7 +205,7 @@ impl Group<'_> {
                 number,
                 read_only: self.tree.value(mapped, "write_protect") == "1",
             };
-            if let Err(reason) = self.put(&mut seen, mapped, leads_to) {
+            if let Err(reason) = self.insert_lun(&mut seen, mapped, leads_to) {
                 omitted.push(Omission::new(self.tree, mapped, reason));
             }
         }
@@ -291,7 +291,12 @@ impl Group<'_> {
     }
 
     /// Adds a LUN directory by number.
-    fn put<T>(&self, all: &mut BTreeMap<u64, T>, lun: NodeId, value: T) -> Result<(), String> {
+    fn insert_lun<T>(
+        &self,
+        all: &mut BTreeMap<u64, T>,
+        lun: NodeId,
+        value: T,
+    ) -> Result<(), String> {
         let number = lun_number(&self.tree.dir(lun).name).expect("checked by mkdir");
         if number > MAX_LUN {
             return Err(format!("LUN {number} is omitted: the maximum is {MAX_LUN}"));

@@ -136,7 +136,7 @@ impl Rig {
     }
 
     fn read(&mut self, path: &str) -> Result<String, Errno> {
-        self.engine.look(|tree, world| {
+        self.engine.read_tree(|tree, world| {
             let mut tree = tree.clone();
             let tree = &mut tree;
             Shell { tree, world }.read(path)

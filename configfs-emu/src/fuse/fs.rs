@@ -31,7 +31,7 @@ pub(super) struct TreeFs {
     open: Mutex<Open>,
     started: SystemTime,
     /// Time when we last checked the daemon for changes made by other users.
-    asked: Mutex<Option<Instant>>,
+    last_checked: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -46,7 +46,7 @@ impl TreeFs {
             engine,
             open: Mutex::default(),
             started: SystemTime::now(),
-            asked: Mutex::default(),
+            last_checked: Mutex::default(),
         }
     }
 
@@ -58,12 +58,15 @@ impl TreeFs {
     /// Returns the tree after an update from the daemon, for use at the start of a read.
     fn fresh(&self) -> MutexGuard<'_, Engine> {
         let mut engine = self.engine();
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last_checked = self
+            .last_checked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         // A tool can read hundreds of files in sequence, but each request to the daemon returns the
         // whole configuration.
-        if asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
+        if last_checked.is_none_or(|last_checked| last_checked.elapsed() >= FRESH) {
             engine.refresh();
-            *asked = Some(Instant::now());
+            *last_checked = Some(Instant::now());
         }
         engine
     }
@@ -312,7 +315,7 @@ impl Filesystem for TreeFs {
             Some(content) => Ok(content),
             None => self
                 .engine()
-                .look(|tree, world| tree.read(inode(ino), world))
+                .read_tree(|tree, world| tree.read(inode(ino), world))
                 .map(String::into_bytes),
         };
         match content {

@@ -54,12 +54,12 @@ impl Mount {
         })
     }
 
-    /// Waits until the tree is unmounted by another process. If `asked` returns first, we unmount
+    /// Waits until the tree is unmounted by another process. If `on_mounted` returns first, we unmount
     /// it.
     ///
     /// # Errors
     /// Returns an error if the session failed or can't be unmounted.
-    pub fn serve(mut self, asked: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    pub fn serve(mut self, on_mounted: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let (events, event) = channel();
         // We have to keep the session to unmount it later, but joining needs to take its thread, so
         // we replace the thread.
@@ -69,7 +69,7 @@ impl Mount {
         // that will never happen.
         thread::spawn(move || ended.send(Some(join(guard))));
         thread::spawn(move || {
-            asked();
+            on_mounted();
             events.send(None)
         });
         let unreachable = |_| io::Error::other("the session's thread has exited");

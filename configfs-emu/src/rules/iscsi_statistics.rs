@@ -51,8 +51,8 @@ enum Failure {
 
 impl Failure {
     /// Returns the reason for a login response.
-    fn of(answer: &str) -> Self {
-        match answer {
+    fn of(status: &str) -> Self {
+        match status {
             "moved_temporarily" | "moved_permanently" => Self::Redirect,
             "authorization_failure" => Self::Authorize,
             "authentication_failure" => Self::Authenticate,
@@ -96,7 +96,7 @@ fn events(counted: &LiveTarget, names: &[&str]) -> u64 {
 
 fn failures(counted: &LiveTarget, of: impl Fn(Failure) -> bool) -> u64 {
     let refused = counted.refused.iter();
-    let refused = refused.filter(|(answer, _)| of(Failure::of(answer)));
+    let refused = refused.filter(|(status, _)| of(Failure::of(status)));
     refused.map(|(_, n)| n).sum()
 }
 

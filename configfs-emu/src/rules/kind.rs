@@ -86,7 +86,7 @@ impl Fabric {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
     missing_docs,
-    reason = "each is the directory whose path stands beside it in `directories`"
+    reason = "each is the directory with the path next to it in `directories`"
 )]
 pub enum Kind {
     Root,

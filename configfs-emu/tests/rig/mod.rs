@@ -42,7 +42,7 @@ fn last(given: &LiveSource) -> Value {
 /// A mounted tree and its directory.
 pub(crate) struct Rig {
     pub(crate) given: LiveSource,
-    pub(crate) folder: PathBuf,
+    pub(crate) directory: PathBuf,
     mount: Option<Mount>,
 }
 
@@ -74,10 +74,10 @@ impl Rig {
             skip(test, "it takes root and FUSE");
             return None;
         }
-        let folder = std::env::temp_dir().join(format!("riser-{test}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&folder);
-        fs::create_dir_all(folder.join("config")).unwrap();
-        fs::create_dir_all(folder.join("etc/backup")).unwrap();
+        let directory = std::env::temp_dir().join(format!("riser-{test}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&directory);
+        fs::create_dir_all(directory.join("config")).unwrap();
+        fs::create_dir_all(directory.join("etc/backup")).unwrap();
         let given = LiveSource::default();
         let engine = Engine::new(
             "a-secret-of-no-one-else".to_owned(),
@@ -86,10 +86,10 @@ impl Rig {
         )
         .unwrap();
         let engine = Arc::new(Mutex::new(engine));
-        let mount = Mount::new(engine, &folder.join("config")).unwrap();
+        let mount = Mount::new(engine, &directory.join("config")).unwrap();
         Some(Self {
             given,
-            folder,
+            directory,
             mount: Some(mount),
         })
     }
@@ -101,7 +101,7 @@ impl Rig {
             .args(["-m", "--propagation", "private", "dbus-run-session", "--"])
             .arg("sh")
             .arg(script("namespace.sh"))
-            .arg(&self.folder)
+            .arg(&self.directory)
             .arg(command)
             .current_dir(env!("CARGO_MANIFEST_DIR"))
             .output()
@@ -128,7 +128,7 @@ impl Drop for Rig {
         if let Some(mount) = self.mount.take() {
             let _ = mount.unmount();
         }
-        let _ = fs::remove_dir_all(&self.folder);
+        let _ = fs::remove_dir_all(&self.directory);
     }
 }
 

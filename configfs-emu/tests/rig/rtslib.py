@@ -7,8 +7,8 @@ from rtslib_fb import (FabricModule, FileIOStorageObject, LUN, MappedLUN, Networ
                        RDMCPStorageObject, RTSRoot, Target, TPG)
 from rtslib_fb.alua import ALUATargetPortGroup
 
-folder = os.environ["FOLDER"]
-image = os.path.join(folder, "disk.img")
+directory = os.environ["FOLDER"]
+image = os.path.join(directory, "disk.img")
 with open(image, "wb") as f:
     f.truncate(16 << 20)
 
@@ -83,10 +83,10 @@ iscsi.discovery_userid = "finder"
 iscsi.discovery_password = "a secret for finding"
 iscsi.discovery_enable_auth = True
 
-saved = os.path.join(folder, "saved.json")
+saved = os.path.join(directory, "saved.json")
 root.save_to_file(saved)
 before = root.dump()
-with open(os.path.join(folder, "dump.json"), "w") as f:
+with open(os.path.join(directory, "dump.json"), "w") as f:
     json.dump(before, f)
 
 root.clear_existing(confirm=True)

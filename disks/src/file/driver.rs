@@ -267,7 +267,7 @@ mod tests {
             backend.complete(Instant::now());
             backend.in_flight.is_empty()
         });
-        block_on(ended).expect("an answer").result.map(drop)
+        block_on(ended).expect("response").result.map(drop)
     }
 
     #[test]

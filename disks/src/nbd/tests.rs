@@ -126,7 +126,7 @@ fn operations_reach_disk() {
 #[test]
 fn disk_has_configured_buffer_size() {
     for (buffers, want) in [(96 << 20, 96 << 20), (0, u64::from(MAX_TRANSFER))] {
-        let (path, thread) = scripted(SIZE, |socket| answer_all(socket, 0));
+        let (path, thread) = scripted(SIZE, |socket| serve_requests(socket, 0));
         let disk = connect(&uri(&path, "disk"), NbdConfig { buffers, ..CONFIG }).unwrap();
         assert_eq!(disk.buffer_bytes(), want);
         drop(disk);
@@ -369,7 +369,7 @@ fn request(socket: &mut std::os::unix::net::UnixStream) -> (u16, u16, proto::Coo
 }
 
 /// Replies to a number of requests. Returns their types and flags.
-fn answer_all(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(u16, u16)> {
+fn serve_requests(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(u16, u16)> {
     let mut seen = Vec::new();
     for _ in 0..count {
         let (flags, command, cookie, len) = request(&mut socket);
@@ -387,7 +387,7 @@ fn answer_all(mut socket: std::os::unix::net::UnixStream, count: usize) -> Vec<(
 
 #[test]
 fn fua_write_flushes_without_server_fua() {
-    let (path, thread) = scripted(SIZE, |socket| answer_all(socket, 4));
+    let (path, thread) = scripted(SIZE, |socket| serve_requests(socket, 4));
     let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
     let write = || Operation::Write {
         offset: 0,
@@ -408,7 +408,7 @@ fn fua_write_flushes_without_server_fua() {
 #[test]
 fn fua_zeroes_work_without_server_flush() {
     let flags = proto::flag::SEND_FUA | proto::flag::SEND_WRITE_ZEROES;
-    let (path, thread) = scripted_with(flags, SIZE, |socket| answer_all(socket, 2));
+    let (path, thread) = scripted_with(flags, SIZE, |socket| serve_requests(socket, 2));
     let disk = connect(&uri(&path, "disk"), CONFIG).unwrap();
     for fua in [true, false] {
         let options = ZeroOptions {
@@ -634,8 +634,8 @@ fn silent_address_leaves_time_for_next() {
     let silent = full.local_addr().unwrap();
     // The kernel drops new connections if there are already two waiting to be accepted.
     let _waiting = [(); 2].map(|()| TcpStream::connect(silent).unwrap());
-    let answers = TcpListener::bind("127.0.0.1:0").unwrap();
-    let other = answers.local_addr().unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let other = listener.local_addr().unwrap();
     let until = Instant::now() + Duration::from_secs(4);
     let socket = connect_tcp(&[silent, other], until).unwrap();
     assert_eq!(socket.peer_addr().unwrap(), other);

@@ -67,14 +67,14 @@ fn packages_are_in_code_layout() {
     let (layout, _) = layout.split_once("```").unwrap();
     let mut wrong = Vec::new();
     for package in packages() {
-        let folder = format!("{}/", package.display());
+        let directory = format!("{}/", package.display());
         let is_listed = layout.lines().any(|line| {
             let mut words = line.split_whitespace();
-            words.next() == Some(&folder)
-                || words.any(|word| word.trim_end_matches(':') == folder.trim_end_matches('/'))
+            words.next() == Some(&directory)
+                || words.any(|word| word.trim_end_matches(':') == directory.trim_end_matches('/'))
         });
         if !is_listed {
-            wrong.push(format!("the code layout lacks {folder}"));
+            wrong.push(format!("the code layout lacks {directory}"));
         }
     }
     all_right(&wrong);

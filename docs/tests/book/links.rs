@@ -36,10 +36,10 @@ fn links_lead_to_files_and_headings() {
                 Some((file, anchor)) => (file, Some(anchor)),
                 None => (link.text.as_str(), None),
             };
-            let folder = page.path.parent().expect("a page has a folder");
+            let directory = page.path.parent().expect("a page has a directory");
             let path = match file {
                 "" => page.path.clone(),
-                file => normal(&folder.join(file)),
+                file => normal(&directory.join(file)),
             };
             let has_anchor = |anchor: &str| anchors.get(&path).is_some_and(|a| a.contains(anchor));
             let leaves = page.path.starts_with(BOOK) && !path.starts_with(BOOK);

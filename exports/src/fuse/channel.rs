@@ -40,7 +40,7 @@ struct QueuedResponse {
 pub(super) struct Channel {
     fd: OwnedFd,
     bell: Bell,
-    answers: Mutex<VecDeque<QueuedResponse>>,
+    queue: Mutex<VecDeque<QueuedResponse>>,
     in_flight: AtomicU32,
     bytes: AtomicU64,
     /// Set if the thread should be notified when a request completes.
@@ -56,7 +56,7 @@ impl Channel {
         Ok(Self {
             fd,
             bell: Bell::new()?,
-            answers: Mutex::default(),
+            queue: Mutex::default(),
             in_flight: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
             wants_room: AtomicBool::new(false),
@@ -105,25 +105,25 @@ impl Channel {
         let mut any = false;
         while sent < most {
             // Don't hold the lock while copying data: it's used by completions on other threads.
-            let Some(answer) = self.answers().pop_front() else {
+            let Some(queued) = self.queue().pop_front() else {
                 break;
             };
             any = true;
-            sent += answer.range.len();
-            answer.reply.send_data(&answer.buffer, answer.range);
+            sent += queued.range.len();
+            queued.reply.send_data(&queued.buffer, queued.range);
         }
         any
     }
 
     /// Drops queued responses, because the kernel side is closed.
     pub(super) fn forget_waiting(&self) {
-        let answers = std::mem::take(&mut *self.answers());
+        let queue = std::mem::take(&mut *self.queue());
         // Unlock first: this drop releases buffers, which may run tasks.
-        drop(answers);
+        drop(queue);
     }
 
-    fn answers(&self) -> MutexGuard<'_, VecDeque<QueuedResponse>> {
-        self.answers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queue(&self) -> MutexGuard<'_, VecDeque<QueuedResponse>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, unique: u64, error: i32, data: SendPiece<'_>) {
@@ -146,7 +146,7 @@ pub(super) struct Reply {
     unique: u64,
     /// Memory used by this request, in bytes.
     bytes: u64,
-    is_answered: bool,
+    is_sent: bool,
 }
 
 impl Reply {
@@ -157,13 +157,13 @@ impl Reply {
             channel: channel.clone(),
             unique,
             bytes,
-            is_answered: false,
+            is_sent: false,
         }
     }
 
     /// Completes the request with this response body.
     pub(super) fn succeed(mut self, body: &[u8]) {
-        self.is_answered = true;
+        self.is_sent = true;
         self.channel.send(self.unique, 0, SendPiece::from(body));
     }
 
@@ -173,7 +173,7 @@ impl Reply {
             return self.send_data(&buffer, range);
         }
         let channel = self.channel.clone();
-        channel.answers().push_back(QueuedResponse {
+        channel.queue().push_back(QueuedResponse {
             reply: self,
             buffer,
             range,
@@ -182,14 +182,14 @@ impl Reply {
     }
 
     fn send_data(mut self, buffer: &Buffer, range: Range<usize>) {
-        self.is_answered = true;
+        self.is_sent = true;
         let data = SendPiece::part(buffer.slice(), range);
         self.channel.send(self.unique, 0, data);
     }
 
     /// Completes the request with an error code.
     pub(super) fn refuse(mut self, errno: i32) {
-        self.is_answered = true;
+        self.is_sent = true;
         self.channel
             .send(self.unique, errno, SendPiece::from(&[][..]));
     }
@@ -204,7 +204,7 @@ impl Reply {
 impl Drop for Reply {
     fn drop(&mut self) {
         let channel = &self.channel;
-        if !self.is_answered {
+        if !self.is_sent {
             channel.send(self.unique, libc::EIO, SendPiece::from(&[][..]));
         }
         channel.bytes.fetch_sub(self.bytes, Ordering::SeqCst);

@@ -51,7 +51,7 @@ pub(super) enum Verdict {
     /// No response is expected.
     Silent,
     /// Success, with this response body.
-    Answer(Vec<u8>),
+    Reply(Vec<u8>),
     /// Failure, with this error code.
     Refuse(i32),
     /// Open the file with these flags.
@@ -132,7 +132,7 @@ impl DiskFs {
             }),
             Opcode::Release => parsed(body, |arg: FileIn| Verdict::Release(arg.fh.get())),
             // Closing a block device doesn't flush it either.
-            Opcode::Flush | Opcode::Releasedir | Opcode::Destroy => Verdict::Answer(Vec::new()),
+            Opcode::Flush | Opcode::Releasedir | Opcode::Destroy => Verdict::Reply(Vec::new()),
             Opcode::Opendir => reply_with(OpenOut::default()),
             Opcode::Readdir => parsed(body, |io| self.readdir(node, io)),
             Opcode::Fallocate => parsed(body, |arg| self.fallocate(arg)),
@@ -184,8 +184,8 @@ impl DiskFs {
         let Layout::Directory { name } = &self.layout else {
             return Verdict::Refuse(libc::ENOENT);
         };
-        let asked = body.split(|byte| *byte == 0).next();
-        if parent != ROOT || asked != Some(name.as_bytes()) {
+        let requested = body.split(|byte| *byte == 0).next();
+        if parent != ROOT || requested != Some(name.as_bytes()) {
             return Verdict::Refuse(libc::ENOENT);
         }
         let attr = self.attr(FILE_IN_DIRECTORY).expect("it is the file");
@@ -299,7 +299,7 @@ impl DiskFs {
             bytes.extend(name.as_bytes());
             bytes.resize(end, 0);
         }
-        Verdict::Answer(bytes)
+        Verdict::Reply(bytes)
     }
 
     fn fallocate(&self, arg: FallocateIn) -> Verdict {
@@ -311,14 +311,14 @@ impl DiskFs {
         let may_unmap = match arg.mode.get() {
             // The whole disk is treated as allocated.
             0 if beyond => return Verdict::Refuse(libc::ENOSPC),
-            0 | libc::FALLOC_FL_KEEP_SIZE => return Verdict::Answer(Vec::new()),
+            0 | libc::FALLOC_FL_KEEP_SIZE => return Verdict::Reply(Vec::new()),
             PUNCH_HOLE => true,
             libc::FALLOC_FL_ZERO_RANGE if beyond => return Verdict::Refuse(libc::ENOSPC),
             libc::FALLOC_FL_ZERO_RANGE | ZERO_AND_KEEP => false,
             _ => return Verdict::Refuse(libc::EOPNOTSUPP),
         };
         if range.is_empty() {
-            return Verdict::Answer(Vec::new());
+            return Verdict::Reply(Vec::new());
         }
         let options = ZeroOptions {
             may_unmap,
@@ -342,7 +342,7 @@ impl DiskFs {
 }
 
 fn reply_with(body: impl IntoBytes + zerocopy::Immutable) -> Verdict {
-    Verdict::Answer(body.as_bytes().to_vec())
+    Verdict::Reply(body.as_bytes().to_vec())
 }
 
 /// Parses the argument at the start of `body` and passes it to `f`.
@@ -446,7 +446,7 @@ mod tests {
             };
             Verdict::Start(Work::Zero(range, options))
         };
-        let done = Verdict::Answer(Vec::new());
+        let done = Verdict::Reply(Vec::new());
         assert_eq!(allocate(punch, 512, SIZE), zeroes(512..SIZE, true));
         assert_eq!(allocate(punch, SIZE, 1), done);
         let zero = libc::FALLOC_FL_ZERO_RANGE;
@@ -462,7 +462,7 @@ mod tests {
     fn readdir_lists_single_file_within_size() {
         let fs = directory();
         let lookup = |name: &[u8]| handle(&fs, Opcode::Lookup, ROOT, name);
-        let Verdict::Answer(entry) = lookup(b"lun0\0") else {
+        let Verdict::Reply(entry) = lookup(b"lun0\0") else {
             panic!("it is there");
         };
         let entry = EntryOut::read_from_bytes(&entry).unwrap();
@@ -473,7 +473,7 @@ mod tests {
         }
         let list = |offset, size| handle(&fs, Opcode::Readdir, ROOT, &io(offset, size, 0));
         let len = |verdict| match verdict {
-            Verdict::Answer(bytes) => bytes.len(),
+            Verdict::Reply(bytes) => bytes.len(),
             other => panic!("{other:?}"),
         };
         assert_eq!(len(list(0, 4096)), 3 * 32);
@@ -499,7 +499,7 @@ mod tests {
             };
             matches!(
                 handle(&fs, Opcode::Setattr, ROOT, argument.as_bytes()),
-                Verdict::Answer(_)
+                Verdict::Reply(_)
             )
         };
         assert!(set(0, 0) && set(SIZE, 0) && set(SIZE, sys::HAS_HANDLE));

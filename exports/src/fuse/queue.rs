@@ -205,7 +205,7 @@ impl<D: BlockDevice> Queue<D> {
         };
         match verdict {
             Verdict::Silent => {}
-            Verdict::Answer(body) => Reply::new(&self.channel, unique, 0).succeed(&body),
+            Verdict::Reply(body) => Reply::new(&self.channel, unique, 0).succeed(&body),
             Verdict::Open(flags) => {
                 let out = OpenOut {
                     fh: self.fs.files.open(self.device.loss_cursor()).into(),

@@ -360,7 +360,7 @@ mod tests {
         let taken = waiting.as_mut().poll(&mut cx);
         drop(waiting);
         assert!(taken.is_ready());
-        assert!(bell.events() > events, "the connection goes on");
+        assert!(bell.events() > events, "the connection continues");
         assert!(account.has_room(&waker));
         // Dropping the future should also stop waiting.
         let mut waiting = Box::pin(account.acquire_share(&span, &span));

@@ -52,7 +52,7 @@ enum Need {
 
 /// Write with a partially received payload.
 struct Receiving {
-    answer: Arc<PendingReply>,
+    reply: Arc<PendingReply>,
     fua: bool,
     /// Offset for the next piece.
     offset: u64,
@@ -126,7 +126,7 @@ impl<D: BlockDevice> Connection<D> {
 
     /// Checks again for room, because it may have become available before we registered for
     /// notification.
-    fn could_go_on(&self) -> bool {
+    fn can_continue(&self) -> bool {
         // If there is no buffer, it has a separate waker, which is counted as an event.
         self.receiving.is_none()
             && self.shared.has_room(&self.waker)
@@ -148,7 +148,7 @@ impl<D: BlockDevice> Connection<D> {
             if self.ended || backlog.is_none() {
                 if let Some(write) = self.receiving.take() {
                     // The connection was closed during this write.
-                    write.answer.fail(Errno::Io);
+                    write.reply.fail(Errno::Io);
                 }
                 return Need::Nothing;
             }
@@ -245,11 +245,11 @@ impl<D: BlockDevice> Connection<D> {
             } = write.piece.take().expect("just filled");
             write.offset += span.len as u64;
             write.left -= span.len as u32;
-            let (device, answer, fua) = (self.device.clone(), write.answer.clone(), write.fua);
+            let (device, reply, fua) = (self.device.clone(), write.reply.clone(), write.fua);
             task::spawn(async move {
                 let result = device.write(span, buffer, fua).await;
                 drop(share);
-                answer.send_result(result);
+                reply.send_result(result);
             });
         }
     }
@@ -324,14 +324,14 @@ impl<D: BlockDevice> Connection<D> {
             Command::BlockStatus { one } => return self.start_status(cookie, range, one, ticket),
             _ => {}
         }
-        let answer = Arc::new(PendingReply::new(self.shared.clone(), ticket, cookie));
+        let reply = Arc::new(PendingReply::new(self.shared.clone(), ticket, cookie));
         let device = self.device.clone();
         let losses = self.losses.clone();
         match command {
             Command::Write { fua } => {
                 self.writes_long = len >= LONG_WRITE;
                 self.receiving = Some(Receiving {
-                    answer,
+                    reply,
                     fua,
                     offset,
                     left: len,
@@ -340,12 +340,12 @@ impl<D: BlockDevice> Connection<D> {
                 });
             }
             Command::Flush => {
-                task::spawn(async move { answer.send_result(device.flush_for(&losses).await) });
+                task::spawn(async move { reply.send_result(device.flush_for(&losses).await) });
             }
             Command::Trim { fua } => task::spawn(async move {
-                answer.send_result(device.discard(range).await);
+                reply.send_result(device.discard(range).await);
                 if fua {
-                    answer.send_result(device.flush_for(&losses).await);
+                    reply.send_result(device.flush_for(&losses).await);
                 }
             }),
             Command::WriteZeroes { fua, no_hole, fast } => {
@@ -355,7 +355,7 @@ impl<D: BlockDevice> Connection<D> {
                     fast,
                 };
                 task::spawn(async move {
-                    answer.send_result(device.write_zeroes(range, options).await);
+                    reply.send_result(device.write_zeroes(range, options).await);
                 });
             }
             // Dropping the request sends the reply.
@@ -409,26 +409,26 @@ impl<D: BlockDevice> Service for Connection<D> {
             self.to_read = matches!(need, Need::Bytes);
             // Must be set before checking for free resources.
             self.shared.want_tickets(!self.to_read);
-            let goes_on = match need {
+            let continues = match need {
                 // Also used if we can no longer send: requests in flight still use memory and
                 // descriptors, so the client remains counted until they complete.
                 Need::Nothing if self.shared.is_idle() => return ServiceStatus::Over,
                 Need::Nothing => false,
                 Need::Turn => return ServiceStatus::Worked,
-                Need::Room => self.could_go_on(),
+                Need::Room => self.can_continue(),
                 Need::Bytes => self.receive(),
             };
             // Free resources cause an event, but if the client starts to read again, there is no
             // event.
-            if goes_on || has_sent {
+            if continues || has_sent {
                 self.looks.expect();
             } else {
                 self.looks.note_vain();
             }
-            if goes_on || self.requests < REQUESTS {
+            if continues || self.requests < REQUESTS {
                 turn = ServiceStatus::Worked;
             }
-            if !goes_on {
+            if !continues {
                 return turn;
             }
         }

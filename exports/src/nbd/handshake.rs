@@ -55,7 +55,7 @@ impl Handshake {
         option: u32,
         data: &[u8],
     ) -> Result<Phase, NbdFault> {
-        let answer = match option {
+        let result = match option {
             // This is the only option with no option reply, neither for success nor for failure.
             opt::EXPORT_NAME => {
                 self.on_export_name(out, data)?;
@@ -70,8 +70,8 @@ impl Handshake {
             }
             _ => Err(rep::ERR_UNSUP),
         };
-        reply(out, option, answer.err().unwrap_or(rep::ACK), &[]);
-        Ok(match (option, answer) {
+        reply(out, option, result.err().unwrap_or(rep::ACK), &[]);
+        Ok(match (option, result) {
             (opt::ABORT, _) => Phase::Closed,
             (opt::GO, Ok(())) => Phase::Transmission,
             _ => Phase::Options,

@@ -127,14 +127,14 @@ fn main() -> ExitCode {
 
 /// Drops all capabilities except `needed`, and prevents acquiring new ones.
 fn confine(needed: CapabilitySet) {
-    let given_up = set_no_new_privs(true).and_then(|()| {
+    let confined = set_no_new_privs(true).and_then(|()| {
         let mut sets = capabilities(None)?;
         sets.effective &= needed;
         sets.permitted &= needed;
         sets.inheritable &= needed;
         set_capabilities(None, sets)
     });
-    if let Err(error) = given_up {
+    if let Err(error) = confined {
         tracing::warn!("cannot drop capabilities: {error}");
     }
 }
@@ -221,8 +221,8 @@ fn query(local: SocketAddr, remote: SocketAddr) -> Result<(), Failure> {
             other => other.to_string(),
         })?;
     loop {
-        if let Some(answer) = daemon.turn(None)? {
-            writeln!(io::stdout(), "{}", answer.mapped?)?;
+        if let Some(response) = daemon.turn(None)? {
+            writeln!(io::stdout(), "{}", response.mapped?)?;
             return Ok(());
         }
     }

@@ -83,9 +83,9 @@ pub struct Daemon {
     mapper: Mapper<ThisHost>,
     netlink: Option<RdmaNetlink>,
     /// Sockets that receive requests from peers and send the responses.
-    answering: Vec<UdpSocket>,
+    responders: Vec<UdpSocket>,
     /// Sockets that send requests of this host.
-    asking: Vec<UdpSocket>,
+    requesters: Vec<UdpSocket>,
 }
 
 impl Daemon {
@@ -103,12 +103,12 @@ impl Daemon {
         };
         // Bind the UDP port first, because another port mapper may be using it: the kernel uses the
         // port mapper that registered last.
-        let answering = listen.iter().map(|addr| open(*addr));
-        let answering = answering.collect::<Result<_, _>>()?;
-        let asking = listen
+        let responders = listen.iter().map(|addr| open(*addr));
+        let responders = responders.collect::<Result<_, _>>()?;
+        let requesters = listen
             .iter()
             .map(|addr| open(SocketAddr::new(addr.ip(), 0)));
-        let asking = asking.collect::<Result<_, _>>()?;
+        let requesters = requesters.collect::<Result<_, _>>()?;
         let open = || RdmaNetlink::open(IWPM_GROUP);
         let netlink = with_kernel.then(open).transpose();
         let netlink = netlink.map_err(|error| match error.raw_os_error() {
@@ -120,8 +120,8 @@ impl Daemon {
         Ok(Self {
             mapper: Mapper::new(ThisHost(()), port),
             netlink,
-            answering,
-            asking,
+            responders,
+            requesters,
         })
     }
 
@@ -153,8 +153,8 @@ impl Daemon {
     /// Returns the errors of `poll(2)`.
     pub fn turn(&mut self, wake: Option<BorrowedFd<'_>>) -> io::Result<Option<QueryResult>> {
         while let Some(output) = self.mapper.poll_output() {
-            if let Some(answer) = self.send_output(output) {
-                return Ok(Some(answer));
+            if let Some(result) = self.send_output(output) {
+                return Ok(Some(result));
             }
         }
         self.wait(wake)?;
@@ -166,7 +166,7 @@ impl Daemon {
 
     fn send_output(&self, output: Output) -> Option<QueryResult> {
         match output {
-            Output::QueryResult(answer) => return Some(answer),
+            Output::QueryResult(result) => return Some(result),
             Output::Netlink(message) => {
                 let sent = self.netlink.as_ref().map(|socket| socket.send(&message));
                 if let Some(Err(error)) = sent {
@@ -176,16 +176,16 @@ impl Daemon {
             Output::Wire {
                 to,
                 datagram,
-                is_answer,
+                is_response,
             } => {
                 let is_of = |socket: &&UdpSocket| {
                     let addr = socket.local_addr();
                     addr.is_ok_and(|addr| addr.is_ipv4() == to.is_ipv4())
                 };
                 // A lost datagram will be retransmitted.
-                let sockets = match is_answer {
-                    true => &self.answering,
-                    false => &self.asking,
+                let sockets = match is_response {
+                    true => &self.responders,
+                    false => &self.requesters,
                 };
                 let socket = sockets.iter().find(is_of);
                 let sent = socket.map(|socket| socket.send_to(&datagram, to));
@@ -203,7 +203,11 @@ impl Daemon {
 
     fn wait(&self, wake: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let netlink = self.netlink.iter().map(RdmaNetlink::fd);
-        let wire = self.answering.iter().chain(&self.asking).map(AsFd::as_fd);
+        let wire = self
+            .responders
+            .iter()
+            .chain(&self.requesters)
+            .map(AsFd::as_fd);
         let fds = netlink.chain(wire).chain(wake);
         let mut fds: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         let timeout = self.mapper.deadline().map_or(PollTimeout::NONE, |due| {
@@ -234,7 +238,7 @@ impl Daemon {
 
     fn take_wire(&mut self) {
         let mut buffer = [0; WIRE_DATAGRAM];
-        for socket in self.answering.iter().chain(&self.asking) {
+        for socket in self.responders.iter().chain(&self.requesters) {
             for _ in 0..TURN {
                 match socket.recv_from(&mut buffer) {
                     Ok((len, from)) => {

@@ -45,7 +45,7 @@ pub const QUERY_INTERVAL: Duration = Duration::from_secs(1);
 pub const QUERY_TRIES: u32 = 5;
 
 /// Time during which retransmitted accepts are acknowledged, as in `iwpmd`.
-pub const ANSWERED_LIFETIME: Duration = Duration::from_secs(10);
+pub const ACCEPTED_LIFETIME: Duration = Duration::from_secs(10);
 
 /// Time during which duplicate requests are detected. `iwpmd` retransmits a request for ten
 /// seconds.
@@ -95,7 +95,7 @@ pub enum Output {
         /// Encoded message.
         datagram: Vec<u8>,
         /// The datagram is a response to a request, whose source address may be forged.
-        is_answer: bool,
+        is_response: bool,
     },
     /// Send a netlink message to the kernel.
     Netlink(Vec<u8>),
@@ -125,7 +125,7 @@ pub enum Refusal {
 
 /// Origin of a query.
 #[derive(Clone, Copy, Debug)]
-enum Asker {
+enum QueryOrigin {
     Kernel { client: u8, sequence: u32 },
     Program,
 }
@@ -133,14 +133,14 @@ enum Asker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum QueryState {
     /// Number of transmissions of the request.
-    Asked(u32),
+    Pending(u32),
     /// The peer accepted the request.
-    Answered,
+    Accepted,
 }
 
 #[derive(Debug)]
 struct Query {
-    asker: Asker,
+    origin: QueryOrigin,
     state: QueryState,
     local: SocketAddr,
     mapped_local: SocketAddr,
@@ -171,7 +171,7 @@ pub struct Mapper<H: Host> {
     /// Queries by association handle.
     queries: HashMap<u64, Query>,
     /// Number of pending queries.
-    asked: usize,
+    pending: usize,
     /// Requests from peers, by source address and handle.
     associations: BTreeSet<(SocketAddr, u64)>,
     /// Number of associations per peer.
@@ -191,7 +191,7 @@ impl<H: Host> Mapper<H> {
             clients: BTreeMap::new(),
             mappings: Mappings::new(),
             queries: HashMap::new(),
-            asked: 0,
+            pending: 0,
             associations: BTreeSet::new(),
             of_peer: HashMap::new(),
             timers: BTreeSet::new(),
@@ -261,7 +261,7 @@ impl<H: Host> Mapper<H> {
         remote: SocketAddr,
     ) -> Result<(), ErrorCode> {
         check_pair(local, remote)?;
-        self.start_query(now, Asker::Program, (local, local), remote)
+        self.start_query(now, QueryOrigin::Program, (local, local), remote)
     }
 
     /// Handles a datagram from the kernel.
@@ -358,8 +358,8 @@ impl<H: Host> Mapper<H> {
                 ..
             } => {
                 self.check_client(client)?;
-                let asker = Asker::Kernel { client, sequence };
-                self.on_query_mapping(now, asker, client, local, remote, flags.unwrap_or(0))
+                let origin = QueryOrigin::Kernel { client, sequence };
+                self.on_query_mapping(now, origin, client, local, remote, flags.unwrap_or(0))
             }
             Request::RemoveMapping { local, .. } => {
                 // The kernel also removes mappings that it failed to add.
@@ -503,14 +503,14 @@ impl<H: Host> Mapper<H> {
     fn on_query_mapping(
         &mut self,
         now: Instant,
-        asker: Asker,
+        origin: QueryOrigin,
         client: u8,
         local: SocketAddr,
         remote: SocketAddr,
         flags: u32,
     ) -> Result<(), ErrorCode> {
         check_pair(local, remote)?;
-        if self.asked >= MAX_QUERIES {
+        if self.pending >= MAX_QUERIES {
             return Err(ErrorCode::CreateMapping);
         }
         // Connections may share a local address with each other or with a listener.
@@ -521,18 +521,18 @@ impl<H: Host> Mapper<H> {
                 .ok_or(ErrorCode::DuplicateMapping)?,
             Some(Conflict::Overlap) => return Err(ErrorCode::DuplicateMapping),
         };
-        self.start_query(now, asker, (local, mapped_local), remote)
+        self.start_query(now, origin, (local, mapped_local), remote)
     }
 
     /// Starts a query by sending the first request.
     fn start_query(
         &mut self,
         now: Instant,
-        asker: Asker,
+        origin: QueryOrigin,
         (local, mapped_local): (SocketAddr, SocketAddr),
         remote: SocketAddr,
     ) -> Result<(), ErrorCode> {
-        if self.asked >= MAX_QUERIES {
+        if self.pending >= MAX_QUERIES {
             return Err(ErrorCode::CreateMapping);
         }
         let handle = self.host.random();
@@ -541,15 +541,15 @@ impl<H: Host> Mapper<H> {
             return Err(ErrorCode::CreateMapping);
         }
         let query = Query {
-            asker,
-            state: QueryState::Asked(0),
+            origin,
+            state: QueryState::Pending(0),
             local,
             mapped_local,
             remote,
             due: now,
         };
         self.queries.insert(handle, query);
-        self.asked += 1;
+        self.pending += 1;
         self.on_query_due(now, handle);
         Ok(())
     }
@@ -560,8 +560,8 @@ impl<H: Host> Mapper<H> {
             return;
         };
         match query.state {
-            QueryState::Asked(tries) if tries < QUERY_TRIES => {
-                query.state = QueryState::Asked(tries + 1);
+            QueryState::Pending(tries) if tries < QUERY_TRIES => {
+                query.state = QueryState::Pending(tries + 1);
                 query.due = now + QUERY_INTERVAL;
                 self.timers.insert((query.due, Timer::Query(handle)));
                 let message = WireMessage {
@@ -576,8 +576,8 @@ impl<H: Host> Mapper<H> {
                 to.set_port(PORT);
                 self.send(to, message);
             }
-            QueryState::Asked(_) => self.end_query(handle, Refusal::Silent),
-            QueryState::Answered => {
+            QueryState::Pending(_) => self.end_query(handle, Refusal::Silent),
+            QueryState::Accepted => {
                 self.queries.remove(&handle);
             }
         }
@@ -589,10 +589,10 @@ impl<H: Host> Mapper<H> {
             return;
         };
         self.timers.remove(&(query.due, Timer::Query(handle)));
-        self.asked -= 1;
-        let (client, sequence) = match query.asker {
-            Asker::Kernel { client, sequence } => (client, sequence),
-            Asker::Program => return self.push_result(query.remote, Err(refusal)),
+        self.pending -= 1;
+        let (client, sequence) = match query.origin {
+            QueryOrigin::Kernel { client, sequence } => (client, sequence),
+            QueryOrigin::Program => return self.push_result(query.remote, Err(refusal)),
         };
         let response = match refusal {
             // Without a mapping, the mapped address equals the address, as in `iwpmd`.
@@ -744,21 +744,21 @@ impl<H: Host> Mapper<H> {
             message_type: MessageType::Ack,
             ..message
         };
-        if query.state == QueryState::Answered {
+        if query.state == QueryState::Accepted {
             return self.send(from, ack);
         }
         let before = query.due;
-        query.state = QueryState::Answered;
-        query.due = now + ANSWERED_LIFETIME;
-        let (due, asker, remote) = (query.due, query.asker, query.remote);
+        query.state = QueryState::Accepted;
+        query.due = now + ACCEPTED_LIFETIME;
+        let (due, origin, remote) = (query.due, query.origin, query.remote);
         let connection = connection(query, message.ap);
         let timer = Timer::Query(message.assoc_handle);
         self.timers.remove(&(before, timer));
         self.timers.insert((due, timer));
-        self.asked -= 1;
-        self.bound_answered();
-        match asker {
-            Asker::Kernel { client, sequence } => {
+        self.pending -= 1;
+        self.limit_accepted();
+        match origin {
+            QueryOrigin::Kernel { client, sequence } => {
                 let response = Response::QueryMapping {
                     sequence,
                     connection,
@@ -766,21 +766,21 @@ impl<H: Host> Mapper<H> {
                 };
                 self.respond(client, &response);
             }
-            Asker::Program => self.push_result(remote, Ok(message.ap)),
+            QueryOrigin::Program => self.push_result(remote, Ok(message.ap)),
         }
         self.send(from, ack);
     }
 
     /// Removes the oldest completed query if too many are remembered.
-    fn bound_answered(&mut self) {
-        if self.queries.len() - self.asked <= MAX_QUERIES {
+    fn limit_accepted(&mut self) {
+        if self.queries.len() - self.pending <= MAX_QUERIES {
             return;
         }
         let mut timers = self.timers.iter();
         let oldest = timers.find_map(|(due, timer)| match timer {
             Timer::Query(handle) => {
-                let is_answered = self.queries[handle].state == QueryState::Answered;
-                is_answered.then_some((*due, *handle))
+                let is_accepted = self.queries[handle].state == QueryState::Accepted;
+                is_accepted.then_some((*due, *handle))
             }
             Timer::Association(..) => None,
         });
@@ -792,25 +792,25 @@ impl<H: Host> Mapper<H> {
 
     fn on_reject(&mut self, message: WireMessage) {
         let query = self.matching_query(&message);
-        if query.is_some_and(|query| query.state != QueryState::Answered) {
+        if query.is_some_and(|query| query.state != QueryState::Accepted) {
             self.end_query(message.assoc_handle, Refusal::Rejected);
         }
     }
 
     fn push_result(&mut self, remote: SocketAddr, mapped: Result<SocketAddr, Refusal>) {
-        let answer = QueryResult { remote, mapped };
-        self.outputs.push_back(Output::QueryResult(answer));
+        let result = QueryResult { remote, mapped };
+        self.outputs.push_back(Output::QueryResult(result));
     }
 
     fn send(&mut self, to: SocketAddr, message: WireMessage) {
-        let is_answer = matches!(
+        let is_response = matches!(
             message.message_type,
             MessageType::Accept | MessageType::Reject
         );
         self.outputs.push_back(Output::Wire {
             to,
             datagram: message.write(),
-            is_answer,
+            is_response,
         });
     }
 

@@ -26,7 +26,7 @@ use std::net::SocketAddr;
 
 pub use daemon::{Daemon, ReservedPort, StartError, ThisHost};
 pub use mapper::{
-    ANSWERED_LIFETIME, ASSOCIATION_LIFETIME, Host, MAX_ASSOCIATIONS, MAX_PEER_ASSOCIATIONS,
+    ACCEPTED_LIFETIME, ASSOCIATION_LIFETIME, Host, MAX_ASSOCIATIONS, MAX_PEER_ASSOCIATIONS,
     MAX_QUERIES, Mapper, Output, QUERY_INTERVAL, QUERY_TRIES, QueryResult, Refusal,
 };
 pub use mappings::{MAX_MAPPINGS, Mapping};

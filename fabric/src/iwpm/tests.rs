@@ -77,9 +77,9 @@ impl Rig {
             library: LIBRARY.to_owned(),
             version: abi,
         };
-        let asked = rig.responses();
-        assert!(asked.iter().all(|response| *response == expected));
-        assert_eq!(asked.len(), if abi == 3 { 2 } else { 1 });
+        let responses = rig.responses();
+        assert!(responses.iter().all(|response| *response == expected));
+        assert_eq!(responses.len(), if abi == 3 { 2 } else { 1 });
         rig.request(Request::RegPid {
             echo: 0,
             interface: "v0".to_owned(),
@@ -254,12 +254,12 @@ fn error_response_selects_version_3() {
     let error = error(-22, &hello[..16]).finish();
     rig.mapper.handle_netlink(rig.now, &error);
     assert_eq!(rig.mapper.abi(), 3);
-    let asked = rig.outputs();
-    let clients: Vec<_> = asked.iter().map(client_of).collect();
+    let outputs = rig.outputs();
+    let clients: Vec<_> = outputs.iter().map(client_of).collect();
     assert_eq!(clients, [2, 3]);
     // Without a client no version is selected; a client that loads later supports the latest
     // version.
-    let [Output::Netlink(mapinfo), _] = &asked[..] else {
+    let [Output::Netlink(mapinfo), _] = &outputs[..] else {
         panic!()
     };
     let error = Writer::new(header)
@@ -460,12 +460,12 @@ fn query_completes_with_peer_accept() {
         mapped_local: addr("10.99.0.1:50000"),
         mapped_remote: addr("10.99.0.2:51000"),
     };
-    let answer = Response::QueryMapping {
+    let reply = Response::QueryMapping {
         sequence,
         connection,
         error: 0,
     };
-    assert_eq!(response(&outputs[0]), answer);
+    assert_eq!(response(&outputs[0]), reply);
     let ack = WireMessage {
         message_type: MessageType::Ack,
         ..accept
@@ -479,7 +479,7 @@ fn query_completes_with_peer_accept() {
         ..request
     });
     assert_eq!(rig.outputs(), []);
-    rig.pass(ANSWERED_LIFETIME);
+    rig.pass(ACCEPTED_LIFETIME);
     rig.wire(accept);
     assert_eq!(rig.outputs(), []);
     assert_eq!(rig.mapper.deadline(), None);
@@ -593,7 +593,7 @@ fn too_many_queries_are_refused() {
     rig.outputs();
     rig.wire(accept(sent[0].1, "10.99.0.2:51000"));
     assert_eq!(rig.outputs(), [], "the first was forgotten");
-    rig.pass(ANSWERED_LIFETIME);
+    rig.pass(ACCEPTED_LIFETIME);
     assert_eq!(rig.mapper.deadline(), None);
 }
 
@@ -674,7 +674,7 @@ fn unmapped_address_is_rejected() {
 }
 
 #[test]
-fn floods_of_peers_are_answered_and_bounded() {
+fn peer_floods_get_bounded_responses() {
     let mut rig = Rig::new(4);
     rig.add("10.99.0.1:3260", 0).unwrap();
     let mut notified = 0;
@@ -727,8 +727,8 @@ fn mappings_and_queries_work_without_kernel() {
     let accept = accept(request, "10.99.0.2:51000");
     mapper.handle_wire(now, addr(PEER), &accept.write());
     let mapped = Ok(addr("10.99.0.2:51000"));
-    let answer = QueryResult { remote, mapped };
-    assert_eq!(mapper.poll_output(), Some(Output::QueryResult(answer)));
+    let response = QueryResult { remote, mapped };
+    assert_eq!(mapper.poll_output(), Some(Output::QueryResult(response)));
 }
 
 /// Decodes actions from bytes: valid, almost valid and arbitrary messages from the kernel and

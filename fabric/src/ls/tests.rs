@@ -80,7 +80,7 @@ fn request_matches_kernel() {
 #[test]
 fn response_matches_ibacm() {
     let (resolver, administrator) = of_host();
-    let answer = respond(&golden_resolve(), 99, &resolver, &administrator).unwrap();
+    let response = respond(&golden_resolve(), 99, &resolver, &administrator).unwrap();
     let mut expected = vec![92, 0, 0, 0, 0x00, 0x10, 0, 0, 7, 0, 0, 0, 99, 0, 0, 0];
     // LS_NLA_TYPE_PATH_RECORD; struct ib_path_rec_data: PRIMARY, GMP, OUTBOUND, INBOUND_REVERSE.
     expected.extend([76, 0, 1, 0, 0x2b, 0, 0, 0, 0, 0, 0, 0]);
@@ -89,15 +89,18 @@ fn response_matches_ibacm() {
     expected.extend([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 1]);
     expected.extend([0, 0, 0, 0, 0, 0, 0, 64, 0x40, 0x80, 0x7f, 0xff, 0x12, 0x30]);
     expected.extend([0x85, 0x82, 0x92, 0, 0, 0, 0, 0, 0, 0]);
-    assert_eq!(answer, expected);
-    let parsed = Message::parse(&answer).unwrap();
+    assert_eq!(response, expected);
+    let parsed = Message::parse(&response).unwrap();
     let Body::Resolved(Ok(paths)) = &parsed.body else {
         panic!("{parsed:?}");
     };
     assert_eq!(paths[0].flags, resolve().flags());
-    assert_eq!(parsed.emit(), answer);
+    assert_eq!(parsed.emit(), response);
     // A response is not a request.
-    assert_eq!(super::respond(&answer, 99, &resolver, &administrator), None);
+    assert_eq!(
+        super::respond(&response, 99, &resolver, &administrator),
+        None
+    );
 }
 
 #[test]
@@ -134,9 +137,9 @@ fn missing_path_is_rejected() {
         sgid: None,
         ..resolve()
     };
-    let answered = Message::parse(&refusal(datagrams)).unwrap();
-    let Body::Resolved(Ok(paths)) = answered.body else {
-        panic!("{answered:?}");
+    let response = Message::parse(&refusal(datagrams)).unwrap();
+    let Body::Resolved(Ok(paths)) = response.body else {
+        panic!("{response:?}");
     };
     assert_eq!(paths[0].flags.bits(), 0x0a);
 }
@@ -151,21 +154,21 @@ fn address_resolves_to_gid() {
     assert_eq!(Message::parse(&golden), Ok(message(5, body.clone())));
     assert_eq!(message(5, body).emit(), golden);
     let (resolver, administrator) = of_host();
-    let answer = |bytes: &[u8]| respond(bytes, 99, &resolver, &administrator).unwrap();
+    let respond_to = |bytes: &[u8]| respond(bytes, 99, &resolver, &administrator).unwrap();
     let mut expected = vec![36, 0, 0, 0, 0x02, 0x10, 0, 0, 5, 0, 0, 0, 99, 0, 0, 0];
     expected.extend([
         20, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 2,
     ]);
-    assert_eq!(answer(&golden), expected);
+    assert_eq!(respond_to(&golden), expected);
     let parsed = Message::parse(&expected).unwrap();
     assert_eq!(parsed.body, Body::IpResolved(Ok(addr.into())));
     // IPv6, and a multicast address, which is not a host.
     let v6 = IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 2]);
-    let ask = |addr| message(6, Body::IpResolve { interface: 1, addr }).emit();
-    assert_eq!(ask(v6).len(), 16 + 4 + 20);
-    let parsed = Message::parse(&answer(&ask(v6))).unwrap();
+    let request = |addr| message(6, Body::IpResolve { interface: 1, addr }).emit();
+    assert_eq!(request(v6).len(), 16 + 4 + 20);
+    let parsed = Message::parse(&respond_to(&request(v6))).unwrap();
     assert_eq!(parsed.body, Body::IpResolved(Ok(v6.into())));
-    let parsed = Message::parse(&answer(&ask([224, 0, 0, 1].into()))).unwrap();
+    let parsed = Message::parse(&respond_to(&request([224, 0, 0, 1].into()))).unwrap();
     assert_eq!(parsed.body, Body::IpResolved(Err(Refused)));
 }
 
@@ -197,8 +200,8 @@ fn first_message_requests_acknowledgment() {
 fn unknown_mandatory_attribute_is_rejected() {
     let (resolver, administrator) = of_host();
     let refused = |bytes: &[u8]| {
-        let answer = respond(bytes, 99, &resolver, &administrator).unwrap();
-        split(&answer).unwrap().0.flags == F_ERR
+        let response = respond(bytes, 99, &resolver, &administrator).unwrap();
+        split(&response).unwrap().0.flags == F_ERR
     };
     let with = |attribute: &[u8]| {
         let mut bytes = golden_resolve();
@@ -235,8 +238,8 @@ fn local_service() {
             let again = Message::parse(&message.emit()).expect("what was emitted can be read");
             assert_eq!(Message::parse(&again.emit()), Ok(again));
         }
-        if let Some(answer) = respond(input, 1, &resolver, &administrator) {
-            let (header, _) = split(&answer).expect("an answer has a header");
+        if let Some(response) = respond(input, 1, &resolver, &administrator) {
+            let (header, _) = split(&response).expect("a response has a header");
             assert_eq!(header.flags & REQUEST, 0);
         }
     });

@@ -315,7 +315,7 @@ impl SaClient {
         if header.mad.method() == MadMethod::Report as u8 {
             self.take_report(&header, data);
         } else if header.mad.method() & RESPONSE != 0 {
-            self.take_answer(now, &header, data);
+            self.handle_response(now, &header, data);
         }
     }
 
@@ -338,11 +338,11 @@ impl SaClient {
             self.reports.push_back(transaction);
             self.events.push_back(SaEvent::Notice(Box::new(notice)));
         }
-        let answer = SaHeader {
+        let response = SaHeader {
             mad: header.mad.response(MadStatus::Success),
             ..*header
         };
-        self.send(answer.emit(data));
+        self.send(response.emit(data));
     }
 
     /// Queues a response. It may be dropped, because the administrator retransmits its request.
@@ -352,7 +352,7 @@ impl SaClient {
         }
     }
 
-    fn take_answer(&mut self, now: Instant, header: &SaHeader, data: &[u8; DATA_LEN]) {
+    fn handle_response(&mut self, now: Instant, header: &SaHeader, data: &[u8; DATA_LEN]) {
         let transaction = header.mad.transaction();
         let is_it = |query: &Query| {
             let method = query.request.method.mad_method();
@@ -367,7 +367,7 @@ impl SaClient {
         let Some(at) = self.queries.iter().position(is_it) else {
             return;
         };
-        let answer = |data: &[u8], words| SaResponse {
+        let build_response = |data: &[u8], words| SaResponse {
             attribute: header.mad.attribute(),
             words,
             data: data.to_vec(),
@@ -378,7 +378,7 @@ impl SaClient {
         } else if !header.rmpp.is_active() {
             // One record with padding.
             let words = (DATA_LEN / 8) as u16;
-            self.complete_query(at, Ok(answer(data, words)));
+            self.complete_query(at, Ok(build_response(data, words)));
         } else {
             let query = &mut self.queries[at];
             let receiver = query.receiver.get_or_insert_default();
@@ -396,7 +396,7 @@ impl SaClient {
                 Received::Done(reply) => {
                     let data = std::mem::take(receiver).into_data();
                     self.send(reply);
-                    self.complete_query(at, Ok(answer(&data, words)));
+                    self.complete_query(at, Ok(build_response(&data, words)));
                 }
                 Received::Failed(reply) => {
                     if let Some(reply) = reply {
@@ -454,4 +454,4 @@ impl SaClient {
 }
 
 /// Maximum length of a response, in bytes.
-pub const MAX_ANSWER: usize = rmpp::MAX_LEN;
+pub const MAX_RESPONSE: usize = rmpp::MAX_LEN;

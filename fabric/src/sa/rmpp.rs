@@ -357,16 +357,16 @@ mod tests {
                 continue;
             }
             let (header, bytes) = SaHeader::parse(&mad).unwrap();
-            let answer = match receiver.handle(&header, bytes) {
-                Received::Going(answer) => answer,
-                Received::Done(answer) => {
+            let response = match receiver.handle(&header, bytes) {
+                Received::Going(response) => response,
+                Received::Done(response) => {
                     is_done = true;
-                    Some(answer)
+                    Some(response)
                 }
                 Received::Failed(_) => panic!("failed at packet {sent}"),
             };
-            if let Some(answer) = answer
-                && sender.handle(&rmpp(&answer), now) == Progress::Done
+            if let Some(response) = response
+                && sender.handle(&rmpp(&response), now) == Progress::Done
             {
                 assert!(is_done);
                 assert_eq!(receiver.data, data);

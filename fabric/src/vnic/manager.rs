@@ -60,7 +60,7 @@ const RIVAL: Duration = OWNER_TIMEOUT
     .saturating_add(REFUSED)
     .saturating_add(REFUSED);
 /// Minimum interval between two tables, so that concurrent changes are combined.
-const SETTLE: Duration = Duration::from_millis(50);
+const MIN_SPACING: Duration = Duration::from_millis(50);
 /// Maximum number of requests to a member per port and interval. Changing the complete
 /// configuration of a port requires about 100.
 pub const MAX_REQUESTS: u32 = 512;
@@ -122,7 +122,7 @@ struct Member {
     address: QpAddress,
     /// Transaction of the discovery that found its queue pair.
     found_by: u64,
-    heard: Instant,
+    last_seen: Instant,
     is_claimed: bool,
     lid: Option<Lid>,
     ports: Vec<PortRecord>,
@@ -130,7 +130,7 @@ struct Member {
     /// No requests before this time, because a request was rejected or the limit was reached.
     waits: Option<Instant>,
     /// Number of requests in the current interval, and the start of the interval.
-    asked: (u32, Instant),
+    queries: (u32, Instant),
     /// Another manager that controls the member, and since when.
     other_manager: Option<(Gid, Instant)>,
 }
@@ -151,13 +151,13 @@ impl Member {
         Self {
             address,
             found_by,
-            heard: now,
+            last_seen: now,
             is_claimed: false,
             lid: None,
             ports: vec![PortRecord::default(); ports],
             outstanding: None,
             waits: None,
-            asked: (0, now),
+            queries: (0, now),
             other_manager: None,
         }
     }
@@ -171,7 +171,7 @@ impl Member {
     fn restart(&mut self, ports: usize, now: Instant) {
         *self = Self {
             lid: self.lid,
-            asked: self.asked,
+            queries: self.queries,
             other_manager: self.other_manager,
             ..Self::new(self.address, self.found_by, ports, now)
         };
@@ -205,7 +205,7 @@ pub struct EthernetManager {
     admits: Option<Instant>,
     /// The tables must be rebuilt when they are due.
     is_changed: bool,
-    settled: Option<Instant>,
+    rebuild_at: Option<Instant>,
     /// Interval between the current table and the next.
     spacing: Duration,
     /// The maximum number of members was exceeded since the last discovery.
@@ -231,8 +231,8 @@ impl EthernetManager {
             search: None,
             admits: None,
             is_changed: false,
-            settled: None,
-            spacing: SETTLE,
+            rebuild_at: None,
+            spacing: MIN_SPACING,
             is_full: false,
             warned: None,
             config,
@@ -270,9 +270,9 @@ impl EthernetManager {
     pub fn poll_transmit(&mut self, now: Instant) -> Option<(MadDestination, Vec<u8>)> {
         self.forget_silent(now);
         if self.admits.is_some_and(|from| from <= now) {
-            self.give_lids();
+            self.assign_lids();
         }
-        if self.is_changed && self.settled.is_none_or(|settled| settled <= now) {
+        if self.is_changed && self.rebuild_at.is_none_or(|rebuild_at| rebuild_at <= now) {
             self.rebuild_tables(now);
         }
         if self.search.is_none_or(|next| next <= now) {
@@ -303,11 +303,11 @@ impl EthernetManager {
             return None;
         }
         member.waits = None;
-        let (asked, since) = &mut member.asked;
+        let (queries, since) = &mut member.queries;
         if *since + interval <= now {
-            (*asked, *since) = (0, now);
+            (*queries, *since) = (0, now);
         }
-        if *asked >= MAX_REQUESTS * member.ports.len() as u32 {
+        if *queries >= MAX_REQUESTS * member.ports.len() as u32 {
             tracing::debug!(host = %member.address.gid, "too many requests to a member, retrying later");
             member.waits = Some(*since + interval);
             return None;
@@ -316,7 +316,7 @@ impl EthernetManager {
         self.tid = self.tid.wrapping_add(1) & !DISCOVERY;
         let header = VemaHeader::new(request.method, request.attr, request.vport.into(), self.tid);
         let mad = header.with(&request.data);
-        self.members[index].asked.0 += 1;
+        self.members[index].queries.0 += 1;
         self.members[index].outstanding = Some(Outstanding {
             tid: self.tid,
             attr: request.attr,
@@ -338,19 +338,19 @@ impl EthernetManager {
                 (None, None) => {
                     let next = |port: &PortRecord| {
                         let polled = port.polled.map(|polled| polled + self.config.interval);
-                        polled.unwrap_or(member.heard)
+                        polled.unwrap_or(member.last_seen)
                     };
                     member.ports.iter().map(next).min()
                 }
             };
-            let dead = member.heard + self.config.dead_after;
+            let dead = member.last_seen + self.config.dead_after;
             next.map_or(dead, |next| next.min(dead))
         };
         let members = self.members.iter().map(of_member);
-        let settled = self.settled.filter(|_| self.is_changed);
+        let rebuild_at = self.rebuild_at.filter(|_| self.is_changed);
         let is_awaited = self.members.iter().any(Member::is_new);
         let admits = self.admits.filter(|_| is_awaited);
-        let others = [self.search, settled, admits].into_iter().flatten();
+        let others = [self.search, rebuild_at, admits].into_iter().flatten();
         members.chain(others).min()
     }
 
@@ -366,7 +366,7 @@ impl EthernetManager {
                     self.find(from, data, now);
                 }
             }
-            method::GET_RESP => self.handle_answer(from, &header, data, now),
+            method::GET_RESP => self.handle_response(from, &header, data, now),
             method::TRAP => self.handle_trap(from),
             _ => {}
         }
@@ -380,7 +380,7 @@ impl EthernetManager {
         let is_full = self.members.len() >= MAX_MEMBERS;
         let known = self.members.iter_mut().find(|m| m.address.gid == from.gid);
         match known {
-            Some(member) if member.address == from => member.heard = now,
+            Some(member) if member.address == from => member.last_seen = now,
             Some(member) if member.found_by == searched => {}
             Some(member) => {
                 tracing::info!(host = %from.gid, "member restarted");
@@ -443,7 +443,7 @@ impl EthernetManager {
         let before = self.members.len();
         let dead_after = self.config.dead_after;
         self.members.retain(|member| {
-            let is_alive = now < member.heard + dead_after;
+            let is_alive = now < member.last_seen + dead_after;
             if !is_alive {
                 tracing::info!(host = %member.address.gid, "member timed out, removing it");
             }
@@ -463,7 +463,7 @@ impl EthernetManager {
         }
     }
 
-    fn handle_answer(&mut self, from: QpAddress, header: &VemaHeader, data: &[u8], now: Instant) {
+    fn handle_response(&mut self, from: QpAddress, header: &VemaHeader, data: &[u8], now: Instant) {
         let is_of = |member: &Member| {
             let tid = member.outstanding.as_ref().map(|request| request.tid);
             member.address == from && tid == Some(header.tid.get())
@@ -475,7 +475,7 @@ impl EthernetManager {
             return;
         };
         let member = &mut self.members[index];
-        member.heard = now;
+        member.last_seen = now;
         member.waits = None;
         let is_done = header.status.get() == status::OK
             && self.apply_response(index, &request, data, now).is_some();
@@ -600,7 +600,7 @@ impl EthernetManager {
     }
 
     /// Assigns the first available candidate LID to each new member.
-    fn give_lids(&mut self) {
+    fn assign_lids(&mut self) {
         if !self.members.iter().any(Member::is_new) {
             return;
         }

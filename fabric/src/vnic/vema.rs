@@ -34,7 +34,7 @@ pub const OWNER_TIMEOUT: Duration = Duration::from_secs(10);
 /// nonexistent address blocks the socket's queue for seconds, which delays frames. Discovery
 /// requests of a manager count towards the limit before its first configuration request: during a
 /// flood, a host without a configured [`VemaConfig::manager`] may not be discovered.
-pub const STRANGER_ANSWERS: u32 = 64;
+pub const STRANGER_RESPONSES: u32 = 64;
 
 /// Status of a response to another manager (IBTA 13.4.7, busy).
 pub const BUSY: u16 = 1;
@@ -126,7 +126,7 @@ impl Vema {
     }
 
     /// Handles a management datagram and returns the response. There is no response to anything but
-    /// a request of this class, nor beyond [`STRANGER_ANSWERS`] per second to hosts other than the
+    /// a request of this class, nor beyond [`STRANGER_RESPONSES`] per second to hosts other than the
     /// manager.
     pub fn handle_mad(&mut self, from: QpAddress, mad: &[u8], now: Instant) -> Option<Vec<u8>> {
         let (request, data) = VemaHeader::parse(mad)?;
@@ -145,7 +145,7 @@ impl Vema {
         }
         let is_public = is_class && request.method == method::GET;
         let is_refused = !is_public && is_taken;
-        let answer = match request.method {
+        let response = match request.method {
             method::GET | method::SET if is_refused => Err(BUSY),
             method::GET => {
                 self.refresh_owner(from.gid, now);
@@ -157,7 +157,7 @@ impl Vema {
             }
             _ => return None,
         };
-        Some(match answer {
+        Some(match response {
             Ok(data) => request.to_response(status::OK).with(&data),
             Err(status) => request.to_response(status).with(&[]),
         })
@@ -168,24 +168,24 @@ impl Vema {
     }
 
     fn admits_stranger(&mut self, now: Instant) -> bool {
-        let (answers, since) = self.strangers.get_or_insert((0, now));
+        let (responses, since) = self.strangers.get_or_insert((0, now));
         if now >= *since + Duration::from_secs(1) {
-            (*answers, *since) = (0, now);
+            (*responses, *since) = (0, now);
         }
-        *answers += 1;
-        *answers <= STRANGER_ANSWERS
+        *responses += 1;
+        *responses <= STRANGER_RESPONSES
     }
 
     fn is_taken(&self, by: Gid, now: Instant) -> bool {
         self.owner
-            .is_some_and(|(owner, heard)| owner != by && now < heard + OWNER_TIMEOUT)
+            .is_some_and(|(owner, last_seen)| owner != by && now < last_seen + OWNER_TIMEOUT)
     }
 
     fn refresh_owner(&mut self, from: Gid, now: Instant) {
-        if let Some((owner, heard)) = &mut self.owner
+        if let Some((owner, last_seen)) = &mut self.owner
             && *owner == from
         {
-            *heard = now;
+            *last_seen = now;
         }
     }
 
@@ -298,8 +298,8 @@ impl Vema {
     }
 
     fn mac_entries(&self, port: &VirtualPort, data: &[u8]) -> AttributeResult {
-        let (asked, _) = read::<MacTableHeader>(data)?;
-        let (offset, count) = (asked.offset.get(), asked.num_entries.get());
+        let (request, _) = read::<MacTableHeader>(data)?;
+        let (offset, count) = (request.offset.get(), request.num_entries.get());
         let room = self.room().saturating_sub(size_of::<MacTableHeader>());
         let table = port.mac_table();
         let fits = usize::from(count) <= room / size_of::<MacTableEntry>();
@@ -308,23 +308,23 @@ impl Vema {
         }
         let header = MacTableHeader {
             mac_tbl_digest: table.digest().into(),
-            ..asked
+            ..request
         };
         let entries: Vec<_> = (offset..offset + count).map(|n| table.entry(n)).collect();
         Ok([header.as_bytes(), entries.as_bytes()].concat())
     }
 
     fn iface_macs(&self, macs: &[Mac], gen_count: u16, data: &[u8]) -> AttributeResult {
-        let (asked, _) = read::<IfaceMacsHeader>(data)?;
+        let (request, _) = read::<IfaceMacsHeader>(data)?;
         let room = self.room().saturating_sub(size_of::<IfaceMacsHeader>());
-        let most = match asked.num_macs_in_msg.get() {
+        let most = match request.num_macs_in_msg.get() {
             0 => usize::MAX,
             most => most.into(),
         };
-        let first = usize::from(asked.start_idx.get()).min(macs.len());
+        let first = usize::from(request.start_idx.get()).min(macs.len());
         let count = (macs.len() - first).min(most).min(room / size_of::<Mac>());
         let header = IfaceMacsHeader {
-            start_idx: asked.start_idx,
+            start_idx: request.start_idx,
             num_macs_in_msg: (count as u16).into(),
             tot_macs_in_lst: (macs.len() as u16).into(),
             gen_count: gen_count.into(),
@@ -334,14 +334,14 @@ impl Vema {
     }
 
     fn paths(&self, port: &VirtualPort, data: &[u8]) -> AttributeResult {
-        let (asked, _) = read::<PathsHeader>(data)?;
+        let (request, _) = read::<PathsHeader>(data)?;
         let paths = port.paths();
         let room = self.room().saturating_sub(size_of::<PathsHeader>());
-        let first = usize::from(asked.offset.get()).min(paths.len());
-        let most = usize::from(asked.num_entries.get()).min(room / size_of::<Path>());
+        let first = usize::from(request.offset.get()).min(paths.len());
+        let most = usize::from(request.num_entries.get()).min(room / size_of::<Path>());
         let part = &paths[first..(first + most).min(paths.len())];
         let header = PathsHeader {
-            offset: asked.offset,
+            offset: request.offset,
             num_entries: (part.len() as u16).into(),
             total: (paths.len() as u16).into(),
             reserved: 0.into(),
@@ -406,11 +406,11 @@ mod tests {
         now: Instant,
     ) -> (u16, Vec<u8>) {
         let mad = VemaHeader::new(method, attr, modifier, 9).with(data);
-        let answer = vema.handle_mad(address(from), &mad, now).unwrap();
-        let (header, data) = VemaHeader::parse(&answer).unwrap();
+        let response = vema.handle_mad(address(from), &mad, now).unwrap();
+        let (header, data) = VemaHeader::parse(&response).unwrap();
         assert_eq!((header.method, header.tid.get()), (method::GET_RESP, 9));
         assert_eq!(header.attr_id.get(), attr);
-        assert!(answer.len() <= 1024);
+        assert!(response.len() <= 1024);
         (header.status.get(), data.to_vec())
     }
 
@@ -492,7 +492,7 @@ mod tests {
             tot_macs_in_lst: total.into(),
             gen_count: 1.into(),
         };
-        let ask_macs = |agent: &mut Vema, attr, start, most| {
+        let query_macs = |agent: &mut Vema, attr, start, most| {
             send_request(
                 agent,
                 1,
@@ -503,13 +503,13 @@ mod tests {
         };
         let unicast = id::IFACE_UCAST_MACS;
         let all = [macs(0, 2, 2).as_bytes(), &[2; 6], &[4; 6]].concat();
-        assert_eq!(ask_macs(agent, unicast, 0, 0), (0, all));
+        assert_eq!(query_macs(agent, unicast, 0, 0), (0, all));
         let second = [macs(1, 1, 2).as_bytes(), &[4; 6]].concat();
-        assert_eq!(ask_macs(agent, unicast, 1, 5), (0, second));
+        assert_eq!(query_macs(agent, unicast, 1, 5), (0, second));
         let none = macs(9, 0, 2).as_bytes().to_vec();
-        assert_eq!(ask_macs(agent, unicast, 9, 0), (0, none));
+        assert_eq!(query_macs(agent, unicast, 9, 0), (0, none));
         let group = [macs(0, 1, 1).as_bytes(), &[1; 6]].concat();
-        assert_eq!(ask_macs(agent, id::IFACE_MCAST_MACS, 0, 0), (0, group));
+        assert_eq!(query_macs(agent, id::IFACE_MCAST_MACS, 0, 0), (0, group));
 
         let counters = (GET, id::VESWPORT_SUMMARY_COUNTERS, 1);
         let (_, data) = send_request(agent, 1, counters, &[], now);
@@ -562,8 +562,8 @@ mod tests {
             (GET, 0x7777),
         ];
         for (method, attr) in unsupported {
-            let answer = send_request(agent, 1, (method, attr, 0), &[0; 600], now);
-            assert_eq!(answer, (UNSUPPORTED, vec![]), "{attr:#x}");
+            let response = send_request(agent, 1, (method, attr, 0), &[0; 600], now);
+            assert_eq!(response, (UNSUPPORTED, vec![]), "{attr:#x}");
         }
         let invalid = [
             (GET, id::VESWPORT_MAC_ENTRIES),
@@ -578,8 +578,8 @@ mod tests {
         ];
         for (method, attr) in invalid {
             // Without the port, or with a truncated attribute.
-            let answer = send_request(agent, 1, (method, attr, 0), &[], now);
-            assert_eq!(answer, (INVALID, vec![]), "{attr:#x}");
+            let response = send_request(agent, 1, (method, attr, 0), &[], now);
+            assert_eq!(response, (INVALID, vec![]), "{attr:#x}");
         }
         for other in [method::TRAP, method::GET_RESP, 0x03, 0x82] {
             let mad = VemaHeader::new(other, id::CLASS_PORT_INFO, 0, 1).with(&[]);
@@ -644,7 +644,7 @@ mod tests {
                     .handle_mad(QpAddress { gid, qpn: 5 }, &mad, now)
                     .is_some()
             });
-            assert_eq!(flood.count(), STRANGER_ANSWERS as usize);
+            assert_eq!(flood.count(), STRANGER_RESPONSES as usize);
             for _ in 0..1000 {
                 assert_eq!(
                     send_request(agent, 1, (GET, id::CLASS_PORT_INFO, 0), &[], now).0,
@@ -662,11 +662,11 @@ mod tests {
         let claim = (SET, id::CLASS_PORT_INFO, 0);
         let flood = |agent: &mut Vema| {
             let from = |n: u8| address(n + 10);
-            let answers = (0..100).filter_map(|n| agent.handle_mad(from(n), &get, now));
-            answers.count()
+            let responses = (0..100).filter_map(|n| agent.handle_mad(from(n), &get, now));
+            responses.count()
         };
         let agent = &mut vema();
-        assert_eq!(flood(agent), STRANGER_ANSWERS as usize);
+        assert_eq!(flood(agent), STRANGER_RESPONSES as usize);
         let info = ClassPortInfo::new_zeroed();
         assert_eq!(send_request(agent, 1, claim, info.as_bytes(), now).0, 0);
         // Now it is the manager, and any other manager is unknown.
@@ -680,8 +680,8 @@ mod tests {
             ..agent.config
         });
         assert_eq!(flood(agent), 0);
-        let answers = (0..100).filter_map(|_| agent.handle_mad(address(1), &get, now));
-        assert_eq!(answers.count(), 100);
+        let responses = (0..100).filter_map(|_| agent.handle_mad(address(1), &get, now));
+        assert_eq!(responses.count(), 100);
     }
 
     #[test]
@@ -796,9 +796,9 @@ mod tests {
                 };
                 let mad = VemaHeader::new(kind & 3, attr, u32::from(*vport & 3), 1).with(data);
                 for mad in [&mad[..], data] {
-                    if let Some(answer) = agent.handle_mad(address(1), mad, now) {
-                        assert!(answer.len() <= 1024.min(MAX));
-                        assert!(VemaHeader::parse(&answer).is_some());
+                    if let Some(response) = agent.handle_mad(address(1), mad, now) {
+                        assert!(response.len() <= 1024.min(MAX));
+                        assert!(VemaHeader::parse(&response).is_some());
                     }
                 }
                 let _ = agent.decapsulate(address(2), data, now);

@@ -70,7 +70,7 @@ impl Client {
         let sent = self.0.mailbox.send(Message::Host(service));
         sent.map_err(|message| match message {
             Message::Host(service) => service,
-            _ => unreachable!("a mailbox gives back what it was sent"),
+            _ => unreachable!("the mailbox returns a rejected message"),
         })
     }
 

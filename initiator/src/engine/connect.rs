@@ -33,7 +33,7 @@ impl Client {
     /// [`EngineError::Discovery`] if no port responds or the device does not support the query.
     pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
         let ip = resolve(&url.into())?.dst.ip();
-        let (reply, answer) = oneshot();
+        let (reply, result) = oneshot();
         let message = Message::Discover {
             ip,
             transaction: self.0.random(),
@@ -43,7 +43,7 @@ impl Client {
             .mailbox
             .send(message)
             .map_err(|_| EngineError::Gone)?;
-        Ok(answer.await.ok_or(EngineError::Gone)??)
+        Ok(result.await.ok_or(EngineError::Gone)??)
     }
 
     /// Completes the address with the identifier of the target port. If the address does not name a
@@ -69,7 +69,7 @@ impl Client {
                 }
                 None => {}
             },
-            Err(EngineError::Discovery(DiscoveryError::NoAnswer)) => {}
+            Err(EngineError::Discovery(DiscoveryError::NoResponse)) => {}
             Err(EngineError::Discovery(DiscoveryError::Unsupported)) => {
                 return Err(EngineError::Unnamed);
             }
@@ -180,7 +180,7 @@ impl Client {
         status: Arc<SessionStatus>,
     ) -> Result<SessionGuard, EngineError> {
         let target = resolve(url)?;
-        let (reply, answer) = oneshot();
+        let (reply, result) = oneshot();
         let open = Open {
             target,
             plan,
@@ -191,7 +191,7 @@ impl Client {
             .mailbox
             .send(Message::Open(Box::new(open)))
             .map_err(|_| EngineError::Gone)?;
-        Ok(answer.await.ok_or(EngineError::Gone)??)
+        Ok(result.await.ok_or(EngineError::Gone)??)
     }
 
     pub(super) fn plan_srp(
@@ -217,10 +217,10 @@ impl Client {
         // and for the largest descriptor table in a command.
         let immediate_iu = 68 + max_immediate;
         let table_iu = 84 + 16 * u32::from(inline_descriptors);
-        let asked = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
+        let length = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
         let channel = ChannelConfig {
             queue_size,
-            max_it_iu_len: asked.max(riser_scsi::srp::MIN_MAX_IU_LEN),
+            max_it_iu_len: length.max(riser_scsi::srp::MIN_MAX_IU_LEN),
             inline_descriptors,
             external_descriptors,
             max_immediate,

@@ -68,7 +68,7 @@ pub(crate) struct Knobs {
     /// Task management requests get no response.
     pub(crate) deaf: AtomicBool,
     /// A credit request precedes each response.
-    pub(crate) ask_credit: AtomicBool,
+    pub(crate) requests_credits: AtomicBool,
     /// Writes to the memory of the last command again, after its response.
     pub(crate) attack: AtomicBool,
     /// Number of attacks, and of failed attacks.
@@ -86,7 +86,7 @@ pub(crate) struct Knobs {
     pub(crate) indirect: AtomicU32,
     pub(crate) external: AtomicU32,
     pub(crate) immediate: AtomicU32,
-    pub(crate) credits_asked: AtomicU32,
+    pub(crate) credit_responses: AtomicU32,
     /// Key and address of the last direct descriptor.
     pub(crate) last: Mutex<Option<MemDesc>>,
 }
@@ -440,7 +440,7 @@ impl Target {
                 }
             }
             FromInitiator::ILogout(_) => count(&self.knobs.logouts),
-            FromInitiator::CredRsp(_) => count(&self.knobs.credits_asked),
+            FromInitiator::CredRsp(_) => count(&self.knobs.credit_responses),
             other => panic!("{other:?}"),
         }
     }
@@ -613,7 +613,7 @@ impl Target {
                 None => (rsp.status, rsp.sense) = (2, Some(&illegal[..])),
             }
         }
-        if self.knobs.ask_credit.load(Ordering::SeqCst) {
+        if self.knobs.requests_credits.load(Ordering::SeqCst) {
             // Requests credit first; the initiator must acknowledge this.
             let mut req = [0; 16];
             (req[0], req[15]) = (0x81, 9);

@@ -93,13 +93,13 @@ impl Client {
         if let TargetUrl::Iscsi(iscsi) = &first
             && url.wants_all()
         {
-            let told = self.query_portals(iscsi).await?;
+            let discovered = self.query_portals(iscsi).await?;
             // A source address cannot reach portals of the other address family.
             let fits = |p: &Portal| match (&p.host, url.src()) {
                 (Host::Ip(ip), Some(src)) => ip.is_ipv4() == src.is_ipv4(),
                 _ => true,
             };
-            for portal in told.into_iter().filter(fits) {
+            for portal in discovered.into_iter().filter(fits) {
                 if !portals.contains(&portal) {
                     portals.push(portal);
                 }

@@ -293,21 +293,21 @@ fn busy_is_retried_and_errors_are_returned() {
     assert_eq!(read_bytes(&lun, 0, 512), pattern(1, 512));
     let cdb = Cdb::new(&[0xff, 0, 0, 0, 0, 0]).unwrap();
     let end = block_on(lun.scsi(cdb, DataLen::None, IoData::None));
-    let answer = end.result.unwrap();
+    let response = end.result.unwrap();
     assert_eq!(
-        (answer.status, answer.sense().unwrap().additional.code),
+        (response.status, response.sense().unwrap().additional.code),
         (2, 0x20)
     );
-    knobs.ask_credit.store(true, Ordering::SeqCst);
+    knobs.requests_credits.store(true, Ordering::SeqCst);
     read_bytes(&lun, 0, 512);
     read_bytes(&lun, 0, 512);
-    eventually("two answers", || {
-        knobs.credits_asked.load(Ordering::SeqCst) >= 2
+    eventually("two responses", || {
+        knobs.credit_responses.load(Ordering::SeqCst) >= 2
     });
     assert_eq!(
-        knobs.credits_asked.load(Ordering::SeqCst),
+        knobs.credit_responses.load(Ordering::SeqCst),
         2,
-        "credit requests answered"
+        "responses to credit requests"
     );
 }
 

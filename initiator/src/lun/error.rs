@@ -150,31 +150,31 @@ impl From<LunError> for BlockError {
 }
 
 /// Checks a response: returns an error unless it is GOOD.
-pub(super) fn check_response(answer: &CommandResponse) -> Result<(), LunError> {
-    if answer.is_success() {
+pub(super) fn check_response(response: &CommandResponse) -> Result<(), LunError> {
+    if response.is_success() {
         return Ok(());
     }
-    match answer.sense() {
+    match response.sense() {
         Some(Sense {
             key, additional, ..
-        }) if answer.status == CHECK_CONDITION => Err(match (key, additional.code) {
+        }) if response.status == CHECK_CONDITION => Err(match (key, additional.code) {
             (SenseKey::IllegalRequest, LOGICAL_UNIT_NOT_SUPPORTED) => LunError::NoUnit,
             _ => LunError::Check { key, additional },
         }),
-        _ => Err(LunError::Status(answer.status)),
+        _ => Err(LunError::Status(response.status)),
     }
 }
 
 /// Checks the completion of a command that must have transferred all of its data, and returns its
 /// memory.
 pub(super) fn check_whole(end: IoCompletion) -> Result<IoData, LunError> {
-    let answer = end.result?;
-    check_response(&answer)?;
+    let response = end.result?;
+    check_response(&response)?;
     let want = end.data.len() as u32;
-    if answer.transferred == want {
+    if response.transferred == want {
         Ok(end.data)
     } else {
-        let got = answer.transferred;
+        let got = response.transferred;
         Err(LunError::Short { want, got })
     }
 }
@@ -189,17 +189,17 @@ mod tests {
         let mut sense = [0u8; 18];
         (sense[0], sense[2], sense[7]) = (0x70, 0x05, 10);
         (sense[12], sense[13]) = (0x25, 0x00);
-        let mut answer = CommandResponse {
+        let mut response = CommandResponse {
             status: 0x02,
             sense: Some(sense.into()),
             transferred: 0,
             overflow: 0,
         };
-        assert_eq!(check_response(&answer), Err(LunError::NoUnit));
+        assert_eq!(check_response(&response), Err(LunError::NoUnit));
         sense[12] = 0x24;
-        answer.sense = Some(sense.into());
+        response.sense = Some(sense.into());
         assert!(matches!(
-            check_response(&answer),
+            check_response(&response),
             Err(LunError::Check { .. })
         ));
     }

@@ -137,10 +137,10 @@ impl Session {
         let end = self
             .submit(ScsiIo::new(lun, command, data, self.timeout()))
             .await;
-        let answer = end.result?;
-        check_response(&answer)?;
+        let response = end.result?;
+        check_response(&response)?;
         let buffer = end.data.into_one().ok_or(RequestError::Closed)?;
-        let mut out = vec![0; (answer.transferred as usize).min(buffer.len())];
+        let mut out = vec![0; (response.transferred as usize).min(buffer.len())];
         buffer.slice().read(0, &mut out);
         Ok(out)
     }

@@ -192,7 +192,7 @@ impl LunWorkload {
             _ => end
                 .result
                 .map_err(LunError::from)
-                .and_then(|answer| check_response(&answer))
+                .and_then(|response| check_response(&response))
                 .map(|()| None),
         };
         Ok(result?)

@@ -241,11 +241,11 @@ impl Paths {
         self.paths[path].outstanding -= 1;
         match result {
             Err(RequestError::Closed) if self.ending.is_none() => self.on_lost(index, path, now),
-            Ok(answer) if self.is_refused(index, &answer) => {
+            Ok(response) if self.is_refused(index, &response) => {
                 self.on_refused(path, now);
                 self.wait_again(index);
             }
-            Ok(answer) if self.is_gone(index, &answer) => {
+            Ok(response) if self.is_gone(index, &response) => {
                 self.on_unit_missing(path);
                 self.wait_again(index);
             }
@@ -256,10 +256,10 @@ impl Paths {
     }
 
     /// Returns whether the unit rejected a command because of its path, without executing it.
-    fn is_refused(&self, index: u32, answer: &CommandResponse) -> bool {
+    fn is_refused(&self, index: u32, response: &CommandResponse) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let refused = matches!(
-            answer.sense(),
+            response.sense(),
             Some(Sense {
                 key: SenseKey::NotReady,
                 additional: AdditionalSense {
@@ -269,22 +269,22 @@ impl Paths {
                 ..
             })
         );
-        is_ours && refused && answer.status == CHECK_CONDITION && self.ending.is_none()
+        is_ours && refused && response.status == CHECK_CONDITION && self.ending.is_none()
     }
 
     /// Returns whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The command
     /// was not executed.
-    fn is_gone(&self, index: u32, answer: &CommandResponse) -> bool {
+    fn is_gone(&self, index: u32, response: &CommandResponse) -> bool {
         let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
         let is_missing = matches!(
-            answer.sense(),
+            response.sense(),
             Some(Sense {
                 key: SenseKey::IllegalRequest,
                 additional: AdditionalSense { code: 0x25, .. },
                 ..
             })
         );
-        is_ours && is_missing && answer.status == CHECK_CONDITION && self.ending.is_none()
+        is_ours && is_missing && response.status == CHECK_CONDITION && self.ending.is_none()
     }
 
     /// Called when the path of a request is lost. It is unknown whether the request was executed,

@@ -733,13 +733,13 @@ fn missing_unit_moves_commands_to_other_path() {
     rig.seen.clear();
     let mut sense = [0; 18];
     (sense[0], sense[2], sense[7], sense[12]) = (0x70, 5, 10, 0x25);
-    let answer = CommandResponse {
+    let response = CommandResponse {
         status: CHECK_CONDITION,
         sense: Some(sense.into()),
         transferred: 0,
         overflow: 0,
     };
-    rig.complete_with(id, Ok(answer));
+    rig.complete_with(id, Ok(response));
     assert!(rig.saw(&Output::Close(path)));
     let other = if path == A { B } else { A };
     assert_eq!(rig.started(), [(id, other)]);

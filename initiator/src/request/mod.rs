@@ -210,24 +210,24 @@ pub(crate) enum Verdict {
 }
 
 /// Returns the unit attention condition reported by a response (SAM-5 clause 5.14), if any.
-pub(crate) fn attention_of(answer: &CommandResponse) -> Option<AdditionalSense> {
-    let sense = answer.check()?;
+pub(crate) fn attention_of(response: &CommandResponse) -> Option<AdditionalSense> {
+    let sense = response.check()?;
     (sense.key == SenseKey::UnitAttention).then_some(sense.additional)
 }
 
 /// Returns whether the target does not present the logical unit: LOGICAL UNIT NOT SUPPORTED. The
 /// command was not executed.
-pub(crate) fn is_unit_missing(answer: &CommandResponse) -> bool {
+pub(crate) fn is_unit_missing(response: &CommandResponse) -> bool {
     let code = AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED.code;
     let is_missing = |sense: Sense| {
         sense.key == SenseKey::IllegalRequest && sense.additional.code == code && !sense.is_deferred
     };
-    answer.check().is_some_and(is_missing)
+    response.check().is_some_and(is_missing)
 }
 
 /// Returns whether a response reports a deferred error instead of executing the command.
-pub(crate) fn is_deferred(answer: &CommandResponse) -> bool {
-    answer.check().is_some_and(|sense| sense.is_deferred)
+pub(crate) fn is_deferred(response: &CommandResponse) -> bool {
+    response.check().is_some_and(|sense| sense.is_deferred)
 }
 
 /// Returns whether a logical unit that is not ready (04h) will become ready without intervention.
@@ -271,11 +271,11 @@ pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
 
 /// Decides whether to retry after a response. Except for TASK ABORTED, after which a command may
 /// have been executed, the target did not execute the command in any case that is retried here.
-pub(crate) fn plan_verdict(answer: &CommandResponse) -> Verdict {
-    match answer.status {
+pub(crate) fn plan_verdict(response: &CommandResponse) -> Verdict {
+    match response.status {
         BUSY | TASK_SET_FULL => Verdict::Wait,
         TASK_ABORTED => Verdict::Again,
-        CHECK_CONDITION => match answer.sense() {
+        CHECK_CONDITION => match response.sense() {
             // The error belongs to an earlier command.
             Some(Sense {
                 is_deferred: true, ..

@@ -24,7 +24,7 @@ const RETRIES: u8 = 5;
 /// Result of a single attempt at a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AttemptOutcome {
-    Answered(CommandResponse),
+    Responded(CommandResponse),
     /// The target rejected the request itself.
     Refused(RequestError),
     /// The target failed to execute the request, for a reason unrelated to the request.
@@ -96,11 +96,11 @@ pub(crate) struct Request<T> {
 impl<T: Copy> Request<T> {
     /// Returns whether a successful READ returned too few blocks. Parameter data may be shorter
     /// than its allocation length.
-    fn is_short(&self, answer: &CommandResponse) -> bool {
+    fn is_short(&self, response: &CommandResponse) -> bool {
         match (self.spec.effect, self.spec.len) {
             (Effect::Read { .. }, DataLen::In(len)) => {
-                answer.status == GOOD
-                    && answer.transferred < len
+                response.status == GOOD
+                    && response.transferred < len
                     && Opcode::of(self.spec.cdb.as_bytes()).kind == Kind::Read
             }
             _ => false,
@@ -128,7 +128,7 @@ impl<T: Copy> Request<T> {
 
 /// Result for a request whose attempt has finished.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Settled {
+pub(crate) enum Disposition {
     /// Complete the request with this result.
     Over(RequestResult),
     /// The request was queued again.
@@ -431,7 +431,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         end: AttemptOutcome,
         ending: bool,
         now: Instant,
-    ) -> Settled {
+    ) -> Disposition {
         let request = &mut self.slab[index as usize];
         let in_time = now < request.spec.deadline;
         let may_repeat = request.attempts < self.limits.attempts && in_time;
@@ -439,19 +439,19 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         let may_retry =
             may_replay && request.attempts <= RETRIES && request.spec.retry != Retry::Never;
         match end {
-            AttemptOutcome::Answered(answer) => {
-                let closed = ending.then_some(Settled::Over(Err(RequestError::Closed)));
+            AttemptOutcome::Responded(response) => {
+                let closed = ending.then_some(Disposition::Over(Err(RequestError::Closed)));
                 // A command terminated by another nexus may have been executed, completely or
                 // partially.
-                let is_ended = answer.status == TASK_ABORTED;
-                if may_retry && request.is_short(&answer) {
+                let is_ended = response.status == TASK_ABORTED;
+                if may_retry && request.is_short(&response) {
                     return closed
                         .or_else(|| self.back_off(index, now))
-                        .unwrap_or(Settled::Over(Ok(answer)));
+                        .unwrap_or(Disposition::Over(Ok(response)));
                 }
                 let verdict = match request.spec.retry {
                     _ if is_ended && !may_replay => Verdict::Report,
-                    Retry::Standard | Retry::Probe => match plan_verdict(&answer) {
+                    Retry::Standard | Retry::Probe => match plan_verdict(&response) {
                         Verdict::Wait if in_time => Verdict::Wait,
                         verdict if may_repeat => verdict,
                         _ => Verdict::Report,
@@ -459,7 +459,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                     Retry::Never => Verdict::Report,
                 };
                 match verdict {
-                    Verdict::Report => Settled::Over(Ok(answer)),
+                    Verdict::Report => Disposition::Over(Ok(response)),
                     _ if let Some(closed) = closed => closed,
                     Verdict::Again if is_ended => self.replay(index),
                     Verdict::Again => self.enqueue(index),
@@ -469,35 +469,35 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
                         }
                         let waits = self.back_off(index, now);
                         // The response is more informative than a timeout.
-                        waits.unwrap_or(Settled::Over(Ok(answer)))
+                        waits.unwrap_or(Disposition::Over(Ok(response)))
                     }
                 }
             }
             AttemptOutcome::Failed(_) if may_retry && ending => {
-                Settled::Over(Err(RequestError::Closed))
+                Disposition::Over(Err(RequestError::Closed))
             }
             AttemptOutcome::Failed(error) if may_retry => {
                 self.mark_replayed(index);
                 self.back_off(index, now)
-                    .unwrap_or(Settled::Over(Err(error)))
+                    .unwrap_or(Disposition::Over(Err(error)))
             }
             AttemptOutcome::Refused(error) | AttemptOutcome::Failed(error) => {
-                Settled::Over(Err(error))
+                Disposition::Over(Err(error))
             }
             AttemptOutcome::Aborted if may_replay && ending => {
-                Settled::Over(Err(RequestError::Closed))
+                Disposition::Over(Err(RequestError::Closed))
             }
             AttemptOutcome::Aborted if may_replay => self.replay(index),
-            AttemptOutcome::Aborted => Settled::Over(Err(RequestError::TimedOut)),
-            AttemptOutcome::Lost if ending => Settled::Over(Err(RequestError::Closed)),
-            AttemptOutcome::Lost if !in_time => Settled::Over(Err(RequestError::TimedOut)),
+            AttemptOutcome::Aborted => Disposition::Over(Err(RequestError::TimedOut)),
+            AttemptOutcome::Lost if ending => Disposition::Over(Err(RequestError::Closed)),
+            AttemptOutcome::Lost if !in_time => Disposition::Over(Err(RequestError::TimedOut)),
             AttemptOutcome::Lost if may_replay => self.replay(index),
-            AttemptOutcome::Lost => Settled::Over(Err(RequestError::ConnectionLost)),
+            AttemptOutcome::Lost => Disposition::Over(Err(RequestError::ConnectionLost)),
         }
     }
 
     /// Queues a request again that may have been executed.
-    fn replay(&mut self, index: u32) -> Settled {
+    fn replay(&mut self, index: u32) -> Disposition {
         self.mark_replayed(index);
         self.enqueue(index)
     }
@@ -512,7 +512,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     }
 
     /// Queues a request again, in order of submission.
-    pub(crate) fn enqueue(&mut self, index: u32) -> Settled {
+    pub(crate) fn enqueue(&mut self, index: u32) -> Disposition {
         let request = &mut self.slab[index as usize];
         become_state(&mut request.state, RequestState::Queued);
         let Request { seq, spec, .. } = *self.at(index);
@@ -522,11 +522,11 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
         };
         let at = queue.partition_point(|&other| self.at(other).seq < seq);
         self.queue_of(spec.retry).insert(at, index);
-        Settled::Queued
+        Disposition::Queued
     }
 
     /// Defers a request; returns `None` if it would exceed its deadline.
-    fn back_off(&mut self, index: u32, now: Instant) -> Option<Settled> {
+    fn back_off(&mut self, index: u32, now: Instant) -> Option<Disposition> {
         let request = &mut self.slab[index as usize];
         let doublings = u32::from(request.waits).min(7);
         request.waits = request.waits.saturating_add(1);
@@ -535,7 +535,7 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
             return None;
         }
         become_state(&mut request.state, RequestState::Backoff { until });
-        Some(Settled::Later(until))
+        Some(Disposition::Later(until))
     }
 
     /// Removes a completed request.
@@ -709,8 +709,8 @@ mod tests {
         (requests, index)
     }
 
-    fn answered(status: u8) -> AttemptOutcome {
-        AttemptOutcome::Answered(CommandResponse {
+    fn responded(status: u8) -> AttemptOutcome {
+        AttemptOutcome::Responded(CommandResponse {
             status,
             sense: None,
             transferred: 0,
@@ -737,8 +737,8 @@ mod tests {
             requests.requeue_unsent(index);
             // Lost with the connection, before and during its abort.
             requests.start_attempt(index, 0, 8, now);
-            let settled = requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
-            assert_eq!(settled, Settled::Queued);
+            let disposition = requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
+            assert_eq!(disposition, Disposition::Queued);
             requests.start_attempt(index, 0, 9, now);
             assert_eq!(requests.begin_abort(index), Some((0, 9)));
             requests.finish_attempt(index, AttemptOutcome::Lost, false, now);
@@ -749,14 +749,17 @@ mod tests {
             requests.finish_attempt(index, AttemptOutcome::Aborted, false, now);
             // Busy, then executed.
             let (mut requests, index) = started(now);
-            requests.retire_attempt(index, 0, answered(BUSY), now);
-            let settled = requests.finish_attempt(index, answered(BUSY), false, now);
-            assert_eq!(settled, Settled::Later(now + LIMITS.busy));
+            requests.retire_attempt(index, 0, responded(BUSY), now);
+            let disposition = requests.finish_attempt(index, responded(BUSY), false, now);
+            assert_eq!(disposition, Disposition::Later(now + LIMITS.busy));
             requests.enqueue(index);
             requests.start_attempt(index, 0, 11, now);
-            requests.retire_attempt(index, 0, answered(GOOD), now);
-            let settled = requests.finish_attempt(index, answered(GOOD), false, now);
-            assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+            requests.retire_attempt(index, 0, responded(GOOD), now);
+            let disposition = requests.finish_attempt(index, responded(GOOD), false, now);
+            assert!(
+                matches!(disposition, Disposition::Over(Ok(_))),
+                "{disposition:?}"
+            );
         });
     }
 
@@ -764,14 +767,14 @@ mod tests {
     #[test]
     fn repeatable_request_of_ending_session_is_closed() {
         let failed = AttemptOutcome::Failed(RequestError::TargetFailure(1));
-        let ends = [answered(BUSY), answered(TASK_ABORTED), failed];
+        let ends = [responded(BUSY), responded(TASK_ABORTED), failed];
         for end in ends.into_iter().chain([AttemptOutcome::Aborted]) {
             let now = Instant::now();
             let (mut requests, index) = started(now);
             requests.retire_attempt(index, 0, end.clone(), now);
-            let settled = requests.finish_attempt(index, end.clone(), true, now);
-            let closed = Settled::Over(Err(RequestError::Closed));
-            assert_eq!(settled, closed, "{end:?}");
+            let disposition = requests.finish_attempt(index, end.clone(), true, now);
+            let closed = Disposition::Over(Err(RequestError::Closed));
+            assert_eq!(disposition, closed, "{end:?}");
         }
     }
 
@@ -781,23 +784,26 @@ mod tests {
         let now = Instant::now();
         let (mut requests, index) = started(now);
         for attempt in 0..300 {
-            requests.retire_attempt(index, 0, answered(BUSY), now);
-            let settled = requests.finish_attempt(index, answered(BUSY), false, now);
+            requests.retire_attempt(index, 0, responded(BUSY), now);
+            let disposition = requests.finish_attempt(index, responded(BUSY), false, now);
             assert!(
-                matches!(settled, Settled::Later(_)),
-                "{attempt}: {settled:?}"
+                matches!(disposition, Disposition::Later(_)),
+                "{attempt}: {disposition:?}"
             );
             requests.enqueue(index);
             requests.start_attempt(index, 0, 8, now);
         }
-        requests.retire_attempt(index, 0, answered(TASK_ABORTED), now);
-        let settled = requests.finish_attempt(index, answered(TASK_ABORTED), false, now);
-        assert_eq!(settled, Settled::Queued);
+        requests.retire_attempt(index, 0, responded(TASK_ABORTED), now);
+        let disposition = requests.finish_attempt(index, responded(TASK_ABORTED), false, now);
+        assert_eq!(disposition, Disposition::Queued);
         requests.start_attempt(index, 0, 9, now);
-        requests.retire_attempt(index, 0, answered(BUSY), now);
+        requests.retire_attempt(index, 0, responded(BUSY), now);
         let late = now + Duration::from_secs(61);
-        let settled = requests.finish_attempt(index, answered(BUSY), false, late);
-        assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+        let disposition = requests.finish_attempt(index, responded(BUSY), false, late);
+        assert!(
+            matches!(disposition, Disposition::Over(Ok(_))),
+            "{disposition:?}"
+        );
     }
 
     #[test]
@@ -816,7 +822,7 @@ mod tests {
         requests.retire_attempt(first, 0, AttemptOutcome::Lost, now);
         assert_eq!(
             requests.finish_attempt(first, AttemptOutcome::Lost, false, now),
-            Settled::Queued
+            Disposition::Queued
         );
         requests.start_attempt(first, 0, 8, now);
         // Another write to the same blocks, and a write to unit 2.
@@ -824,8 +830,9 @@ mod tests {
         let RequestId(other) = requests.insert(write(2, 60)).unwrap();
         let mut at = now;
         while at < now + Duration::from_secs(60) {
-            requests.retire_attempt(first, 0, answered(BUSY), at);
-            let Settled::Later(until) = requests.finish_attempt(first, answered(BUSY), false, at)
+            requests.retire_attempt(first, 0, responded(BUSY), at);
+            let Disposition::Later(until) =
+                requests.finish_attempt(first, responded(BUSY), false, at)
             else {
                 break;
             };
@@ -840,7 +847,7 @@ mod tests {
     }
 
     /// Settles the first attempt at a command that returns GOOD without data.
-    fn finish_short(command: Command, retry: Retry) -> Settled {
+    fn finish_short(command: Command, retry: Retry) -> Disposition {
         let now = Instant::now();
         let mut requests: Requests<u16> = Requests::new(LIMITS);
         let spec = RequestSpec {
@@ -852,36 +859,48 @@ mod tests {
         };
         let RequestId(index) = requests.insert(spec).unwrap();
         requests.start_attempt(index, 0, 7, now);
-        requests.retire_attempt(index, 0, answered(GOOD), now);
-        requests.finish_attempt(index, answered(GOOD), false, now)
+        requests.retire_attempt(index, 0, responded(GOOD), now);
+        requests.finish_attempt(index, responded(GOOD), false, now)
     }
 
     #[test]
     fn short_read_is_repeated() {
         let range = BlockRange { lba: 0, blocks: 8 };
-        let settled = finish_short(Command::read(range, 4096), Retry::Standard);
-        assert!(matches!(settled, Settled::Later(_)), "{settled:?}");
+        let disposition = finish_short(Command::read(range, 4096), Retry::Standard);
+        assert!(
+            matches!(disposition, Disposition::Later(_)),
+            "{disposition:?}"
+        );
     }
 
     /// Parameter data may be shorter than its allocation length.
     #[test]
     fn short_lba_status_is_complete() {
-        let settled = finish_short(Command::lba_status(0, 1032), Retry::Standard);
-        assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+        let disposition = finish_short(Command::lba_status(0, 1032), Retry::Standard);
+        assert!(
+            matches!(disposition, Disposition::Over(Ok(_))),
+            "{disposition:?}"
+        );
     }
 
     #[test]
     fn command_without_retries_is_not_repeated() {
         let range = BlockRange { lba: 0, blocks: 8 };
-        let settled = finish_short(Command::read(range, 4096), Retry::Never);
-        assert!(matches!(settled, Settled::Over(Ok(_))), "{settled:?}");
+        let disposition = finish_short(Command::read(range, 4096), Retry::Never);
+        assert!(
+            matches!(disposition, Disposition::Over(Ok(_))),
+            "{disposition:?}"
+        );
         let now = Instant::now();
         let (mut requests, index) = started(now);
         requests.slab[index as usize].spec.retry = Retry::Never;
         let failed = AttemptOutcome::Failed(RequestError::TargetFailure(1));
         requests.retire_attempt(index, 0, failed.clone(), now);
-        let settled = requests.finish_attempt(index, failed, false, now);
-        assert!(matches!(settled, Settled::Over(Err(_))), "{settled:?}");
+        let disposition = requests.finish_attempt(index, failed, false, now);
+        assert!(
+            matches!(disposition, Disposition::Over(Err(_))),
+            "{disposition:?}"
+        );
     }
 
     /// ASYMMETRIC ACCESS STATE TRANSITION (04h/0Ah) causes multipath to try another path
@@ -897,7 +916,7 @@ mod tests {
         let RequestId(index) = requests.insert(spec(now)).unwrap();
         let mut sense = vec![0; 18];
         (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 2, 10, 4, 0x0a);
-        let answer = AttemptOutcome::Answered(CommandResponse {
+        let response = AttemptOutcome::Responded(CommandResponse {
             status: crate::request::CHECK_CONDITION,
             sense: Some(sense.into()),
             transferred: 0,
@@ -906,10 +925,10 @@ mod tests {
         let mut at = now;
         loop {
             requests.start_attempt(index, 0, 7, at);
-            requests.retire_attempt(index, 0, answer.clone(), at);
-            match requests.finish_attempt(index, answer.clone(), false, at) {
-                Settled::Later(until) => at = until,
-                Settled::Over(Ok(_)) => break,
+            requests.retire_attempt(index, 0, response.clone(), at);
+            match requests.finish_attempt(index, response.clone(), false, at) {
+                Disposition::Later(until) => at = until,
+                Disposition::Over(Ok(_)) => break,
                 other => panic!("{other:?}"),
             }
             requests.enqueue(index);

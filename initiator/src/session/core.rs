@@ -11,7 +11,7 @@ use riser_scsi::sense::{Sense, SenseKey};
 
 use super::functions::TaskFunctions;
 use super::{Lifecycle, SessionEvent, SessionState, SubmitError, Timing};
-use crate::request::table::{AttemptOutcome, Late, Limits, RequestState, Requests, Settled};
+use crate::request::table::{AttemptOutcome, Disposition, Late, Limits, RequestState, Requests};
 use crate::request::{
     CommandResponse, RequestError, RequestId, RequestResult, RequestSpec, Retry, may_change_unit,
 };
@@ -88,7 +88,7 @@ pub(crate) struct Core<T, O> {
     pub(crate) settle_at: Option<Instant>,
     /// A reset of ours that the unit may still report on this connection.
     pub(crate) expected_report: Option<ResetReport>,
-    pub(crate) last_heard: Instant,
+    pub(crate) last_received: Instant,
     /// Time without a message from the target after which it is pinged.
     pub(crate) ping: Duration,
     /// Time during which commands of a lost connection may still modify the medium.
@@ -114,7 +114,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
             is_checked: false,
             settle_at: None,
             expected_report: None,
-            last_heard: now,
+            last_received: now,
             ping: config.ping,
             settle: config.timing.settle,
             timer: None,
@@ -157,7 +157,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
 
     /// Returns the time at which a silent target is pinged.
     pub(crate) fn ping_at(&self) -> Instant {
-        self.last_heard + self.ping
+        self.last_received + self.ping
     }
 
     /// Called when the login is complete: starts requests, unless the unit must be checked first.
@@ -166,7 +166,7 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
         // A new nexus only reports its own beginning.
         self.expected_report = None;
         self.is_checked = !self.is_guarded;
-        self.last_heard = now;
+        self.last_received = now;
         self.arm(now + self.ping);
         if self.is_guarded {
             self.requests.hold_requests();
@@ -254,9 +254,9 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
             .requests
             .finish_attempt(index, end, self.life.is_ending(), now)
         {
-            Settled::Over(result) => self.complete(index, result),
-            Settled::Queued => {}
-            Settled::Later(until) => self.arm(until),
+            Disposition::Over(result) => self.complete(index, result),
+            Disposition::Queued => {}
+            Disposition::Later(until) => self.arm(until),
         }
     }
 
@@ -333,9 +333,9 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     /// Called when the unit has executed a command without a unit attention. If the command was
     /// sent after our reset, it would have reported the reset, so a later attention has another
     /// cause.
-    pub(crate) fn on_executed(&mut self, index: u32, answer: &CommandResponse) {
+    pub(crate) fn on_executed(&mut self, index: u32, response: &CommandResponse) {
         if let Some(report) = self.expected_report
-            && answer.is_success()
+            && response.is_success()
             && self.requests.is_started_since(index, report.starts)
             && report.is_of(self.requests.at(index).spec.lun)
             && !Opcode::of(self.requests.at(index).spec.cdb.as_bytes()).is_free_of_attention()
@@ -377,8 +377,8 @@ impl<T: Copy + Debug + PartialEq, O: SessionOutput> Core<T, O> {
     }
 
     /// Reports the unit attention or deferred error of a response if the unit is watched.
-    pub(crate) fn report_sense(&mut self, index: u32, answer: &CommandResponse) {
-        if let (true, Some(sense)) = (self.is_guarded, answer.sense.clone()) {
+    pub(crate) fn report_sense(&mut self, index: u32, response: &CommandResponse) {
+        if let (true, Some(sense)) = (self.is_guarded, response.sense.clone()) {
             let lun = self.requests.at(index).spec.lun;
             self.report_unit_event(lun, sense);
         }

@@ -59,7 +59,7 @@ pub trait Machine {
     fn abandon_connection(&mut self, _why: Down, _last: bool, _now: Instant) {}
 
     /// Returns the time of the target's last message, on the current or the last connection.
-    fn last_heard(&self) -> Option<Instant> {
+    fn last_received(&self) -> Option<Instant> {
         None
     }
 

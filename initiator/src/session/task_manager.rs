@@ -189,11 +189,11 @@ pub(crate) trait TaskManager: Machine {
     /// may have terminated earlier commands without a response. Aborting them determines which,
     /// once [`Self::pump_functions`] sends the aborts queued here. A deferred error is also
     /// reported.
-    fn on_attention(&mut self, index: u32, answer: &CommandResponse) {
-        let Some(attention) = attention_of(answer) else {
-            self.core().on_executed(index, answer);
-            if is_deferred(answer) {
-                self.core().report_sense(index, answer);
+    fn on_attention(&mut self, index: u32, response: &CommandResponse) {
+        let Some(attention) = attention_of(response) else {
+            self.core().on_executed(index, response);
+            if is_deferred(response) {
+                self.core().report_sense(index, response);
             }
             return;
         };
@@ -202,7 +202,7 @@ pub(crate) trait TaskManager: Machine {
                 self.core().functions.queue_abort(channel, late);
             }
         }
-        self.hold_if(answer.sense());
-        self.core().report_sense(index, answer);
+        self.hold_if(response.sense());
+        self.core().report_sense(index, response);
     }
 }

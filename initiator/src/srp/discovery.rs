@@ -54,7 +54,7 @@ pub enum DiscoveryError {
     Unsupported,
     /// All queries timed out.
     #[error("no response from the address")]
-    NoAnswer,
+    NoResponse,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,13 +146,13 @@ impl Discovery {
     /// Returns the result when all queries are complete.
     ///
     /// # Errors
-    /// Within the option: [`DiscoveryError::NoAnswer`].
+    /// Within the option: [`DiscoveryError::NoResponse`].
     pub fn poll_result(&mut self) -> Option<Result<Vec<FoundPort>, DiscoveryError>> {
         if self.step != Step::Done {
             return None;
         }
         if self.failed {
-            return Some(Err(DiscoveryError::NoAnswer));
+            return Some(Err(DiscoveryError::NoResponse));
         }
         Some(Ok(std::mem::take(&mut self.found)))
     }
@@ -162,8 +162,9 @@ impl Discovery {
         let Ok((header, data)) = DmHeader::parse(mad) else {
             return;
         };
-        let asked = self.attribute() == Some(header.attribute) && self.until.is_some();
-        if header.method != Method::GetResp || header.transaction != self.transaction || !asked {
+        let requested = self.attribute() == Some(header.attribute) && self.until.is_some();
+        if header.method != Method::GetResp || header.transaction != self.transaction || !requested
+        {
             return;
         }
         let ok = header.status == Status::Success;
@@ -290,7 +291,10 @@ mod tests {
             }
             Attribute::ServiceEntries { slot, first, last } => {
                 let services = &units[usize::from(slot) - 1].1;
-                assert!(usize::from(last) < services.len(), "asks for what there is");
+                assert!(
+                    usize::from(last) < services.len(),
+                    "requests all available data"
+                );
                 ServiceEntry::emit_list(&services[first.into()..=last.into()]).to_vec()
             }
             other => panic!("{other:?}"),
@@ -341,7 +345,10 @@ mod tests {
             now = discovery.deadline().unwrap();
         }
         assert_eq!(discovery.poll_query(now), None);
-        assert_eq!(discovery.poll_result(), Some(Err(DiscoveryError::NoAnswer)));
+        assert_eq!(
+            discovery.poll_result(),
+            Some(Err(DiscoveryError::NoResponse))
+        );
         assert_eq!(discovery.deadline(), None);
     }
 

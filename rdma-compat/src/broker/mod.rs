@@ -41,7 +41,7 @@ pub(crate) mod share;
 
 pub(crate) use ports::Port;
 #[cfg(test)]
-pub(crate) use router::slot_of_answer;
+pub(crate) use router::slot_of_response;
 
 /// Number of bits of a queue pair number that contain the slot.
 pub(crate) const BITS: u8 = 5;

@@ -32,11 +32,12 @@ const MAD: usize = 20;
 const MAD_LEN: usize = 256;
 
 /// Returns the slot of the process that a response of a subnet administrator is for.
-pub(crate) fn slot_of_answer(mad: &[u8]) -> Option<u8> {
+pub(crate) fn slot_of_response(mad: &[u8]) -> Option<u8> {
     let mad: &Mad = mad.try_into().ok()?;
     let header = MadHeader::of(mad);
-    let is_answer = header.class() == MadClass::SubnetAdm as u8 && header.method() & RESPONSE != 0;
-    is_answer.then(|| (header.transaction().0 >> 32) as u8 & ((1 << BITS) - 1))
+    let is_response =
+        header.class() == MadClass::SubnetAdm as u8 && header.method() & RESPONSE != 0;
+    is_response.then(|| (header.transaction().0 >> 32) as u8 & ((1 << BITS) - 1))
 }
 
 /// A request for a port without a listener.
@@ -126,7 +127,7 @@ impl Router {
         }
         let first = *self.slots.first()?;
         let mad = packet.bytes.get(MAD..MAD + MAD_LEN);
-        if let Some(slot) = mad.and_then(slot_of_answer) {
+        if let Some(slot) = mad.and_then(slot_of_response) {
             return Some(self.slots.get(&slot).copied().unwrap_or(first));
         }
         let peer = packet.src.ip();

@@ -214,7 +214,7 @@ impl Share {
     }
 
     /// Releases a port.
-    pub(crate) fn give_back_port(&mut self, port: Port) {
+    pub(crate) fn release_port(&mut self, port: Port) {
         self.ports.remove(&port);
         self.release(PortAction::Release, port);
     }
@@ -483,7 +483,7 @@ mod tests {
         assert_eq!(first.take_port(Tcp, 4000).unwrap(), 4000);
         assert!(in_use(second.take_port(Tcp, 4000).unwrap_err()));
         assert_eq!(second.take_port(Udp, 4000).unwrap(), 4000);
-        first.give_back_port((Tcp, 4000));
+        first.release_port((Tcp, 4000));
         assert_eq!(second.take_port(Tcp, 4000).unwrap(), 4000);
         let chosen = [&mut first, &mut second].map(|share| share.take_port(Tcp, 0).unwrap());
         assert_ne!(chosen[0], chosen[1]);
@@ -585,7 +585,7 @@ mod tests {
             peer.send_to(&sidr_request(), (addr(6), ROCE_PORT)).unwrap();
         }
         assert_eq!(second.take_port(Tcp, 4000).unwrap(), 4000);
-        first.give_back_port(PORT);
+        first.release_port(PORT);
         listen(&mut second, PORT);
         while second.poll_packet().unwrap().is_some() {}
         peer.send_to(&sidr_request(), (addr(6), ROCE_PORT)).unwrap();
@@ -659,7 +659,7 @@ mod tests {
         timed_out(&mut share, 0);
         let start = Instant::now();
         timed_out(&mut share, 4000);
-        share.give_back_port(PORT);
+        share.release_port(PORT);
         assert!(start.elapsed() < PATIENCE / 2);
 
         // It continues. Verify that the port, which nobody uses, is released.

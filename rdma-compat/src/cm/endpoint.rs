@@ -75,9 +75,9 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     };
     let mut found = ptr::null_mut();
     // SAFETY: the program passes valid strings.
-    let answer = unsafe { libc::getaddrinfo(node, service, &raw const wanted, &raw mut found) };
-    if answer != 0 {
-        return answer;
+    let error = unsafe { libc::getaddrinfo(node, service, &raw const wanted, &raw mut found) };
+    if error != 0 {
+        return error;
     }
     // SAFETY: all zeroes is valid for this plain C structure.
     let mut info: rdma_addrinfo = unsafe { zeroed() };

@@ -487,7 +487,7 @@ impl Ref<Id> {
     fn destroy_link(self, (context, id): Link) {
         let mut locked = context.lock();
         forget(&locked, id, self);
-        locked.give_back_port(id);
+        locked.release_port(id);
         // It exists, so this can't fail.
         let _ = locked.nic.destroy_id(id);
         // The peer must be notified during this call, as with a kernel, because the process may

@@ -228,16 +228,16 @@ pub(crate) fn to_rts(qp: *mut ibv_qp, gid: ibv_gid, peer: u32) {
     }
     modify(qp, &attr, first | IBV_QP_ACCESS_FLAGS);
     let path = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
-    let answers = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+    let responder = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
     attr.qp_state = IBV_QPS_RTR;
     // Each end of an XRC connection only has half of the attributes, and an unreliable connection
     // has none of them.
-    let answers = if matches!(qp_type, IBV_QPT_XRC_SEND | IBV_QPT_UC) {
+    let responder = if matches!(qp_type, IBV_QPT_XRC_SEND | IBV_QPT_UC) {
         0
     } else {
-        answers
+        responder
     };
-    modify(qp, &attr, IBV_QP_STATE | path | answers);
+    modify(qp, &attr, IBV_QP_STATE | path | responder);
     let retries = IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
     let retries = match qp_type {
         IBV_QPT_XRC_RECV => IBV_QP_TIMEOUT,

@@ -483,7 +483,7 @@ impl Program {
             }
             _ => 0,
         };
-        self.checked("an answer to an event", result);
+        self.checked("response to an event", result);
     }
 
     /// Receives an event, which is acknowledged either now or later.

@@ -986,7 +986,7 @@ fn try_to_rts(qp: *mut ibv_qp, kind: ibv_qp_type, gid: ibv_gid, peer: u32) {
     attr.rnr_retry = 1;
     let first = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
     let path = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
-    let answers = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+    let responder = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
     let retries = IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
     let last = IBV_QP_STATE | IBV_QP_SQ_PSN;
     let masks = match kind {
@@ -995,10 +995,14 @@ fn try_to_rts(qp: *mut ibv_qp, kind: ibv_qp_type, gid: ibv_gid, peer: u32) {
         IBV_QPT_XRC_SEND => [first | IBV_QP_ACCESS_FLAGS, path, last | retries],
         IBV_QPT_XRC_RECV => [
             first | IBV_QP_ACCESS_FLAGS,
-            path | answers,
+            path | responder,
             last | IBV_QP_TIMEOUT,
         ],
-        _ => [first | IBV_QP_ACCESS_FLAGS, path | answers, last | retries],
+        _ => [
+            first | IBV_QP_ACCESS_FLAGS,
+            path | responder,
+            last | retries,
+        ],
     };
     let states = [IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS];
     for (state, mask) in states.into_iter().zip(masks) {

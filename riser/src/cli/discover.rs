@@ -238,7 +238,7 @@ fn query_ports(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Nam
     let found = match task::block_on(client.timeout(limit, client.discover(url))) {
         Ok(Ok(found)) => found,
         // Queries are not supported by all targets.
-        Ok(Err(EngineError::Discovery(DiscoveryError::NoAnswer))) | Err(_) => {
+        Ok(Err(EngineError::Discovery(DiscoveryError::NoResponse))) | Err(_) => {
             tracing::info!("{url} does not report its ports; logging in without discovery");
             return Ok(Vec::new());
         }
@@ -290,13 +290,13 @@ fn describe_unit(session: &Session, id: LunId) -> Result<Unit, LunError> {
         error: None,
         exit: None,
     };
-    let asked = task::block_on(session.inquiry(id)).and_then(|inquiry| {
+    let description = task::block_on(session.inquiry(id)).and_then(|inquiry| {
         unit.vendor = inquiry.vendor.trim().to_owned();
         unit.product = inquiry.product.trim().to_owned();
         unit.revision = inquiry.revision.trim().to_owned();
         task::block_on(session.lun(id.number()))
     });
-    match asked {
+    match description {
         Ok(lun) => {
             let LunInfo {
                 capacity, caching, ..

@@ -504,7 +504,7 @@ mod tests {
             ((plain, writes), (mount, reads), true),
             ((plain, reads), (mount, writes), false),
         ] {
-            assert_eq!(conflicts(new, old), expected, "{new:?} beside {old:?}");
+            assert_eq!(conflicts(new, old), expected, "{new:?} with {old:?}");
         }
     }
 

@@ -90,13 +90,13 @@ fn standard_data(session: &Session, lun: LunId, timeout: Duration) -> Result<Vec
             .await;
         let io = ScsiIo::new(lun, Command::inquiry(), IoData::One(buffer), timeout);
         let end = session.submit(io).await;
-        let answer = end.result?;
-        if !answer.is_success() {
-            return Err(LunError::Status(answer.status));
+        let response = end.result?;
+        if !response.is_success() {
+            return Err(LunError::Status(response.status));
         }
         let buffer = end.data.into_one().ok_or(RequestError::Closed)?;
         let mut data = buffer.slice().to_vec();
-        data.truncate(answer.transferred as usize);
+        data.truncate(response.transferred as usize);
         Ok(data)
     })
 }

@@ -56,8 +56,8 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     }
     // The program may change its working directory before the library opens this file.
     let pcap = args.pcap.as_deref().map(capture_file).transpose()?;
-    let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_folder)?;
-    let folder = folder_of(&library)?;
+    let library = find_library(std::env::var_os(DROP_IN).as_deref(), own_directory)?;
+    let directory = directory_of(&library)?;
     if let Some(path) = search(program) {
         if gains_rights(&path) {
             let error = CliError::new(
@@ -82,7 +82,7 @@ pub(super) fn run(args: &RunArgs, global: &Global) -> Result<(), CliError> {
     command.args(rest);
     command.env(
         LOADER_PATH,
-        in_front(&folder, std::env::var_os(LOADER_PATH)),
+        in_front(&directory, std::env::var_os(LOADER_PATH)),
     );
     let devices: Vec<_> = devices.iter().map(Device::to_string).collect();
     command.env(DEVICES, devices.join(","));
@@ -127,12 +127,12 @@ fn capture_file(file: &Path) -> Result<PathBuf, CliError> {
         CliError::new(Exit::Usage, what).because(why)
     };
     let absolute = std::path::absolute(file).map_err(refused)?;
-    let folder = absolute.parent().unwrap_or(Path::new("/"));
+    let directory = absolute.parent().unwrap_or(Path::new("/"));
     let may_write = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
-    if !fs::metadata(folder).map_err(refused)?.is_dir() {
+    if !fs::metadata(directory).map_err(refused)?.is_dir() {
         return Err(refused(io::ErrorKind::NotADirectory.into()));
     }
-    rustix::fs::access(folder, may_write).map_err(|why| refused(why.into()))?;
+    rustix::fs::access(directory, may_write).map_err(|why| refused(why.into()))?;
     Ok(absolute)
 }
 
@@ -200,7 +200,7 @@ fn check_address(name: &str, addr: &IpAddr) -> Result<(), CliError> {
 }
 
 /// Returns the directory of this executable.
-fn own_folder() -> Result<PathBuf, CliError> {
+fn own_directory() -> Result<PathBuf, CliError> {
     let own = std::env::current_exe();
     let own = own.map_err(|e| CliError::io("cannot find the path of this program", e))?;
     Ok(own.parent().map(Path::to_owned).unwrap_or_default())
@@ -213,13 +213,13 @@ fn own_folder() -> Result<PathBuf, CliError> {
 /// the environment.
 fn find_library(
     named: Option<&OsStr>,
-    own_folder: impl FnOnce() -> Result<PathBuf, CliError>,
+    own_directory: impl FnOnce() -> Result<PathBuf, CliError>,
 ) -> Result<PathBuf, CliError> {
     let places = match named {
         // If the path was specified explicitly, don't try any other paths.
         Some(path) => vec![PathBuf::from(path)],
         None => {
-            let own = own_folder().map_err(|e| e.help(format!("set {DROP_IN}")))?;
+            let own = own_directory().map_err(|e| e.help(format!("set {DROP_IN}")))?;
             vec![own.join(LIBRARY), own.join("../lib/riser").join(LIBRARY)]
         }
     };
@@ -241,13 +241,13 @@ fn find_library(
 /// A package includes links in the same directory. Otherwise they are created in a directory of
 /// this user, which is separate for each library. It's shared by all runs, and is not removed
 /// because processes may outlive this one.
-fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
+fn directory_of(library: &Path) -> Result<PathBuf, CliError> {
     let is_library = |link: PathBuf| fs::canonicalize(link).is_ok_and(|path| path == library);
-    if let Some(folder) = library.parent()
-        && is_path_of_loader(folder)
-        && NAMES.iter().all(|name| is_library(folder.join(name)))
+    if let Some(directory) = library.parent()
+        && is_path_of_loader(directory)
+        && NAMES.iter().all(|name| is_library(directory.join(name)))
     {
-        return Ok(folder.to_owned());
+        return Ok(directory.to_owned());
     }
     let uid = rustix::process::geteuid().as_raw();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -255,10 +255,10 @@ fn folder_of(library: &Path) -> Result<PathBuf, CliError> {
     let parents = runtime.into_iter().chain([std::env::temp_dir()]);
     let mut refused = None;
     for parent in parents.filter(|parent| is_path_of_loader(parent)) {
-        let folder = parent.join(format!("riser-libraries-{uid}"));
-        match links_in(&parent, &folder, library, uid) {
-            Ok(folder) => return Ok(folder),
-            Err(why) => refused = Some(CliError::io(folder.display().to_string(), why)),
+        let directory = parent.join(format!("riser-libraries-{uid}"));
+        match links_in(&parent, &directory, library, uid) {
+            Ok(directory) => return Ok(directory),
+            Err(why) => refused = Some(CliError::io(directory.display().to_string(), why)),
         }
     }
     let what = "cannot create links to the library";
@@ -286,24 +286,24 @@ fn is_path_of_loader(path: &Path) -> bool {
 /// # Errors
 /// Fails if a directory could be replaced by another user, because the program would execute code
 /// from this user.
-fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Result<PathBuf> {
+fn links_in(parent: &Path, directory: &Path, library: &Path, uid: u32) -> io::Result<PathBuf> {
     let above = fs::metadata(parent)?;
     let is_kept = !is_writable_by_others(&above) || above.mode() & libc::S_ISVTX != 0;
     if !is_kept || ![0, uid].contains(&above.uid()) {
         let why = format!("other users can modify {}", parent.display());
         return Err(io::Error::other(why));
     }
-    own_dir(folder, uid)?;
+    own_dir(directory, uid)?;
     let sum = checksum(CrcAlgorithm::Crc64Nvme, library.as_os_str().as_bytes());
-    let folder = folder.join(format!("{sum:016x}"));
-    own_dir(&folder, uid)?;
+    let directory = directory.join(format!("{sum:016x}"));
+    own_dir(&directory, uid)?;
     for name in NAMES {
-        let link = folder.join(name);
+        let link = directory.join(name);
         if fs::read_link(&link).is_ok_and(|to| to == library) {
             continue;
         }
         // Another run may use the directory at the same time, so replace the link atomically.
-        let new = folder.join(format!(".{name}.{}", std::process::id()));
+        let new = directory.join(format!(".{name}.{}", std::process::id()));
         // This may be left from a killed run, if it used the same process ID in another container.
         let _ = fs::remove_file(&new);
         symlink(library, &new)?;
@@ -311,16 +311,16 @@ fn links_in(parent: &Path, folder: &Path, library: &Path, uid: u32) -> io::Resul
             let _ = fs::remove_file(&new);
         })?;
     }
-    Ok(folder)
+    Ok(directory)
 }
 
 /// Creates a directory that can only be modified by this user. Also checks an existing directory.
-fn own_dir(folder: &Path, uid: u32) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(folder) {
+fn own_dir(directory: &Path, uid: u32) -> io::Result<()> {
+    match DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    let is = fs::symlink_metadata(folder)?;
+    let is = fs::symlink_metadata(directory)?;
     if !is.is_dir() || is.uid() != uid || is_writable_by_others(&is) {
         let why = "not a directory that is only writable by this user";
         return Err(io::Error::other(why));
@@ -508,9 +508,9 @@ mod tests {
         let own = || Ok(bin.clone());
         let error = find_library(None, own).unwrap_err();
         assert_eq!(error.exit, Exit::NotFound);
-        let beside = bin.join(LIBRARY);
+        let adjacent = bin.join(LIBRARY);
         assert!(
-            error.to_string().contains(beside.to_str().unwrap()),
+            error.to_string().contains(adjacent.to_str().unwrap()),
             "{error}"
         );
         assert!(error.to_string().contains("../lib/riser"), "{error}");
@@ -518,8 +518,8 @@ mod tests {
         let packaged = dir.0.join("lib/riser").join(LIBRARY);
         fs::write(&packaged, "").unwrap();
         assert_eq!(find_library(None, own).unwrap(), packaged);
-        fs::write(&beside, "").unwrap();
-        assert_eq!(find_library(None, own).unwrap(), beside);
+        fs::write(&adjacent, "").unwrap();
+        assert_eq!(find_library(None, own).unwrap(), adjacent);
         let named = find_library(Some(packaged.as_os_str()), own).unwrap();
         assert_eq!(named, packaged);
         // If the path was specified but the file is missing, don't use another path.
@@ -536,12 +536,12 @@ mod tests {
     #[test]
     fn links_are_reused_for_same_library() {
         let dir = Dir::new("links");
-        let (library, folder) = (dir.0.join("a.so"), dir.0.join("own"));
-        let made = links_in(&dir.0, &folder, &library, own_uid()).unwrap();
+        let (library, directory) = (dir.0.join("a.so"), dir.0.join("own"));
+        let made = links_in(&dir.0, &directory, &library, own_uid()).unwrap();
         let inode = |name| fs::symlink_metadata(made.join(name)).unwrap().ino();
         let before = NAMES.map(inode);
         assert_eq!(
-            links_in(&dir.0, &folder, &library, own_uid()).unwrap(),
+            links_in(&dir.0, &directory, &library, own_uid()).unwrap(),
             made
         );
         assert_eq!(NAMES.map(inode), before);
@@ -550,12 +550,12 @@ mod tests {
         symlink("/dev/null", made.join(NAMES[0])).unwrap();
         let left = format!(".{}.{}", NAMES[0], std::process::id());
         symlink("/dev/null", made.join(left)).unwrap();
-        links_in(&dir.0, &folder, &library, own_uid()).unwrap();
+        links_in(&dir.0, &directory, &library, own_uid()).unwrap();
         for name in NAMES {
             assert_eq!(fs::read_link(made.join(name)).unwrap(), library);
         }
         assert_eq!(fs::read_dir(&made).unwrap().count(), NAMES.len());
-        let other = links_in(&dir.0, &folder, &dir.0.join("b.so"), own_uid()).unwrap();
+        let other = links_in(&dir.0, &directory, &dir.0.join("b.so"), own_uid()).unwrap();
         assert_ne!(other, made);
     }
 
@@ -564,11 +564,11 @@ mod tests {
         let dir = Dir::new("package");
         let library = dir.0.join(LIBRARY);
         fs::write(&library, "").unwrap();
-        assert_ne!(folder_of(&library).unwrap(), dir.0);
+        assert_ne!(directory_of(&library).unwrap(), dir.0);
         for name in NAMES {
             symlink(LIBRARY, dir.0.join(name)).unwrap();
         }
-        assert_eq!(folder_of(&library).unwrap(), dir.0);
+        assert_eq!(directory_of(&library).unwrap(), dir.0);
     }
 
     #[test]
@@ -611,23 +611,23 @@ mod tests {
     #[test]
     fn directories_writable_by_others_are_rejected() {
         let dir = Dir::new("others");
-        let (library, folder) = (dir.0.join("a.so"), dir.0.join("own"));
+        let (library, directory) = (dir.0.join("a.so"), dir.0.join("own"));
         let mode = |path: &Path, mode| {
             fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
         };
-        let refused = || links_in(&dir.0, &folder, &library, own_uid()).unwrap_err();
+        let refused = || links_in(&dir.0, &directory, &library, own_uid()).unwrap_err();
         // If the parent is writable, anyone could rename the directory, unless the sticky bit is
         // set.
         mode(&dir.0, 0o777);
         assert!(refused().to_string().contains("other users can modify"));
         mode(&dir.0, 0o1777);
-        links_in(&dir.0, &folder, &library, own_uid()).unwrap();
-        mode(&folder, 0o770);
+        links_in(&dir.0, &directory, &library, own_uid()).unwrap();
+        mode(&directory, 0o770);
         assert!(refused().to_string().contains("by this user"));
         // Links to our directories are not accepted.
-        fs::remove_dir_all(&folder).unwrap();
+        fs::remove_dir_all(&directory).unwrap();
         fs::create_dir(dir.0.join("real")).unwrap();
-        symlink(dir.0.join("real"), &folder).unwrap();
+        symlink(dir.0.join("real"), &directory).unwrap();
         assert!(refused().to_string().contains("by this user"));
         // Directory of another user.
         let other = links_in(&dir.0, &dir.0.join("b"), &library, own_uid() + 1);

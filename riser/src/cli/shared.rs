@@ -38,7 +38,7 @@ pub(super) fn start(
         };
     }
     let users = shm_users();
-    if !is_named && let Err(error) = check_choice(url, |addr| shm::ask_listener(addr, &users)) {
+    if !is_named && let Err(error) = check_choice(url, |addr| shm::query_listener(addr, &users)) {
         match error.kind() {
             // This is the normal case: the target is on another host, or doesn't support shared
             // memory.
@@ -85,33 +85,33 @@ pub(super) fn start(
 }
 
 /// Checks whether shared memory can be selected automatically. A shared-memory device can't reach
-/// other portals, so this must be supported by all of them. `ask` is called with the IP address of
+/// other portals, so this must be supported by all of them. `query` is called with the IP address of
 /// each portal.
 ///
 /// # Errors
 /// Returns errors from [`check_offer`], and [`io::ErrorKind::Unsupported`] if the portals are only
 /// known to the target.
-fn check_choice(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
+fn check_choice(url: &TargetUrl, query: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     if url.wants_all() {
         let text = "the target may have portals on other hosts";
         return Err(io::Error::new(io::ErrorKind::Unsupported, text));
     }
-    check_offer(url, ask)
+    check_offer(url, query)
 }
 
-/// Checks that shared memory is supported by all portals in an address. `ask` is called with the IP
+/// Checks that shared memory is supported by all portals in an address. `query` is called with the IP
 /// address of each portal.
 ///
 /// # Errors
-/// Returns the first error from `ask`. Fails if a portal can't be resolved.
-fn check_offer(url: &TargetUrl, ask: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
+/// Returns the first error from `query`. Fails if a portal can't be resolved.
+fn check_offer(url: &TargetUrl, query: impl Fn(IpAddr) -> io::Result<()>) -> io::Result<()> {
     let others = url.portals().iter().map(|portal| url.by(portal.clone()));
-    let mut asked = Vec::new();
+    let mut queried = Vec::new();
     for portal in std::iter::once(url.first()).chain(others) {
         let addr = portal.resolve()?.ip();
-        if !asked.contains(&addr) {
-            ask(addr)?;
-            asked.push(addr);
+        if !queried.contains(&addr) {
+            query(addr)?;
+            queried.push(addr);
         }
     }
     Ok(())
@@ -160,7 +160,7 @@ pub(super) fn refusal(client: &Client, url: &TargetUrl) -> Option<String> {
         return None;
     }
     let users = shm_users();
-    let reason = check_offer(url, |addr| shm::ask_listener(addr, &users)).err()?;
+    let reason = check_offer(url, |addr| shm::query_listener(addr, &users)).err()?;
     Some(format!("shared memory is not available: {reason}"))
 }
 

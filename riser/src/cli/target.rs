@@ -65,7 +65,7 @@ impl TypedValueParser for VerbParser {
 
 /// Executes `riserd` with these arguments.
 pub(super) fn run(args: &[OsString]) -> Result<(), CliError> {
-    let program = beside().unwrap_or_else(|| RISERD.into());
+    let program = adjacent_program().unwrap_or_else(|| RISERD.into());
     let failed = Command::new(&program).args(args).exec();
     if failed.kind() == std::io::ErrorKind::NotFound {
         let error = CliError::new(
@@ -81,7 +81,7 @@ pub(super) fn run(args: &[OsString]) -> Result<(), CliError> {
 }
 
 /// Returns the path of `riserd` if it's in the same directory as this program.
-fn beside() -> Option<PathBuf> {
+fn adjacent_program() -> Option<PathBuf> {
     let own = std::env::current_exe().ok()?;
     let path = own.with_file_name(RISERD);
     path.is_file().then_some(path)

@@ -44,7 +44,7 @@ pub(super) fn run(args: &WireArgs, global: &Global) -> Result<(), CliError> {
 fn failed(error: WireError) -> CliError {
     let exit = match &error {
         WireError::Family(..) | WireError::SameAddress(_) | WireError::PathMtu(_) => Exit::Usage,
-        WireError::NoAnswer(_) | WireError::Nothing(..) => Exit::Timeout,
+        WireError::NoResponse(_) | WireError::Nothing(..) => Exit::Timeout,
         WireError::NoAddress => Exit::Busy,
         WireError::Open { source, .. } if source.kind() == std::io::ErrorKind::AddrInUse => {
             Exit::Busy

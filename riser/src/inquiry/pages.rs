@@ -18,10 +18,10 @@ pub enum InquiryError {
     #[error("INQUIRY data is {0} bytes long")]
     TooShort(usize),
     /// The response is for a different page.
-    #[error("requested page {asked:#04x}, received page {got:#04x}")]
+    #[error("requested page {requested:#04x}, received page {got:#04x}")]
     WrongPage {
         /// The requested page.
-        asked: u8,
+        requested: u8,
         /// The received page.
         got: u8,
     },
@@ -250,7 +250,10 @@ pub fn standard(data: &[u8]) -> Result<Fields, InquiryError> {
 /// Checks the header of a page and returns the received bytes.
 fn checked(code: u8, data: &[u8]) -> Result<&[u8], InquiryError> {
     let got = vpd::code(data).ok_or(InquiryError::TooShort(data.len()))?;
-    vpd::received(data, code).ok_or(InquiryError::WrongPage { asked: code, got })
+    vpd::received(data, code).ok_or(InquiryError::WrongPage {
+        requested: code,
+        got,
+    })
 }
 
 /// Returns the page codes listed in page 00h.
@@ -443,7 +446,7 @@ mod tests {
         assert_eq!(
             page(0x80, &[0, 0x83, 0, 0]),
             Err(InquiryError::WrongPage {
-                asked: 0x80,
+                requested: 0x80,
                 got: 0x83
             })
         );

@@ -231,11 +231,11 @@ pub fn server(
         end.send_go_ahead()?;
         let sink = end.wait_message("waiting for the client's sink", report.pings)?;
         end.write(sink, source.size.min(sink.size))?;
-        let told = end.send_go_ahead();
+        let sent = end.send_go_ahead();
         report.pings += 1;
         report.bytes += u64::from(source.size);
         report.elapsed = started.elapsed();
-        match told {
+        match sent {
             // A client doesn't need to acknowledge the last message if it disconnects right after
             // it.
             Err(RpingError::Work { .. } | RpingError::Disconnected(_)) => break,
@@ -283,13 +283,13 @@ mod tests {
             size: 4096,
             timeout: Duration::from_secs(3600),
         };
-        let (tell, told) = std::sync::mpsc::channel();
+        let (reporter, reports) = std::sync::mpsc::channel();
         let served = std::thread::spawn(move || {
             let listen = SocketAddr::from(([127, 91, 0, 1], DEFAULT_PORT));
-            let ready = |at| tell.send(at).unwrap();
+            let ready = |at| reporter.send(at).unwrap();
             server(&mut here, listen, &options(0), ready).unwrap().pings
         });
-        let at = told.recv().unwrap();
+        let at = reports.recv().unwrap();
         let report = client(&mut there, at, &options(20)).unwrap();
         assert_eq!((report.pings, report.bytes), (20, 20 * 4096));
         assert_eq!(served.join().unwrap(), 20);

@@ -426,11 +426,11 @@ impl Node {
             }
             AGENT => {
                 if let Some(from) = read(&mut self.agent)
-                    && let Some(answer) = self.vema.handle_mad(from, &packet, now)
+                    && let Some(response) = self.vema.handle_mad(from, &packet, now)
                     && let Some(ah) = self.handle(from.gid, 0)
                 {
                     self.agent
-                        .send(&mut self.nic, AGENT, (ah, from.qpn), &answer);
+                        .send(&mut self.nic, AGENT, (ah, from.qpn), &response);
                 }
             }
             _ => {

@@ -31,7 +31,7 @@ impl Steps for Flush {
         if matches!(self, Self::Stop) {
             context.lu.set_stopped(true)?;
         }
-        Ok(Next::Answer(DataIn::None))
+        Ok(Next::Respond(DataIn::None))
     }
 }
 

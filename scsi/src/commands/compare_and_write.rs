@@ -140,7 +140,7 @@ impl Steps for CompareAndWrite {
             match verify.advance(context, result)? {
                 // The data is equal. The `advance` call below starts the write, because the new
                 // data is already in the buffer.
-                Next::Answer(_) => self.verify = None,
+                Next::Respond(_) => self.verify = None,
                 next => return Ok(next),
             }
             // Do this now instead of on arrival, to ensure that a miscompare is reported first.

@@ -105,6 +105,6 @@ impl Steps for GetLbaStatus {
         }
         let mut data = encode(&self.runs);
         data.truncate(self.allocation_length as usize);
-        Ok(Next::Answer(DataIn::Inline(data)))
+        Ok(Next::Respond(DataIn::Inline(data)))
     }
 }

@@ -73,7 +73,7 @@ impl Steps for ModeSelect {
         // We never get here if the flush has failed, in which case it is still owed.
         if let Some(epoch) = self.flushing {
             context.lu.cache_flushes().complete(epoch);
-            return Ok(Next::Answer(DataIn::None));
+            return Ok(Next::Respond(DataIn::None));
         }
         let mut list = vec![0; self.list_len as usize];
         context.data.read(0, &mut list);
@@ -91,7 +91,7 @@ impl Steps for ModeSelect {
             let len = context.lu.capacity_bytes();
             return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
         }
-        Ok(Next::Answer(DataIn::None))
+        Ok(Next::Respond(DataIn::None))
     }
 }
 

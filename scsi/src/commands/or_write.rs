@@ -128,7 +128,7 @@ impl Steps for OrWrite {
                 // When the write returns a response, the command is only complete if this was the
                 // last piece.
                 let next = write.advance(context, result)?;
-                if !matches!(next, Next::Answer(_)) || !self.data.advance() {
+                if !matches!(next, Next::Respond(_)) || !self.data.advance() {
                     return Ok(next);
                 }
                 self.done = 0;

@@ -108,7 +108,7 @@ impl ReserveOut {
     fn respond_to_initiator(&self, outcome: Result<(), ReservationError>) -> Result<Next, Sense> {
         use AdditionalSense as Code;
         match outcome {
-            Ok(()) => Ok(Next::Answer(DataIn::None)),
+            Ok(()) => Ok(Next::Respond(DataIn::None)),
             Err(ReservationError::Conflict) => Ok(Next::Conflict),
             Err(ReservationError::InvalidRelease) => Err(Sense::illegal(Code::INVALID_RELEASE)),
             Err(ReservationError::ZeroKey) => {

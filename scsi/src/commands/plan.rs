@@ -93,7 +93,7 @@ pub(crate) enum Next {
         len: u32,
     },
     Block(BlockOp),
-    Answer(DataIn),
+    Respond(DataIn),
     /// RESERVATION CONFLICT status, without sense data.
     Conflict,
 }
@@ -240,7 +240,7 @@ impl<M> Plan<M> {
         Self {
             transfer,
             buffer_len: 0,
-            first: Next::Answer(DataIn::None),
+            first: Next::Respond(DataIn::None),
             machine: None,
         }
     }
@@ -261,7 +261,7 @@ impl<M> Plan<M> {
         Self {
             transfer: Transfer::data_in(bytes.len() as u32),
             buffer_len: 0,
-            first: Next::Answer(DataIn::Inline(bytes)),
+            first: Next::Respond(DataIn::Inline(bytes)),
             machine: None,
         }
     }

@@ -82,7 +82,7 @@ impl Steps for Read {
         // The last piece is sent with the response, which avoids another step. For most reads, this
         // is the only piece.
         if self.data.end() == self.data.total() {
-            return Ok(Next::Answer(DataIn::Buffer { from, len }));
+            return Ok(Next::Respond(DataIn::Buffer { from, len }));
         }
         self.is_sending = true;
         Ok(Next::Send { from, len })
@@ -218,7 +218,7 @@ impl Write {
                 len: self.data.total().into(),
             });
         }
-        Next::Answer(DataIn::None)
+        Next::Respond(DataIn::None)
     }
 }
 
@@ -247,7 +247,7 @@ impl Steps for Write {
                 None => Ok(self.end_piece(context)),
             },
             (WriteStage::Writing | WriteStage::Verifying, _) => Ok(self.end_piece(context)),
-            (WriteStage::Flushing, _) => Ok(Next::Answer(DataIn::None)),
+            (WriteStage::Flushing, _) => Ok(Next::Respond(DataIn::None)),
         }
     }
 }

@@ -103,7 +103,7 @@ impl Steps for Unmap {
             let len = context.lu.capacity_bytes();
             return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
         }
-        Ok(Next::Answer(DataIn::None))
+        Ok(Next::Respond(DataIn::None))
     }
 }
 

@@ -282,7 +282,7 @@ impl Steps for Verify {
             return Ok(next);
         }
         if self.done == self.len {
-            return Ok(Next::Answer(DataIn::None));
+            return Ok(Next::Respond(DataIn::None));
         }
         self.data.advance();
         self.until = self.data.end().into();

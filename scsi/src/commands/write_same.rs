@@ -124,7 +124,7 @@ impl WriteSame {
                 len: self.len,
             });
         }
-        Next::Answer(DataIn::None)
+        Next::Respond(DataIn::None)
     }
 
     fn piece(&self) -> u32 {
@@ -204,7 +204,7 @@ impl Steps for WriteSame {
             }
             WriteSameStage::Writing => self.done += u64::from(self.piece()),
             WriteSameStage::Zeroing => return Ok(self.complete_command(context.lu)),
-            WriteSameStage::Flushing => return Ok(Next::Answer(DataIn::None)),
+            WriteSameStage::Flushing => return Ok(Next::Respond(DataIn::None)),
         }
         if self.done == self.len {
             return Ok(self.complete_command(context.lu));

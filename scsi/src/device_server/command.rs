@@ -193,7 +193,7 @@ impl Command {
                 self.flight = Flight::of(&op);
                 Step::Block(op)
             }
-            Next::Answer(data_in) => Step::Respond(self.build_response(data_in)),
+            Next::Respond(data_in) => Step::Respond(self.build_response(data_in)),
             Next::Conflict => self.conflict(),
         }
     }

@@ -112,7 +112,7 @@ pub struct Challenge {
 impl Challenge {
     /// Returns whether the peer has sent a valid response in CHAP_R for this secret.
     #[must_use]
-    pub fn is_answered_by(&self, response: &str, secret: &[u8]) -> bool {
+    pub fn is_valid_response(&self, response: &str, secret: &[u8]) -> bool {
         // This is large enough for any digest. A longer response is invalid, so we don't need to
         // decode all of it.
         let mut bytes = [0; MAX_RESPONSE];

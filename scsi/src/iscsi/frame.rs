@@ -65,7 +65,7 @@ pub struct Framer {
     digests: Digests,
     held: Vec<u8>,
     /// Set when the buffered PDU has been returned and must be removed on the next call.
-    given: bool,
+    is_returned: bool,
 }
 
 /// Lengths of the parts of a PDU. These have been checked against the limits.
@@ -145,7 +145,7 @@ impl Framer {
             limit,
             digests: Digests::default(),
             held: Vec::new(),
-            given: false,
+            is_returned: false,
         }
     }
 
@@ -159,7 +159,7 @@ impl Framer {
     /// Returns the number of bytes buffered for an incomplete PDU.
     #[must_use]
     pub fn buffered_len(&self) -> usize {
-        if self.given { 0 } else { self.held.len() }
+        if self.is_returned { 0 } else { self.held.len() }
     }
 
     /// Parses the next PDU in `input`. Returns the number of bytes used, and the PDU if it is
@@ -172,7 +172,7 @@ impl Framer {
         input: &'a [u8],
     ) -> Result<(usize, Option<Frame<'a>>), FrameError> {
         // These bytes were in use until this call.
-        if std::mem::take(&mut self.given) {
+        if std::mem::take(&mut self.is_returned) {
             self.held.clear();
         }
         // In most cases, the input contains a complete PDU, so we don't need to copy it.
@@ -195,7 +195,7 @@ impl Framer {
         if !self.fill(&mut rest, layout.total()) {
             return Ok((input.len(), None));
         }
-        self.given = true;
+        self.is_returned = true;
         Ok((input.len() - rest.len(), Some(layout.frame(&self.held)?)))
     }
 

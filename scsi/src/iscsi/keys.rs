@@ -371,7 +371,7 @@ impl KeyContext {
 }
 
 /// Maximum size of the response that we create for a single request, in bytes.
-pub const MAX_ANSWER: usize = 8192;
+pub const MAX_RESPONSE: usize = 8192;
 
 /// Negotiation of the keys for a connection.
 #[derive(Clone, Debug)]
@@ -646,7 +646,7 @@ fn limit_in(value: &str, low: u32) -> Option<u32> {
 
 fn bounded(key: Option<Key>, out: &[u8]) -> Result<Option<Key>, KeyError> {
     // A request of 16 KiB with many short unknown keys could result in a much larger response.
-    if out.len() > MAX_ANSWER {
+    if out.len() > MAX_RESPONSE {
         return Err(KeyError::TooMany);
     }
     Ok(key)

@@ -182,12 +182,12 @@ pub fn put_target<'a>(
 ///
 /// # Errors
 /// If the text is invalid.
-pub fn parse_targets(answer: &[u8]) -> Result<(Vec<DiscoveredTarget>, usize), text::TextError> {
+pub fn parse_targets(text: &[u8]) -> Result<(Vec<DiscoveredTarget>, usize), text::TextError> {
     let mut found: Vec<DiscoveredTarget> = Vec::new();
     let mut refused = 0;
     // Each address belongs to the previous name, so skip the addresses after an invalid name.
     let mut is_wanted = false;
-    for pair in text::pairs(answer) {
+    for pair in text::pairs(text) {
         match pair? {
             ("TargetName", value) => match IscsiName::new(value) {
                 Ok(name) => {

@@ -70,9 +70,9 @@ fn hello_contains_versions_and_reads() {
     assert_eq!(Header::Hello(parsed).bytes(), hello);
     let mut reply = [0; 28];
     reply[..4].copy_from_slice(&[0x30, 0xaa, 0, 16]);
-    let answer = parsed.build_reply(16);
-    assert_eq!(Message::parse(&reply), Ok(Message::HelloReply(answer)));
-    assert_eq!(Header::HelloReply(answer).bytes(), reply);
+    let hello_reply = parsed.build_reply(16);
+    assert_eq!(Message::parse(&reply), Ok(Message::HelloReply(hello_reply)));
+    assert_eq!(Header::HelloReply(hello_reply).bytes(), reply);
     reply[0] = 0x31;
     let refused = Hello {
         max_version: 12,
@@ -87,7 +87,7 @@ fn hello_contains_versions_and_reads() {
 /// RFC 7145 10.1.3.2: there must be a common version, and READs must be possible.
 #[test]
 fn hello_requires_common_version() {
-    let answer = |max_version, min_version, (ird, ord)| {
+    let version_of = |max_version, min_version, (ird, ord)| {
         let hello = Hello {
             max_version,
             min_version,
@@ -106,10 +106,10 @@ fn hello_requires_common_version() {
         (0, 0, None),
         (1, 10, None),
     ] {
-        assert_eq!(answer(max, min, (4, 4)), current, "{min} to {max}");
+        assert_eq!(version_of(max, min, (4, 4)), current, "{min} to {max}");
     }
-    assert_eq!(answer(10, 10, (4, 0)), None);
-    assert_eq!(answer(10, 10, (0, 0)), Some(10));
+    assert_eq!(version_of(10, 10, (4, 0)), None);
+    assert_eq!(version_of(10, 10, (0, 0)), Some(10));
 }
 
 #[test]

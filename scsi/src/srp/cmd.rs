@@ -417,7 +417,7 @@ impl<'a> Cmd<'a> {
             cdb: self.cdb,
             ..RawCmd::default()
         }
-        .put(out);
+        .write_to(out);
         // These parts must be written in this order and without gaps. Only immediate data uses an
         // offset.
         out[at..at + additional].copy_from_slice(self.additional_cdb);

@@ -194,7 +194,7 @@ impl LoginReq {
             target_port_id: self.target_port.0,
             ..RawLoginReq::default()
         }
-        .put(out)
+        .write_to(out)
     }
 
     /// Writes the 56-byte RDMA/CM format to `out` and returns the number of bytes.
@@ -213,7 +213,7 @@ impl LoginReq {
             imm_data_offset: self.imm_data_offset().into(),
             reserved: [0; 6],
         }
-        .put(out)
+        .write_to(out)
     }
 }
 
@@ -284,7 +284,7 @@ impl LoginRsp {
             rsp_flags: self.multi_channel as u8 | solicited | immediate,
             ..RawLoginRsp::default()
         }
-        .put(out)
+        .write_to(out)
     }
 }
 
@@ -385,6 +385,6 @@ impl LoginRej {
             buf_fmt: self.formats.bits().into(),
             ..RawLoginRej::default()
         }
-        .put(out)
+        .write_to(out)
     }
 }

@@ -77,7 +77,7 @@ impl TskMgmt {
             task_tag: self.task_tag.0.into(),
             ..RawTskMgmt::default()
         }
-        .put(out)
+        .write_to(out)
     }
 }
 
@@ -111,7 +111,7 @@ macro_rules! tag_only {
                     tag: self.tag.0.into(),
                     ..RawTagOnly::default()
                 }
-                .put(out)
+                .write_to(out)
             }
         }
     };
@@ -215,7 +215,7 @@ impl TLogout {
             tag: self.tag.0.into(),
             ..RawNumbered::default()
         }
-        .put(out)
+        .write_to(out)
     }
 }
 
@@ -257,7 +257,7 @@ impl CredReq {
             tag: self.tag.0.into(),
             ..RawNumbered::default()
         }
-        .put(out)
+        .write_to(out)
     }
 }
 
@@ -309,7 +309,7 @@ impl<'a> AerReq<'a> {
             sense_data_len: (self.sense.len() as u32).into(),
             ..RawAerReq::default()
         }
-        .put(out);
+        .write_to(out);
         out[at..at + self.sense.len()].copy_from_slice(self.sense);
         at + self.sense.len()
     }

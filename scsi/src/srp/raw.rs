@@ -26,7 +26,7 @@ macro_rules! raw {
             }
 
             /// Writes the header to the start of `out` and returns the number of bytes.
-            pub(super) fn put(&self, out: &mut [u8]) -> usize {
+            pub(super) fn write_to(&self, out: &mut [u8]) -> usize {
                 out[..$len].copy_from_slice(self.as_bytes());
                 $len
             }

@@ -189,7 +189,7 @@ impl<'a> Rsp<'a> {
             resp_data_len: resp_data_len.into(),
             ..RawRsp::default()
         }
-        .put(out);
+        .write_to(out);
         // If we have both, the response data is before the sense data.
         if let Some(code) = self.response {
             out[at..at + RESPONSE_DATA_LEN].copy_from_slice(&[0, 0, 0, code.into()]);

@@ -638,7 +638,7 @@ fn lba_status_is_rounded_to_blocks() {
     use crate::step::{Allocation, DataIn, Expected, Step, StepResult, TaskAttribute};
     let rig = Rig::new();
     let cdb = [0x9e, 0x12, 0, 0, 0, 0, 0, 0, 0, 100, 0, 0, 0, 24, 0, 0];
-    let answer = |allocation, len| {
+    let status_of = |allocation, len| {
         let (mut command, step) = rig.lu.start(&Request {
             nexus: A,
             cdb: &cdb,
@@ -651,11 +651,11 @@ fn lba_status_is_rounded_to_blocks() {
             luns: &[],
             read_only: false,
         });
-        let asked = BlockOp::Status {
+        let operation = BlockOp::Status {
             offset: 51_200,
             len: 28 * 512,
         };
-        assert_eq!(step, Step::Block(asked));
+        assert_eq!(step, Step::Block(operation));
         let result = StepResult::Status { allocation, len };
         match command.advance(&rig.lu, result, &mut crate::access::NoData) {
             Step::Respond(response) => match response.data_in {
@@ -665,13 +665,13 @@ fn lba_status_is_rounded_to_blocks() {
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(answer(Allocation::Mapped, 513), (2, 0));
-    assert_eq!(answer(Allocation::Deallocated, 1535), (2, 1));
+    assert_eq!(status_of(Allocation::Mapped, 513), (2, 0));
+    assert_eq!(status_of(Allocation::Deallocated, 1535), (2, 1));
     assert_eq!(
-        answer(Allocation::Deallocated, 100),
+        status_of(Allocation::Deallocated, 100),
         (1, 0),
         "partially mapped"
     );
-    assert_eq!(answer(Allocation::Deallocated, u64::MAX), (28, 1));
-    assert_eq!(answer(Allocation::Mapped, u64::MAX), (28, 0));
+    assert_eq!(status_of(Allocation::Deallocated, u64::MAX), (28, 1));
+    assert_eq!(status_of(Allocation::Mapped, u64::MAX), (28, 0));
 }

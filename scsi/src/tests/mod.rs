@@ -346,8 +346,8 @@ impl Rig {
                 let blocks = self.blocks(offset, len);
                 self.disk[blocks.start * size..blocks.end * size].fill(0);
                 self.tags[blocks.clone()].fill([0xff; 8]);
-                let gives_back = !matches!(op, BlockOp::WriteZeroes { unmap: false, .. });
-                self.mapped[blocks].fill(!gives_back);
+                let deallocates = !matches!(op, BlockOp::WriteZeroes { unmap: false, .. });
+                self.mapped[blocks].fill(!deallocates);
             }
             BlockOp::ChangeReservations(change) => {
                 return StepResult::Reservations(self.lu.save_reservations(&change).map(drop));

@@ -313,7 +313,7 @@ mod tests {
         assert!(errors.count(now, BackendError::Medium { offset: None }, &"why"));
         assert!(
             !errors.count(now, BackendError::Aborted, &"why"),
-            "the initiator asked for it"
+            "requested by the initiator"
         );
         let counts: Vec<_> = errors.counts().filter(|(_, n)| *n > 0).collect();
         assert_eq!(counts, [("medium", 1), ("no_space", 2)]);

@@ -129,7 +129,7 @@ pub(super) fn check_mount(source: &Source) -> Result<(), OpenError> {
         return Ok(());
     };
     match riser_config::mounts::find(path) {
-        Some(mount) => Err(OpenError::AsksUs {
+        Some(mount) => Err(OpenError::DependsOnUs {
             path: path.clone(),
             mount,
         }),

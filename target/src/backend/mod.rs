@@ -16,7 +16,7 @@
 //! - `hints`: advice if a file cannot be opened, and notes about an open backend.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
-//! - `look`: queries size and space on file systems that may not respond.
+//! - `query`: queries size and space on file systems that may not respond.
 //! - `open_error`: [`OpenError`], reasons why a backend cannot be opened.
 //! - `opening`: opens backends on file systems that may not respond. `waiting`: threads waiting for
 //!   a file system.
@@ -45,12 +45,12 @@ mod flush;
 mod health;
 mod hints;
 mod inspection;
-pub(crate) mod look;
 mod made;
 mod medium;
 mod medium_faults;
 mod open_error;
 mod opening;
+pub(crate) mod query;
 mod ram;
 mod served;
 mod store;

@@ -93,7 +93,7 @@ pub enum OpenError {
     },
     /// The path is on a file system that depends on this daemon.
     #[error("{}", riser_config::mounts::why(path, mount))]
-    AsksUs {
+    DependsOnUs {
         /// Path of the backend.
         path: PathBuf,
         /// Mount point of this file system.

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use riser_config::{Source, Spec};
 
-use super::look;
 use super::open_error::OpenError;
+use super::query;
 use super::store::Store;
 use super::waiting::Mark;
 use crate::patience;
@@ -46,12 +46,14 @@ impl OpenedStores {
     #[must_use]
     pub fn has(&self, backend: &str, spec: &Spec) -> bool {
         let opened = self.0.get(backend);
-        opened.is_some_and(|(asked, result)| asked == spec && result.is_ok())
+        opened.is_some_and(|(opened_spec, result)| opened_spec == spec && result.is_ok())
     }
 
     /// Returns true if there is a result or an error for this backend.
     pub(crate) fn has_result(&self, backend: &str, spec: &Spec) -> bool {
-        self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
+        self.0
+            .get(backend)
+            .is_some_and(|(opened_spec, _)| opened_spec == spec)
     }
 
     /// Returns the names and paths of missing backends. This excludes existing backends that cannot
@@ -84,8 +86,8 @@ impl OpenedStores {
         backend: &str,
         spec: &Spec,
     ) -> Option<Result<Arc<Store>, OpenError>> {
-        let (asked, _) = self.0.get(backend)?;
-        if asked != spec {
+        let (opened_spec, _) = self.0.get(backend)?;
+        if opened_spec != spec {
             return None;
         }
         self.0.remove(backend).map(|(_, result)| result)
@@ -102,10 +104,10 @@ impl Drop for OpenedStores {
 /// Reverts the changes made on disk when opening or growing backends. Waits up to several seconds
 /// for this.
 pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
-    let until = look::until();
-    let looks: Vec<_> = stores.filter_map(Store::look_undo).collect();
-    for look in looks {
-        if let Err(error) = look.and_then(|look| look.finish(until)) {
+    let until = query::until();
+    let queries: Vec<_> = stores.filter_map(Store::start_undo).collect();
+    for query in queries {
+        if let Err(error) = query.and_then(|query| query.finish(until)) {
             tracing::warn!(%error, "cannot restore the size of a file yet");
         }
     }
@@ -131,7 +133,7 @@ pub fn open_all(open_requests: Vec<OpenRequest>) -> OpenedStores {
 /// called with the results available after a short time, which may be empty, and again for any
 /// later results.
 pub fn open_each(open_requests: Vec<OpenRequest>, take: impl FnMut(OpenedStores)) {
-    Round::start(open_requests).give_each(take);
+    Round::start(open_requests).for_each(take);
 }
 
 /// Backends being opened.
@@ -189,7 +191,7 @@ impl Round {
         }
     }
 
-    fn give_each(mut self, mut take: impl FnMut(OpenedStores)) {
+    fn for_each(mut self, mut take: impl FnMut(OpenedStores)) {
         let mut is_first = true;
         while is_first || !self.is_over() {
             let mut opened = OpenedStores::default();
@@ -498,7 +500,7 @@ mod tests {
         round.openings.insert(path("slow"), (slow, opening, until));
         let mut release = Some(release);
         let mut taken = Vec::new();
-        round.give_each(|opened| {
+        round.for_each(|opened| {
             let names = opened.0.iter().map(|(name, (_, result))| {
                 assert!(result.is_ok(), "{name}");
                 name.clone()

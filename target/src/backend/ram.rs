@@ -192,7 +192,7 @@ impl Ram {
     /// # Errors
     /// Fails if the file cannot be extended. In this case, each chunk is stored either here or in
     /// the file. Use [`Ram::take_back`] to restore all data.
-    pub fn give_away(&self, file: &File) -> io::Result<()> {
+    pub fn write_to(&self, file: &File) -> io::Result<()> {
         let mut end = 0;
         for shard in &self.shards {
             // The server was shut down, so there are no workers waiting for this lock.
@@ -298,7 +298,7 @@ mod tests {
             ram.write(chunk * 3 * CHUNK + 4096, &[block.whole()]);
         }
         let file = memfd();
-        ram.give_away(&file).unwrap();
+        ram.write_to(&file).unwrap();
         assert_eq!(
             (ram.chunks(), file.metadata().unwrap().len()),
             (0, 200 * RECORD)
@@ -323,7 +323,7 @@ mod tests {
             ram.write(chunk * CHUNK, &[block.whole()]);
         }
         let full = File::options().write(true).open("/dev/full").unwrap();
-        assert!(ram.give_away(&full).is_err());
+        assert!(ram.write_to(&full).is_err());
         assert_eq!(ram.chunks(), 200);
     }
 }

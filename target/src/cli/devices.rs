@@ -4,7 +4,7 @@ use std::io;
 
 use riser_transport::host::Host;
 
-use super::ask::Output;
+use super::request::Output;
 
 pub(super) fn devices(output: Output) -> io::Result<String> {
     let host = Host::query()?;

@@ -10,14 +10,13 @@
 //! The library returns errors as values. They are only formatted for users here.
 //!
 //! # Modules
-//! - `ask`: requests to a running daemon. `verbs`: commands that show and change its objects by
+//! - `options`: requests to a running daemon. `verbs`: commands that show and change its objects by
 //!   path. `trace`: traces commands. `serve`: the configuration of `run --serve`.
 //! - `completion`: shell completion scripts. `manual`: manual pages. [`mod@reference`]: the keys of
 //!   a configuration file, for a manual page and the book.
 //! - `check`: configuration files. `probe`: checks whether resources can be opened. `devices`:
 //!   addresses and devices for portals.
 
-mod ask;
 mod check;
 mod completion;
 mod devices;
@@ -26,6 +25,7 @@ mod image;
 mod manual;
 mod probe;
 pub mod reference;
+mod request;
 mod serve;
 mod trace;
 mod verbs;
@@ -44,8 +44,8 @@ use riser_admin_api::client::{self, ApiRequest};
 use riser_admin_api::view::{BlockedView, Changes, HistoryView, SessionView};
 use serde_json::json;
 
-use self::ask::{ClientOptions, Output, asked, interval, show};
 use self::check::{Described, checked, load};
+use self::request::{ClientOptions, Output, interval, run_request, show};
 use self::trace::Trace;
 use self::verbs::Verb;
 use crate::config::{Config, ConfigError, schema};
@@ -152,21 +152,21 @@ enum Command {
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Show the differences that `apply` would make, without applying them.
     Diff {
         /// Path of the configuration file.
         file: PathBuf,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Save the current configuration, including secrets, as YAML or JSON.
     Save {
         /// File to write [default: standard output].
         file: Option<PathBuf>,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Restore a previous configuration and show the changes
     ///
@@ -182,7 +182,7 @@ enum Command {
         #[arg(long)]
         allow_unavailable: bool,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Replace the running daemon with another binary, usually after an update
     ///
@@ -195,7 +195,7 @@ enum Command {
         #[arg(long, value_name = "PATH")]
         binary: Option<PathBuf>,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// List the previous configurations.
     History(ClientOptions),
@@ -208,7 +208,7 @@ enum Command {
         /// Serial number of the unit [default: all units].
         serial: Option<String>,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Disconnect an initiator
     ///
@@ -227,14 +227,14 @@ enum Command {
         #[arg(long = "for", value_name = "TIME", requires = "block", value_parser = block_time)]
         duration: Option<Duration>,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Allow a blocked initiator to log in again.
     Unblock {
         /// Initiator, as shown by `riserd status`.
         initiator: String,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Show live rates and latencies by logical unit and session
     ///
@@ -247,7 +247,7 @@ enum Command {
         #[arg(long)]
         once: bool,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Trace individual commands, with the time of each processing stage.
     Trace(Trace),
@@ -372,19 +372,23 @@ fn dispatch(
             show(out, output, &described, Described::text)?;
             return Ok(if described.is_served() { 0 } else { FAILURE });
         }
-        Command::Sessions(ask) => asked(out, &ask, get("/v1/sessions"), report::sessions),
-        Command::Targets(ask) => asked(out, &ask, get("/v1/targets"), report::targets),
-        Command::Status(ask) => asked(out, &ask, get("/v1/status"), report::status),
-        Command::Reload(ask) => asked(out, &ask, post("/v1/reload"), report::changes),
-        Command::ClearFlushFailure { serial, ask } => {
+        Command::Sessions(options) => {
+            run_request(out, &options, get("/v1/sessions"), report::sessions)
+        }
+        Command::Targets(options) => {
+            run_request(out, &options, get("/v1/targets"), report::targets)
+        }
+        Command::Status(options) => run_request(out, &options, get("/v1/status"), report::status),
+        Command::Reload(options) => run_request(out, &options, post("/v1/reload"), report::changes),
+        Command::ClearFlushFailure { serial, options } => {
             let question = post("/v1/clear-flush-failure").with(serial.unwrap_or_default());
-            asked(out, &ask, question, report::targets)
+            run_request(out, &options, question, report::targets)
         }
         Command::Disconnect {
             session,
             block,
             duration,
-            ask,
+            options,
         } => {
             let seconds = duration.map(|time| format!("&seconds={}", time.as_secs()));
             let seconds = seconds.unwrap_or_default();
@@ -392,50 +396,50 @@ fn dispatch(
             let question = ApiRequest::new(Method::POST, path).with(session);
             let describe =
                 |sessions: &Vec<SessionView>| report::disconnected(sessions, block, duration);
-            asked(out, &ask, question, describe)
+            run_request(out, &options, question, describe)
         }
-        Command::Unblock { initiator, ask } => {
+        Command::Unblock { initiator, options } => {
             let question = post("/v1/unblock").with(initiator);
             let describe = |list: &Vec<BlockedView>| report::blocklist(list);
-            asked(out, &ask, question, describe)
+            run_request(out, &options, question, describe)
         }
-        Command::Rescan(ask) => asked(out, &ask, post("/v1/rescan"), report::targets),
-        Command::History(ask) => {
+        Command::Rescan(options) => run_request(out, &options, post("/v1/rescan"), report::targets),
+        Command::History(options) => {
             let describe = |entries: &Vec<HistoryView>| report::history(entries);
-            asked(out, &ask, get("/v1/history"), describe)
+            run_request(out, &options, get("/v1/history"), describe)
         }
         Command::Apply {
             file,
             allow_unavailable,
-            ask,
+            options,
         } => {
             let put = verbs::put_config("apply", allow_unavailable).with(checked(&file)?);
-            asked(out, &ask, put, report::changes)
+            run_request(out, &options, put, report::changes)
         }
         Command::Rollback {
             back,
             allow_unavailable,
-            ask,
+            options,
         } => {
             let target = format!("/v1/rollback?allow_unavailable={allow_unavailable}");
             let question = ApiRequest::new(Method::POST, target).with(back.to_string());
-            asked(out, &ask, question, report::changes)
+            run_request(out, &options, question, report::changes)
         }
-        Command::Upgrade { binary, ask } => ask::upgrade(out, binary.as_deref(), &ask),
-        Command::Diff { file, ask } => {
+        Command::Upgrade { binary, options } => request::upgrade(out, binary.as_deref(), &options),
+        Command::Diff { file, options } => {
             let question = post("/v1/diff").with(checked(&file)?);
-            let answer: Changes = client::call(&ask.socket()?, question)?;
-            show(out, ask.output, &answer, report::changes)?;
+            let response: Changes = client::call(&options.socket()?, question)?;
+            show(out, options.output, &response, report::changes)?;
             // Use a separate exit code, so that scripts can distinguish a difference from an error.
-            let is_same = answer.changes.is_empty() && answer.written.drift.is_empty();
+            let is_same = response.changes.is_empty() && response.written.drift.is_empty();
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
-        Command::Save { file, ask } => ask::save(out, file.as_deref(), &ask),
+        Command::Save { file, options } => request::save(out, file.as_deref(), &options),
         Command::Top {
             interval,
             once,
-            ask,
-        } => ask::show_top(out, interval, once, &ask),
+            options,
+        } => request::show_top(out, interval, once, &options),
         Command::Trace(wanted) => trace::run(out, &wanted),
         Command::Verb(verb) => verbs::run(out, verb),
         Command::Schema => {
@@ -671,10 +675,10 @@ mod tests {
             (&["riserd", "status", "--output", "json"], Output::Json),
         ] {
             let cli = Cli::try_parse_from(words).unwrap();
-            let Command::Status(ask) = &cli.command else {
+            let Command::Status(options) = &cli.command else {
                 panic!("{words:?}");
             };
-            assert_eq!((cli.output, ask.output), (form, form), "{words:?}");
+            assert_eq!((cli.output, options.output), (form, form), "{words:?}");
         }
     }
 

@@ -8,7 +8,7 @@ use riser_admin_api::client::{ApiRequest, PATIENCE};
 use riser_admin_api::trace::Wanted;
 
 use super::Failure;
-use super::ask::{ClientOptions, asked};
+use super::request::{ClientOptions, run_request};
 use crate::control::report;
 
 /// Options of `riserd trace`.
@@ -36,7 +36,7 @@ pub(super) struct Trace {
     #[arg(long = "for", value_name = "TIME", default_value = "10s", value_parser = time)]
     patience: Duration,
     #[command(flatten)]
-    ask: ClientOptions,
+    options: ClientOptions,
 }
 
 /// Requests a trace, and waits for it.
@@ -55,7 +55,7 @@ pub(super) fn run(out: &mut dyn Write, trace: &Trace) -> Result<(), Failure> {
         patience: trace.patience + PATIENCE,
         ..ApiRequest::new(Method::POST, "/v1/trace").with(body)
     };
-    asked(out, &trace.ask, question, report::traced)
+    run_request(out, &trace.options, question, report::traced)
 }
 
 fn tag(text: &str) -> Result<u64, String> {

@@ -14,7 +14,7 @@ use riser_admin_api::client::{self, ApiRequest, ClientError};
 use riser_admin_api::view::Changes;
 use serde_json::Value;
 
-use super::ask::{ClientOptions, Output, show};
+use super::request::{ClientOptions, Output, show};
 use super::{Failure, print};
 use crate::config::{Config, Document, EditError, ObjectPath, masked, to_yaml};
 use crate::control::objects::{self, Facts};
@@ -45,7 +45,7 @@ pub(super) enum Verb {
         #[arg(long, short, value_name = "N")]
         depth: Option<usize>,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Show the configured value of an object or a key.
     #[command(after_help = PATHS)]
@@ -53,7 +53,7 @@ pub(super) enum Verb {
         /// Path of the object or key.
         path: ObjectPath,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Show an object in full: values, unset keys and state.
     #[command(after_help = PATHS)]
@@ -62,7 +62,7 @@ pub(super) enum Verb {
         #[arg(default_value = "/")]
         path: ObjectPath,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Set keys of an object.
     #[command(after_help = KEYS)]
@@ -92,7 +92,7 @@ pub(super) enum Verb {
         /// Prefix of a path.
         text: String,
         #[command(flatten)]
-        ask: ClientOptions,
+        options: ClientOptions,
     },
     /// Delete an object, or reset a key to its default.
     #[command(after_help = PATHS)]
@@ -116,7 +116,7 @@ pub(super) struct Change {
     #[arg(long)]
     allow_unavailable: bool,
     #[command(flatten)]
-    ask: ClientOptions,
+    options: ClientOptions,
 }
 
 /// Returns a request to apply a configuration.
@@ -128,34 +128,38 @@ pub(super) fn put_config(how: &str, allow_unavailable: bool) -> ApiRequest {
 /// Executes a command.
 pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
     match verb {
-        Verb::Ls { path, depth, ask } => {
-            let facts = facts(&ask)?;
+        Verb::Ls {
+            path,
+            depth,
+            options,
+        } => {
+            let facts = facts(&options)?;
             let document = Document::new(&facts.config);
             let (place, found) = document.find(&path)?;
             // `get` only needs the configuration, which is a single request. The tree and `info`
             // also show the state of objects, so `facts` sends three more.
             let depth = depth.unwrap_or(usize::MAX);
             let node = objects::list(&facts, &place, found, depth);
-            show(out, ask.output, &node, objects::tree_text)
+            show(out, options.output, &node, objects::tree_text)
         }
-        Verb::Get { path, ask } => {
-            let document = Document::new(&configuration(&ask)?.0);
+        Verb::Get { path, options } => {
+            let document = Document::new(&configuration(&options)?.0);
             let found = document.at(&path)?;
             let Some(value) = found.value else {
-                return unset(out, &ask, &path, found.shape.is_structured());
+                return unset(out, &options, &path, found.shape.is_structured());
             };
             let last = path.segments().last().map_or("", String::as_str);
-            show(out, ask.output, &masked(value, last), text_of)
+            show(out, options.output, &masked(value, last), text_of)
         }
-        Verb::Info { path, ask } => {
-            let facts = facts(&ask)?;
+        Verb::Info { path, options } => {
+            let facts = facts(&options)?;
             let document = Document::new(&facts.config);
             let (place, found) = document.find(&path)?;
             let info = objects::info(&facts, &place, found);
-            show(out, ask.output, &info, objects::info_text)
+            show(out, options.output, &info, objects::info_text)
         }
-        Verb::Complete { text, ask } => {
-            let document = Document::new(&configuration(&ask)?.0);
+        Verb::Complete { text, options } => {
+            let document = Document::new(&configuration(&options)?.0);
             let paths = completions(&document, &text);
             paths.iter().try_for_each(|path| print(out, path))
         }
@@ -196,11 +200,11 @@ fn pair(text: &str) -> Result<(String, String), String> {
 /// Prints the result of `get` for an unset key.
 fn unset(
     out: &mut dyn Write,
-    ask: &ClientOptions,
+    options: &ClientOptions,
     path: &ObjectPath,
     is_object: bool,
 ) -> Result<(), Failure> {
-    match ask.output {
+    match options.output {
         Output::Json => print(out, &Value::Null.to_string()),
         Output::Text if is_object => print(out, "{}"),
         Output::Text => Err(Failure::run_time(format!("{path}: not set"))),
@@ -216,8 +220,11 @@ fn text_of(value: &Value) -> String {
 }
 
 /// Returns the configuration of the daemon, and its revision.
-fn configuration(ask: &ClientOptions) -> Result<(Config, Option<String>), Failure> {
-    let said = client::fetch(&ask.socket()?, ApiRequest::new(Method::GET, "/v1/config"))?;
+fn configuration(options: &ClientOptions) -> Result<(Config, Option<String>), Failure> {
+    let said = client::fetch(
+        &options.socket()?,
+        ApiRequest::new(Method::GET, "/v1/config"),
+    )?;
     let yaml = String::from_utf8_lossy(&said.body);
     // This can only fail if the daemon has a different version.
     let config = Config::parse(&yaml, "the daemon's configuration").map_err(Failure::run_time)?;
@@ -225,11 +232,11 @@ fn configuration(ask: &ClientOptions) -> Result<(Config, Option<String>), Failur
 }
 
 /// Requests the configuration and state of the daemon.
-fn facts(ask: &ClientOptions) -> Result<Facts, Failure> {
-    let socket = ask.socket()?;
+fn facts(options: &ClientOptions) -> Result<Facts, Failure> {
+    let socket = options.socket()?;
     let get = |path| ApiRequest::new(Method::GET, path);
     Ok(Facts {
-        config: configuration(ask)?.0,
+        config: configuration(options)?.0,
         status: client::call(&socket, get("/v1/status"))?,
         targets: client::call(&socket, get("/v1/targets"))?,
         live: client::call(&socket, get("/v1/live"))?,
@@ -244,9 +251,9 @@ impl Change {
         how: &str,
         edit: impl Fn(&mut Document) -> Result<(), EditError>,
     ) -> Result<(), Failure> {
-        let socket = self.ask.socket()?;
+        let socket = self.options.socket()?;
         for _ in 0..ATTEMPTS {
-            let (config, revision) = configuration(&self.ask)?;
+            let (config, revision) = configuration(&self.options)?;
             let mut document = Document::new(&config);
             edit(&mut document)?;
             let by_number = document.is_by_number();
@@ -261,7 +268,7 @@ impl Change {
                 }
                 Err(other) => return Err(other.into()),
                 Ok(changes) => {
-                    show(out, self.ask.output, &changes, report::changes)?;
+                    show(out, self.options.output, &changes, report::changes)?;
                     return match changes.refused {
                         Some(why) => Err(Failure::run_time(why)),
                         None => Ok(()),

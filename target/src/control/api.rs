@@ -188,7 +188,7 @@ pub type AdminResult = Result<Value, Failure>;
 #[derive(Debug)]
 pub struct AdminRequest {
     /// The request.
-    pub ask: AdminCommand,
+    pub command: AdminCommand,
     /// Client user or process, for the log.
     pub who: String,
     /// Channel for the response.
@@ -251,17 +251,21 @@ impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Peer {
 /// Request queue of the thread that owns the server.
 pub type Requests = mpsc::Sender<AdminRequest>;
 
-pub(super) async fn forward(requests: &Requests, ask: AdminCommand, peer: Peer) -> AdminResult {
+pub(super) async fn forward(requests: &Requests, command: AdminCommand, peer: Peer) -> AdminResult {
     let _working = peer.entry.work();
-    let (reply, answer) = oneshot::channel();
+    let (reply, result) = oneshot::channel();
     let who = peer.name;
-    let sent = requests.try_send(AdminRequest { ask, who, reply });
+    let sent = requests.try_send(AdminRequest {
+        command,
+        who,
+        reply,
+    });
     sent.map_err(|_| Failure::Busy)?;
-    answer.await.unwrap_or(Err(Failure::Busy))
+    result.await.unwrap_or(Err(Failure::Busy))
 }
 
-pub(super) fn to_response(answer: AdminResult) -> Response {
-    match answer {
+pub(super) fn to_response(result: AdminResult) -> Response {
+    match result {
         Ok(value) => Json(value).into_response(),
         Err(failure) => {
             let mut body = json!({ "error": failure.to_string() });

@@ -32,7 +32,7 @@ pub(super) struct Limits {
     /// Timeout for a whole request. This does not include the time to process it.
     pub(super) request: Duration,
     /// Timeout for the client to read a whole response.
-    pub(super) answer: Duration,
+    pub(super) response: Duration,
     /// Idle timeout between two requests.
     pub(super) idle: Duration,
 }
@@ -216,7 +216,7 @@ enum Phase {
     /// The request is incomplete, or is being processed.
     Request,
     /// The response is being sent.
-    Answer,
+    Response,
     /// All responses have been sent.
     Idle,
 }
@@ -253,7 +253,7 @@ impl<S> Connection<S> {
         let now = Instant::now();
         let time = match phase {
             Phase::Request => self.limits.request,
-            Phase::Answer => self.limits.answer,
+            Phase::Response => self.limits.response,
             Phase::Idle => {
                 self.entry.with(|entry| entry.since = now);
                 self.limits.idle
@@ -274,7 +274,7 @@ impl<S> Connection<S> {
         while self.timer.as_mut().poll(cx).is_ready() {
             // While a request is being processed, the client is waiting for us, so we don't need a
             // timeout.
-            if self.phase == Phase::Answer || !self.entry.is_working() {
+            if self.phase == Phase::Response || !self.entry.is_working() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
             let next = Instant::now() + self.limits.request;
@@ -316,7 +316,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        this.change_phase(Phase::Answer);
+        this.change_phase(Phase::Response);
         this.check(cx)?;
         Pin::new(&mut this.stream).poll_write(cx, buf)
     }
@@ -327,7 +327,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
         ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
         // We can only change the phase after a complete flush, because some bytes of the response
         // may still be buffered.
-        if this.phase == Phase::Answer {
+        if this.phase == Phase::Response {
             this.change_phase(Phase::Idle);
         }
         Poll::Ready(Ok(()))
@@ -364,7 +364,7 @@ mod tests {
     const LIMITS: Limits = Limits {
         connections: 2,
         request: LONG,
-        answer: LONG,
+        response: LONG,
         idle: LONG,
     };
 
@@ -420,13 +420,13 @@ mod tests {
     }
 
     /// Reads a response until these words are received.
-    async fn hear(stream: &mut TcpStream, words: &str) {
-        let mut heard = String::new();
-        while !heard.ends_with(words) {
+    async fn read_until(stream: &mut TcpStream, words: &str) {
+        let mut received = String::new();
+        while !received.ends_with(words) {
             let mut bytes = [0; 1024];
             let n = stream.read(&mut bytes).await.unwrap();
-            assert!(n > 0, "ended after {heard:?}");
-            heard.push_str(std::str::from_utf8(&bytes[..n]).unwrap());
+            assert!(n > 0, "ended after {received:?}");
+            received.push_str(std::str::from_utf8(&bytes[..n]).unwrap());
         }
     }
 
@@ -447,14 +447,14 @@ mod tests {
             }
             let mut other = TcpStream::connect(addr).await.unwrap();
             send_request(&mut other, "/").await;
-            hear(&mut other, "here").await;
+            read_until(&mut other, "here").await;
             // The oldest connection should have been closed.
             ended(slow.remove(0)).await;
             slow[0]
                 .write_all(b"TP/1.1\r\nHost: x\r\n\r\n")
                 .await
                 .unwrap();
-            hear(&mut slow[0], "here").await;
+            read_until(&mut slow[0], "here").await;
         });
     }
 
@@ -471,7 +471,7 @@ mod tests {
             }
             let mut other = TcpStream::connect(addr).await.unwrap();
             send_request(&mut other, "/").await;
-            hear(&mut other, "here").await;
+            read_until(&mut other, "here").await;
         });
     }
 
@@ -484,16 +484,16 @@ mod tests {
         test(limits, async |addr, _| {
             let mut scraper = connect_from("127.0.0.2", addr).await;
             send_request(&mut scraper, "/").await;
-            hear(&mut scraper, "here").await;
+            read_until(&mut scraper, "here").await;
             let mut many = Vec::new();
             for _ in 0..20 {
                 let mut stream = connect_from("127.0.0.3", addr).await;
                 send_request(&mut stream, "/").await;
-                hear(&mut stream, "here").await;
+                read_until(&mut stream, "here").await;
                 many.push(stream);
             }
             send_request(&mut scraper, "/").await;
-            hear(&mut scraper, "here").await;
+            read_until(&mut scraper, "here").await;
         });
     }
 
@@ -510,12 +510,12 @@ mod tests {
             for _ in 0..20 {
                 let mut other = TcpStream::connect(addr).await.unwrap();
                 send_request(&mut other, "/").await;
-                hear(&mut other, "here").await;
+                read_until(&mut other, "here").await;
                 send_request(&mut other, "/").await;
-                hear(&mut other, "here").await;
+                read_until(&mut other, "here").await;
             }
             done.notify_one();
-            hear(&mut worker, "done").await;
+            read_until(&mut worker, "done").await;
         });
     }
 
@@ -528,7 +528,7 @@ mod tests {
         test(limits, async |addr, _| {
             let mut slow = TcpStream::connect(addr).await.unwrap();
             send_request(&mut slow, "/").await;
-            hear(&mut slow, "here").await;
+            read_until(&mut slow, "here").await;
             // Send the second request of this connection as well.
             while slow.write_all(b"G").await.is_ok() {
                 tokio::time::sleep(SHORT / 10).await;
@@ -539,7 +539,7 @@ mod tests {
     #[test]
     fn slowly_read_response_times_out() {
         let limits = Limits {
-            answer: SHORT,
+            response: SHORT,
             ..LIMITS
         };
         test(limits, async |addr, _| {
@@ -567,7 +567,7 @@ mod tests {
         test(limits, async |addr, _| {
             let mut idle = TcpStream::connect(addr).await.unwrap();
             send_request(&mut idle, "/").await;
-            hear(&mut idle, "here").await;
+            read_until(&mut idle, "here").await;
             ended(idle).await;
         });
     }

@@ -77,9 +77,9 @@ impl Daemon {
         Ok(config)
     }
 
-    fn execute(&mut self, ask: AdminCommand) -> AdminResult {
+    fn execute(&mut self, command: AdminCommand) -> AdminResult {
         let yaml = self.config.to_yaml();
-        match ask {
+        match command {
             AdminCommand::Config => {
                 let (revision, json) = (revision(&yaml), self.config.to_value());
                 let kept = Kept {
@@ -156,7 +156,7 @@ fn request(part: &[u8]) -> Vec<u8> {
 struct Rig {
     runtime: tokio::runtime::Runtime,
     address: SocketAddr,
-    asked: mpsc::Receiver<AdminRequest>,
+    received: mpsc::Receiver<AdminRequest>,
     _admin: Admin,
 }
 
@@ -171,14 +171,14 @@ impl Rig {
         let name = format!("riser-fuzz-{}-{number}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
-        let (requests, asked) = mpsc::channel(16);
+        let (requests, received) = mpsc::channel(16);
         let entered = runtime.enter();
         let admin = Admin::open(listener, None, requests).unwrap();
         drop(entered);
         Self {
             runtime,
             address,
-            asked,
+            received,
             _admin: admin,
         }
     }
@@ -189,7 +189,7 @@ impl Rig {
     fn exchange(&mut self, bytes: &[u8], is_whole: bool, daemon: &mut Daemon) -> Vec<u8> {
         let stream = UnixStream::connect_addr(&self.address).unwrap();
         stream.set_nonblocking(true).unwrap();
-        let asked = &mut self.asked;
+        let received = &mut self.received;
         self.runtime.block_on(async {
             let (mut from, mut to) = tokio::net::UnixStream::from_std(stream)
                 .unwrap()
@@ -200,16 +200,16 @@ impl Rig {
                 if !is_whole {
                     let _ = to.shutdown().await;
                 }
-                let mut answer = Vec::new();
-                let _ = from.read_to_end(&mut answer).await;
-                answer
+                let mut response = Vec::new();
+                let _ = from.read_to_end(&mut response).await;
+                response
             };
             tokio::pin!(client);
             loop {
                 tokio::select! {
-                    answer = &mut client => return answer,
-                    Some(AdminRequest { ask, reply, .. }) = asked.recv() => {
-                        let _ = reply.send(daemon.execute(ask));
+                    response = &mut client => return response,
+                    Some(AdminRequest { command, reply, .. }) = received.recv() => {
+                        let _ = reply.send(daemon.execute(command));
                     }
                 }
             }
@@ -230,15 +230,15 @@ fn check(rig: &mut Rig, bytes: &[u8]) {
     let mut daemon = Daemon::new();
     let is_raw = |part: &[u8]| part.len() < 2 || usize::from(part[0]) >= ROUTES.len();
     let is_whole = !bytes.split(|byte| *byte == END).any(is_raw);
-    let answer = rig.exchange(&[&requests, LAST].concat(), is_whole, &mut daemon);
-    let text = String::from_utf8_lossy(&answer);
+    let response = rig.exchange(&[&requests, LAST].concat(), is_whole, &mut daemon);
+    let text = String::from_utf8_lossy(&response);
     assert!(
-        answer.is_empty() || answer.starts_with(b"HTTP/1."),
+        response.is_empty() || response.starts_with(b"HTTP/1."),
         "{text}"
     );
-    assert!(!answer.starts_with(b"HTTP/1.1 5"), "{text}");
-    let answer = rig.exchange(LAST, true, &mut daemon);
-    let text = String::from_utf8(answer).unwrap();
+    assert!(!response.starts_with(b"HTTP/1.1 5"), "{text}");
+    let response = rig.exchange(LAST, true, &mut daemon);
+    let text = String::from_utf8(response).unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
     assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}");
     assert_eq!(Config::parse(body, "kept").unwrap(), daemon.config);
@@ -258,7 +258,7 @@ fn admin_api() {
 fn fuzz_target_requests_change_configuration() {
     let (mut rig, mut daemon) = (Rig::new(), Daemon::new());
     let bytes = request(b"\x01\x09{\"limits\":{\"max_sessions\":7}}");
-    let answer = rig.exchange(&[&bytes, LAST].concat(), true, &mut daemon);
-    assert!(answer.starts_with(b"HTTP/1.1 200"), "{answer:?}");
+    let response = rig.exchange(&[&bytes, LAST].concat(), true, &mut daemon);
+    assert!(response.starts_with(b"HTTP/1.1 200"), "{response:?}");
     assert_ne!(daemon.config, Daemon::new().config);
 }

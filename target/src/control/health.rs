@@ -17,9 +17,9 @@ impl Inventory<'_> {
     /// Returns the missing objects, one per line.
     pub fn ready(&self) -> Result<(), String> {
         let mut missing = Vec::new();
-        let (answering, workers) = (self.snapshots().len(), self.server.workers());
-        if answering < workers {
-            missing.push(format!("{answering} of {workers} workers respond"));
+        let (responding, workers) = (self.snapshots().len(), self.server.workers());
+        if responding < workers {
+            missing.push(format!("{responding} of {workers} workers respond"));
         }
         // Add known problems with their errors first. After that, worker reports are only added if
         // we don't have an error yet.

@@ -33,7 +33,7 @@ const PAGE: &str = include_str!("page.html");
 const LIMITS: Limits = Limits {
     connections: 64,
     request: Duration::from_secs(10),
-    answer: Duration::from_secs(30),
+    response: Duration::from_secs(30),
     idle: Duration::from_secs(60),
 };
 
@@ -124,7 +124,7 @@ async fn scrape(
 ) -> Response {
     let text = match forward(&requests, AdminCommand::Metrics, peer).await {
         Ok(Value::String(text)) => text,
-        answer => return to_response(answer),
+        result => return to_response(result),
     };
     let common = [
         (CONTENT_TYPE, metrics::CONTENT_TYPE),
@@ -183,8 +183,8 @@ async fn readyz(
     word(forward(&requests, AdminCommand::Ready, peer).await)
 }
 
-fn word(answer: AdminResult) -> Response {
-    match answer {
+fn word(result: AdminResult) -> Response {
+    match result {
         Ok(_) => "ok\n".into_response(),
         Err(Failure::Refused { why, .. }) => {
             (StatusCode::SERVICE_UNAVAILABLE, why + "\n").into_response()

@@ -93,7 +93,7 @@ use self::upgrade::{Handover, HandoverEnd, PreparedUpgrade, UpgradeRecord};
 use self::view::{Changes, Inventory, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, ChangeOrigin};
-use crate::backend::{OpenError, OpenedStores, look, open_each};
+use crate::backend::{OpenError, OpenedStores, open_each, query};
 use crate::config::{Config, Difference, Location, diff};
 use crate::server::handover::ServerState;
 use crate::server::problems::Subject;
@@ -102,7 +102,7 @@ use crate::server::{Server, ServerError};
 use crate::sessions::blocklist::Initiator;
 
 // Admin API clients must still be waiting when a file system check times out.
-const _: () = assert!(look::LONGEST.as_secs() < riser_admin_api::client::PATIENCE.as_secs());
+const _: () = assert!(query::LONGEST.as_secs() < riser_admin_api::client::PATIENCE.as_secs());
 
 /// Maximum number of queued requests.
 pub const WAITING: usize = 16;
@@ -197,8 +197,8 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         if let Some(from) = &upgrade_record.upgraded_from {
             tracing::info!(%from, to = env!("CARGO_PKG_VERSION"), "took over");
         }
-        let asked = ChangeOrigin { who: "riserd", how };
-        audit::changed(asked, &revision(&config.to_yaml()), &[]);
+        let origin = ChangeOrigin { who: "riserd", how };
+        audit::changed(origin, &revision(&config.to_yaml()), &[]);
         let control = Control {
             server,
             file: ConfigFile {
@@ -512,7 +512,7 @@ impl Control<'_> {
 
     fn handle_request(&mut self, request: AdminRequest) {
         let who = &request.who;
-        let answer = match request.ask {
+        let response = match request.command {
             AdminCommand::Status => {
                 let (uptime, record) = (self.since.elapsed(), &self.upgrade_record);
                 to_json(&self.inventory().status(uptime, record, self.standing()))
@@ -598,7 +598,7 @@ impl Control<'_> {
                 .and_then(|()| to_json(&self.inventory().targets())),
         };
         // The client may have disconnected.
-        let _ = request.reply.send(answer);
+        let _ = request.reply.send(response);
     }
 
     /// Requests a logout for all sessions of an initiator, or for the session with a number. If
@@ -747,10 +747,10 @@ impl Control<'_> {
     fn apply(
         &mut self,
         config: Config,
-        asked: ChangeOrigin<'_>,
+        origin: ChangeOrigin<'_>,
         allow_unavailable: bool,
     ) -> Result<Changes, Failure> {
-        let ChangeOrigin { who, how } = asked;
+        let ChangeOrigin { who, how } = origin;
         let old = self.server.config().clone();
         let changes = diff(&old, &config);
         let before = self.standing();
@@ -791,7 +791,7 @@ impl Control<'_> {
                     logging::set_filter(log);
                 }
                 let revision = revision(&self.server.config().to_yaml());
-                audit::changed(asked, &revision, &changes);
+                audit::changed(origin, &revision, &changes);
                 for change in &changes {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
                 }
@@ -810,7 +810,7 @@ impl Control<'_> {
                 })
             }
             Err(error) => {
-                self.reject(asked, &error);
+                self.reject(origin, &error);
                 let (why, errno) = (error.to_string(), errno(&error));
                 Err(Failure::Refused { why, errno })
             }
@@ -893,14 +893,14 @@ impl Control<'_> {
     /// Reloads the configuration file and applies it.
     fn reload(&mut self, who: &str) -> Result<Changes, Failure> {
         let how = "reload";
-        let asked = ChangeOrigin { who, how };
+        let origin = ChangeOrigin { who, how };
         notify_reloading();
         let applied = match (self.file.reread)() {
             Ok(config) => {
                 let file = config.to_yaml();
                 // We must get this before applying the file, because after that nothing is unsaved.
                 let unsaved = self.unsaved();
-                self.apply(config, asked, false).inspect(|applied| {
+                self.apply(config, origin, false).inspect(|applied| {
                     for change in taken_back(&applied.changes, &unsaved) {
                         tracing::warn!(
                             path = %change.path, old = %change.old, new = %change.new,
@@ -915,7 +915,7 @@ impl Control<'_> {
                 })
             }
             Err(error) => {
-                self.reject(asked, &error);
+                self.reject(origin, &error);
                 let (why, errno) = (error, None);
                 Err(Failure::Refused { why, errno })
             }
@@ -926,9 +926,9 @@ impl Control<'_> {
     }
 
     /// Writes an audit log event for a rejected configuration.
-    fn reject(&self, asked: ChangeOrigin<'_>, reason: &dyn std::fmt::Display) {
+    fn reject(&self, origin: ChangeOrigin<'_>, reason: &dyn std::fmt::Display) {
         let stays = revision(&self.server.config().to_yaml());
-        audit::rejected(asked, &stays, reason);
+        audit::rejected(origin, &stays, reason);
     }
 
     fn shut_down(self, why: &str) -> Result<(), ServerError> {

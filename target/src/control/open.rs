@@ -156,7 +156,7 @@ fn admin(
                 tracing::info!(socket = ?path, "admin API, on the existing socket");
                 return open(listener, Some(bound));
             }
-            SocketOrigin::Given | SocketOrigin::Elsewhere => {
+            SocketOrigin::Inherited | SocketOrigin::Elsewhere => {
                 tracing::info!(socket = ?path, "admin API, on the service manager's socket");
                 return open(listener, None);
             }

@@ -101,20 +101,20 @@ pub fn router(requests: Requests) -> Router {
         .with_state(requests)
 }
 
-fn get(ask: AdminCommand) -> MethodRouter<Requests> {
-    asking(MethodFilter::GET, ask)
+fn get(command: AdminCommand) -> MethodRouter<Requests> {
+    command_route(MethodFilter::GET, command)
 }
 
-fn post(ask: AdminCommand) -> MethodRouter<Requests> {
-    asking(MethodFilter::POST, ask)
+fn post(command: AdminCommand) -> MethodRouter<Requests> {
+    command_route(MethodFilter::POST, command)
 }
 
 /// Returns a handler for this request.
-fn asking(method: MethodFilter, ask: AdminCommand) -> MethodRouter<Requests> {
+fn command_route(method: MethodFilter, command: AdminCommand) -> MethodRouter<Requests> {
     on(
         method,
         async move |State(requests): State<Requests>, ConnectInfo(peer): ConnectInfo<Peer>| {
-            to_response(forward(&requests, ask, peer).await)
+            to_response(forward(&requests, command, peer).await)
         },
     )
 }
@@ -124,8 +124,8 @@ async fn config(
     ConnectInfo(peer): ConnectInfo<Peer>,
     headers: HeaderMap,
 ) -> Response {
-    let answer = forward(&requests, AdminCommand::Config, peer).await;
-    let kept: Kept = match answer.map(serde_json::from_value) {
+    let result = forward(&requests, AdminCommand::Config, peer).await;
+    let kept: Kept = match result.map(serde_json::from_value) {
         Ok(Ok(kept)) => kept,
         Ok(Err(garbled)) => return to_response(Err(Failure::Failed(garbled.to_string()))),
         Err(failure) => return to_response(Err(failure)),
@@ -364,10 +364,14 @@ impl Drop for EndTrace {
     fn drop(&mut self) {
         if let Some(requests) = self.0.take() {
             let (reply, _) = oneshot::channel();
-            let (ask, who) = (AdminCommand::TraceEnd, String::new());
+            let (command, who) = (AdminCommand::TraceEnd, String::new());
             // If the daemon is too busy for this, it will detect that the trace is no longer
             // polled.
-            let _ = requests.try_send(AdminRequest { ask, who, reply });
+            let _ = requests.try_send(AdminRequest {
+                command,
+                who,
+                reply,
+            });
         }
     }
 }

@@ -8,7 +8,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 /// Maximum time to send responses during shutdown.
-const LAST_ANSWERS: Duration = Duration::from_secs(1);
+const LAST_RESPONSES: Duration = Duration::from_secs(1);
 
 /// Resolves when a server should shut down.
 pub(super) type End = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -45,7 +45,7 @@ impl Serving {
     pub(super) async fn shut_down(self) {
         let Self { end, mut task } = self;
         drop(end);
-        if timeout(LAST_ANSWERS, &mut task).await.is_err() {
+        if timeout(LAST_RESPONSES, &mut task).await.is_err() {
             task.abort();
         }
     }

@@ -101,6 +101,6 @@ mod tests {
         caught.flag.store(true, Ordering::Release);
         caught.recv().await;
         let again = tokio::time::timeout(2 * LOOK, caught.recv()).await;
-        assert!(again.is_err(), "it came twice");
+        assert!(again.is_err(), "duplicate");
     }
 }

@@ -19,7 +19,7 @@ use super::serving::Serving;
 const LIMITS: Limits = Limits {
     connections: 128,
     request: Duration::from_secs(60),
-    answer: Duration::from_secs(60),
+    response: Duration::from_secs(60),
     idle: Duration::from_secs(60),
 };
 
@@ -88,7 +88,7 @@ pub enum SocketOrigin {
     /// Bound to the expected path by the previous program in this process, so we should remove it.
     Ours(Bound),
     /// Bound to the expected path by the service manager.
-    Given,
+    Inherited,
     /// Bound to a different path, or without a path.
     Elsewhere,
 }
@@ -101,7 +101,7 @@ impl SocketOrigin {
     pub fn of(listener: &UnixListener, path: Option<&Path>) -> io::Result<Self> {
         let at = listener.local_addr()?;
         Ok(match (at.as_pathname(), path) {
-            (Some(at), Some(path)) if at == path => Self::Given,
+            (Some(at), Some(path)) if at == path => Self::Inherited,
             // The kernel reports the path from the bind call, even if the file was renamed.
             (Some(at), Some(path)) if at == hidden(path) => Self::Ours(Bound(path.to_owned())),
             _ => Self::Elsewhere,

@@ -453,13 +453,13 @@ fn replace_by_steps(
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-    let beside = |end| {
+    let sibling = |end| {
         let mut hidden = std::ffi::OsString::from(".");
         hidden.push(name);
         hidden.push(end);
         parent.join(hidden)
     };
-    let (hidden, old) = (beside(".new"), beside(".old"));
+    let (hidden, old) = (sibling(".new"), sibling(".old"));
     // The mode is only used when a file is created.
     remove_if_there(&hidden)?;
     let mut file = OpenOptions::new()

@@ -27,7 +27,7 @@ pub(super) struct Search {
     units: Vec<Arc<crate::stats::LunStats>>,
     found: Traced,
     /// Time when the client last polled the trace.
-    asked: Instant,
+    last_polled: Instant,
 }
 
 impl Search {
@@ -60,18 +60,18 @@ impl Search {
             tracer,
             units,
             found: Traced::default(),
-            asked: Instant::now(),
+            last_polled: Instant::now(),
         })
     }
 
     /// Returns true if the client has stopped polling.
     pub(super) fn is_forgotten(&self) -> bool {
-        self.asked.elapsed() > FORGOTTEN
+        self.last_polled.elapsed() > FORGOTTEN
     }
 
     /// Collects new commands since the last poll. Returns true if the trace is complete.
     pub(super) fn poll(&mut self, server: &Server) -> bool {
-        self.asked = Instant::now();
+        self.last_polled = Instant::now();
         let records = self.tracer.take_records();
         if !records.is_empty() {
             // We must do this now, because sessions can be closed before the trace is complete, and

@@ -43,9 +43,9 @@ fn run(
 ) -> Option<(Sender<()>, JoinHandle<()>)> {
     let (stop, stopped) = channel();
     let watch = move || {
-        let mut asked = PendingPings::default();
+        let mut pings = PendingPings::default();
         while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
-            if asked.check(&mut ping) {
+            if pings.check(&mut ping) {
                 alive();
             }
         }
@@ -71,7 +71,7 @@ impl PendingPings {
     /// request to them.
     fn check(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
         let mut was_full = false;
-        self.0.retain(|answer| match answer.try_recv() {
+        self.0.retain(|pending| match pending.try_recv() {
             Ok(()) => false,
             Err(TryRecvError::Empty) => true,
             // The mailbox was full when we sent the request. This can be caused by high load, so we
@@ -100,26 +100,26 @@ mod tests {
 
     #[test]
     fn silent_worker_stops_watchdog_until_reply() {
-        let mut asked = PendingPings::default();
+        let mut pings = PendingPings::default();
         let (first, rx1) = channel();
         let (second, rx2) = channel();
-        assert!(asked.check(|| vec![rx1, rx2]));
+        assert!(pings.check(|| vec![rx1, rx2]));
         first.send(()).unwrap();
-        assert!(!asked.check(|| unreachable!("it is not asked twice")));
-        assert!(!asked.check(|| unreachable!("it is not asked twice")));
+        assert!(!pings.check(|| unreachable!("no second query")));
+        assert!(!pings.check(|| unreachable!("no second query")));
         second.send(()).unwrap();
-        assert!(asked.check(Vec::new));
+        assert!(pings.check(Vec::new));
     }
 
     #[test]
     fn unqueried_worker_is_queried_again() {
-        let mut asked = PendingPings::default();
+        let mut pings = PendingPings::default();
         let (_, full) = channel();
-        assert!(asked.check(|| vec![full]));
+        assert!(pings.check(|| vec![full]));
         let (worker, rx) = channel();
-        assert!(!asked.check(|| vec![rx]));
+        assert!(!pings.check(|| vec![rx]));
         worker.send(()).unwrap();
-        assert!(asked.check(Vec::new));
+        assert!(pings.check(Vec::new));
     }
 
     #[test]

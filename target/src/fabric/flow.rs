@@ -27,7 +27,7 @@ pub(crate) const MAX_STAGED: usize = 256 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     /// The response was sent.
-    Answered,
+    Responded,
     /// Aborted by task management.
     Aborted,
     /// The connection is being closed, so no response can be sent.
@@ -306,7 +306,7 @@ pub(crate) trait CommandFlow {
         let toll = self.exec(task).toll(nexus);
         let Some(passage) = self.backlog().limits.admit_command(task, toll, now) else {
             self.exec(task).timer.limit();
-            return self.answer_status(cx, task, Status::TaskSetFull);
+            return self.respond_with_status(cx, task, Status::TaskSetFull);
         };
         // A command that may not wait must be removed, because other commands would wait for it.
         let limited = passage.limited;
@@ -315,7 +315,7 @@ pub(crate) trait CommandFlow {
         {
             self.backlog().limits.refuse(task, passage);
             self.exec(task).timer.limit();
-            return self.answer_status(cx, task, status);
+            return self.respond_with_status(cx, task, status);
         }
         let exec = self.exec(task);
         match exec.register(nexus, name, descriptors, limited, cx.pool(), now) {
@@ -323,7 +323,7 @@ pub(crate) trait CommandFlow {
             Entry::Later => self.hold(task, Hold::Order),
             Entry::Refused(status) => {
                 self.backlog().limits.refuse(task, passage);
-                self.answer_status(cx, task, status);
+                self.respond_with_status(cx, task, status);
             }
             Entry::Gather => self.prepare(cx, task),
             Entry::Limited => self.hold(task, Hold::Limits),
@@ -367,7 +367,7 @@ pub(crate) trait CommandFlow {
         let staged = self.staged(task);
         match staged == 0 || self.backlog().may_stage(cx.pool(), staged) {
             true => self.await_memory(cx, task, step),
-            false => self.answer_status(cx, task, Status::TaskSetFull),
+            false => self.respond_with_status(cx, task, Status::TaskSetFull),
         }
     }
 
@@ -504,7 +504,7 @@ pub(crate) trait CommandFlow {
     }
 
     /// Responds with a status only.
-    fn answer_status(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, status: Status) {
+    fn respond_with_status(&mut self, cx: &mut Self::Cx<'_>, task: TaskIdx, status: Status) {
         let response = self.exec(task).status_only(status);
         self.respond(cx, task, response);
     }

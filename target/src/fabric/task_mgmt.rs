@@ -80,7 +80,7 @@ impl Function {
 
 /// Response to a function (SAM-5 7.1, RFC 7143 11.6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FunctionAnswer {
+pub enum FunctionResponse {
     /// FUNCTION COMPLETE: the function was executed, or a query did not find a task.
     Complete,
     /// FUNCTION SUCCEEDED: a query has found a task.
@@ -101,7 +101,7 @@ pub enum FunctionAnswer {
     Rejected,
 }
 
-impl FunctionAnswer {
+impl FunctionResponse {
     /// Returns the name, to be used as a label.
     #[must_use]
     pub fn label(self) -> &'static str {
@@ -173,12 +173,12 @@ pub fn manage(
     lun: WireLun,
     luns: &LunMap,
     nexus: NexusId,
-) -> Result<Effect, FunctionAnswer> {
+) -> Result<Effect, FunctionResponse> {
     match function {
         // An unknown function may not refer to a unit. A cold reset is optional and would close the
         // sessions of all initiators (RFC 7143 11.5.1), which must not be possible for a single
         // host. LIO rejects it as well.
-        Function::Unknown | Function::TargetColdReset => Err(FunctionAnswer::NotSupported),
+        Function::Unknown | Function::TargetColdReset => Err(FunctionResponse::NotSupported),
         Function::TargetWarmReset => reset_target(luns, nexus),
         Function::NexusReset => {
             let mut effect = Effect::default();
@@ -193,10 +193,10 @@ pub fn manage(
 
 /// Resets all units. A reset aborts commands of other initiators, so units are excluded if the
 /// initiator does not have write access or may expect a different unit.
-fn reset_target(luns: &LunMap, nexus: NexusId) -> Result<Effect, FunctionAnswer> {
+fn reset_target(luns: &LunMap, nexus: NexusId) -> Result<Effect, FunctionResponse> {
     let units = luns.resettable();
     if units.is_empty() {
-        return Err(FunctionAnswer::NotAuthorized);
+        return Err(FunctionResponse::NotAuthorized);
     }
     let mut effect = Effect::default();
     for unit in &units {
@@ -212,13 +212,13 @@ fn manage_unit(
     lun: WireLun,
     luns: &LunMap,
     nexus: NexusId,
-) -> Result<Effect, FunctionAnswer> {
+) -> Result<Effect, FunctionResponse> {
     let present = luns.addressed(lun);
     if present.is_none() && luns.former(lun).next().is_none() {
-        return Err(FunctionAnswer::NoSuchLun);
+        return Err(FunctionResponse::NoSuchLun);
     }
     if function.ends_others() && luns.is_read_only(lun) {
-        return Err(FunctionAnswer::NotAuthorized);
+        return Err(FunctionResponse::NotAuthorized);
     }
     let of_unit = match function {
         Function::AbortTaskSet => TaskManagement::AbortTaskSet,
@@ -226,7 +226,7 @@ fn manage_unit(
         _ if function.ends_others() && luns.is_stale(lun) => TaskManagement::AbortTaskSet,
         Function::ClearTaskSet => TaskManagement::ClearTaskSet,
         Function::LogicalUnitReset => TaskManagement::LogicalUnitReset,
-        _ => return Err(FunctionAnswer::NotSupported),
+        _ => return Err(FunctionResponse::NotSupported),
     };
     let mut effect = Effect::default();
     if let Some(number) = LunId::addressed(lun) {

@@ -46,7 +46,7 @@ struct Tasks {
     /// LUN used by the initiator, with the same length as `refs`.
     luns: Vec<LunId>,
     /// Limited by the number of contexts of all connections.
-    left: Vec<PendingAnswer>,
+    left: Vec<PendingResponse>,
     /// At most two entries per connection.
     limited: Vec<LimitQueue>,
     /// Nexuses without access to the unit that still have tasks in the set.
@@ -77,7 +77,7 @@ type LimitLine = (u16, u64, bool);
 
 /// A task that has left the set before its response or remaining data was sent.
 #[derive(Debug)]
-struct PendingAnswer {
+struct PendingResponse {
     nexus: NexusId,
     lun: LunId,
     task: TaskRef,
@@ -236,7 +236,7 @@ impl Unit {
         let tasks = self.lock();
         [
             ("tasks", tasks.set.len()),
-            ("unsent answers", tasks.left.len()),
+            ("unsent responses", tasks.left.len()),
             ("waits for limits", tasks.limited.len()),
             ("leaving nexuses", tasks.leaving.len()),
             ("nexuses", self.lu.nexuses()),
@@ -411,7 +411,7 @@ impl Unit {
     /// own nexus will find it until [`Unit::forget_left`] is called, so that the response is not
     /// sent after theirs.
     pub fn note_left(&self, nexus: NexusId, (task, lun): (TaskRef, LunId)) {
-        self.lock().left.push(PendingAnswer {
+        self.lock().left.push(PendingResponse {
             nexus,
             lun,
             task,

@@ -158,7 +158,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
         match self.executor.phase {
             Phase::CleanupWait | Phase::Retaining if self.is_quiet() => {
-                self.executor.give_up_memory(cx);
+                self.executor.release_memory(cx);
             }
             Phase::FullFeature => self.check_data(cx),
             _ => {}
@@ -177,8 +177,8 @@ impl<D: Datamover> Channel<D> {
             return;
         }
         let is_function = |task: &Task| {
-            let is_answered = task.state == TaskState::Sent && task.response.is_none();
-            is_answered || task.state == TaskState::Mgmt
+            let has_response = task.state == TaskState::Sent && task.response.is_none();
+            has_response || task.state == TaskState::Mgmt
         };
         for idx in self.executor.tasks.numbers() {
             // Task-management functions can't be reassigned.

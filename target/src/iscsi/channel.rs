@@ -209,7 +209,7 @@ impl<D: Datamover> Channel<D> {
         if self.executor.tasks[task].state == TaskState::Send {
             self.executor.on_piece_sent(cx, task);
         } else {
-            self.executor.finish_answered(cx, task, ok);
+            self.executor.finish_with_response(cx, task, ok);
         }
     }
 

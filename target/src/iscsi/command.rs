@@ -87,7 +87,7 @@ impl<D: Datamover> Executor<D> {
         if task.incoming.open {
             let most = first_burst.min(task.exec.expected.data_out);
             task.incoming.announced = most.saturating_sub(task.incoming.got);
-            self.unasked += u64::from(task.incoming.announced);
+            self.unsolicited += u64::from(task.incoming.announced);
         }
         self.window()
             .insert_tag(command.itt, self.tasks.task_ref(idx), command.immediate);
@@ -175,7 +175,7 @@ impl<D: Datamover> Executor<D> {
     fn send_response(&mut self, now: Instant, idx: TaskIdx, response: Response, len: u32) {
         let itt = self.tasks[idx].itt;
         self.window()
-            .mark_tag_answered(itt, self.tasks.task_ref(idx));
+            .mark_tag_responded(itt, self.tasks.task_ref(idx));
         self.mark_sent(idx);
         self.timers.watch_data(now);
         let task = &mut self.tasks[idx];

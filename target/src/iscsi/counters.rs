@@ -8,7 +8,7 @@ pub struct Counters {
     /// Task-management functions with a context.
     pub task_management: u64,
     /// Responses passed to the datamover.
-    pub answered: u64,
+    pub responded: u64,
     /// Commands aborted by task management.
     pub aborted: u64,
     /// Requests aborted because the channel was closed.
@@ -29,7 +29,7 @@ impl std::ops::AddAssign for Counters {
     fn add_assign(&mut self, other: Self) {
         self.commands += other.commands;
         self.task_management += other.task_management;
-        self.answered += other.answered;
+        self.responded += other.responded;
         self.aborted += other.aborted;
         self.torn_down += other.torn_down;
         self.bytes_in += other.bytes_in;

@@ -125,7 +125,14 @@ impl<D: Datamover> Executor<D> {
         let len = frame.data.len() as u32;
         let taken = self.mover.on_solicited(pdu, len, frame.is_intact);
         // Data that were not requested do not show that the initiator responds.
-        if len > 0 && !matches!(taken, SolicitedData::Stale { was_asked: false }) {
+        if len > 0
+            && !matches!(
+                taken,
+                SolicitedData::Stale {
+                    was_solicited: false
+                }
+            )
+        {
             self.timers.last_data = cx.now;
         }
         match taken {
@@ -160,13 +167,13 @@ impl<D: Datamover> Executor<D> {
         // If the command has completed, we don't know how much data is left.
         let announced = match idx.map(|idx| &self.tasks[idx].incoming) {
             Some(incoming) if incoming.open => incoming.announced.into(),
-            _ => self.unasked,
+            _ => self.unsolicited,
         };
         let counted = announced.min(len.into());
         if counted > 0 {
             self.timers.last_data = cx.now;
         }
-        self.unasked = self.unasked.saturating_sub(counted);
+        self.unsolicited = self.unsolicited.saturating_sub(counted);
         // This isn't an error, because the initiator can send data for a command that was refused
         // or aborted.
         let Some(idx) = idx else {
@@ -219,7 +226,7 @@ impl<D: Datamover> Executor<D> {
         if pdu.is_final {
             incoming.open = false;
             let rest = std::mem::take(&mut incoming.announced);
-            self.unasked = self.unasked.saturating_sub(rest.into());
+            self.unsolicited = self.unsolicited.saturating_sub(rest.into());
             match task.state {
                 TaskState::Receive => {
                     if let Some(result) = self.check_received(cx.now, idx) {
@@ -227,7 +234,7 @@ impl<D: Datamover> Executor<D> {
                     }
                 }
                 TaskState::AwaitUnsolicited => {
-                    let response = task.response.take().expect("an answer waits");
+                    let response = task.response.take().expect("a response is pending");
                     self.respond(cx, idx, response);
                 }
                 _ => {}
@@ -256,8 +263,8 @@ impl<D: Datamover> Executor<D> {
             self.on_piece_sent(cx, idx);
         } else if ok {
             let incoming = &task.incoming;
-            let asked = incoming.got.max(incoming.from);
-            let len = incoming.wanted.unwrap_or(asked) - asked;
+            let received = incoming.got.max(incoming.from);
+            let len = incoming.wanted.unwrap_or(received) - received;
             self.stats.counters.bytes_out += u64::from(len);
             self.timers.pace.on_moved(len);
             self.resume_task(cx, idx, StepResult::Done);
@@ -269,11 +276,11 @@ impl<D: Datamover> Executor<D> {
 
     /// Called when data requests were sent for some tasks. This starts the data timeout for the
     /// initiator.
-    pub(crate) fn note_asked(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
+    pub(crate) fn note_requested(&mut self, now: Instant, tasks: impl FnOnce(&D) -> &[TaskIdx]) {
         for task in tasks(&self.mover) {
             // It may have completed in the meantime.
             if let Some(task) = self.tasks.get_mut(*task) {
-                self.timers.note_asked(now, task);
+                self.timers.note_requested(now, task);
             }
         }
     }

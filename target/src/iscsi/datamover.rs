@@ -99,7 +99,7 @@ pub enum SolicitedData {
     /// The transfer is complete or has failed, so the data must be ignored.
     Stale {
         /// Set if this data was requested.
-        was_asked: bool,
+        was_solicited: bool,
     },
     /// Copy the data to the buffer.
     Data {
@@ -211,7 +211,7 @@ pub trait Datamover {
 
     /// Returns true if a data request for this task is queued or being sent, so the initiator can't
     /// have responded.
-    fn is_asking(&self, task: TaskIdx) -> bool;
+    fn is_requesting(&self, task: TaskIdx) -> bool;
 
     /// Returns true if data for this task is being sent and the initiator might be slow to read it.
     fn is_sending_data(&self, task: TaskIdx) -> bool {

@@ -20,7 +20,7 @@ impl<D: Datamover> Executor<D> {
     }
 
     /// The response was sent, but the command must be kept until it's acknowledged.
-    pub(super) fn note_answered(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
+    pub(super) fn note_response(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
         // It may already be acknowledged before we are notified that it was sent.
         let task = self.tasks.get_mut(idx);
         if let Some(task) = task.filter(|task| task.state == TaskState::Sent) {
@@ -29,13 +29,13 @@ impl<D: Datamover> Executor<D> {
     }
 
     /// Completes a request after its response was sent, or was lost with the connection.
-    pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, was_sent: bool) {
+    pub(super) fn finish_with_response(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, was_sent: bool) {
         self.tasks[idx].exec.arrive(cx.now, was_sent);
-        let answer = self.tasks[idx].response.as_ref();
+        let response = self.tasks[idx].response.as_ref();
         self.timers
             .pace
-            .on_moved(answer.map_or(0, |answer| answer.data_in.len()));
-        self.finish(cx, idx, End::Answered);
+            .on_moved(response.map_or(0, |response| response.data_in.len()));
+        self.finish(cx, idx, End::Responded);
     }
 
     /// Completes a request: releases its resources and notifies its watchers.
@@ -53,7 +53,7 @@ impl<D: Datamover> Executor<D> {
         self.drop_claim(idx);
         let task = &mut self.tasks[idx];
         match end {
-            End::Answered => {}
+            End::Responded => {}
             End::Aborted => self.stats.counters.aborted += 1,
             End::TornDown => self.stats.counters.torn_down += 1,
         }
@@ -111,7 +111,7 @@ impl<D: Datamover> Executor<D> {
         let exec = &mut self.tasks[idx].exec;
         let watchers = exec.interrupt(cx.pool);
         self.report_gone(watchers);
-        self.answer_status(cx, idx, Status::TaskAborted);
+        self.respond_with_status(cx, idx, Status::TaskAborted);
     }
 
     /// Aborts a request before its response was sent, either immediately or when its buffer is no

@@ -84,7 +84,7 @@ pub struct Executor<D> {
     pub(super) tasks: TaskTable,
     pub(super) staging: Staging,
     /// Number of bytes of unsolicited data that were announced by commands but not received yet.
-    pub(super) unasked: u64,
+    pub(super) unsolicited: u64,
     pub(super) allegiance: Allegiance,
     /// Commands waiting for memory or for rate limits.
     pub(super) backlog: Backlog,
@@ -106,7 +106,7 @@ impl<D: Datamover> Executor<D> {
             mover,
             tasks: TaskTable::new(&config),
             staging: Staging::default(),
-            unasked: 0,
+            unsolicited: 0,
             allegiance: Allegiance::default(),
             backlog: Backlog::new(config.serial, config.commands.into()),
             timers: Timers::new(now, config.data_out_timeout, config.commands),
@@ -189,7 +189,7 @@ impl<D: Datamover> Executor<D> {
     pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
         let session = self.session.as_ref().expect("full-feature phase");
         self.tasks.mark_sent(idx, &session.window);
-        self.stats.counters.answered += 1;
+        self.stats.counters.responded += 1;
     }
 
     pub(super) fn send(&mut self, pdu: FromTarget, data: Vec<u8>, counts: bool) {
@@ -225,7 +225,7 @@ impl<D: Datamover> Executor<D> {
 
     pub(super) fn on_acknowledged(&mut self, cx: &mut Cx<'_>, exp: Option<StatSn>) {
         for task in self.mover.acknowledge(exp) {
-            self.finish_answered(cx, task, exp.is_some());
+            self.finish_with_response(cx, task, exp.is_some());
         }
     }
 
@@ -245,12 +245,12 @@ impl<D: Datamover> Executor<D> {
         // Return as much of the ping data as the initiator can receive in a segment.
         let limit = self.mover.max_send_segment() as usize;
         let data = frame.data[..frame.data.len().min(limit)].to_vec();
-        let answer = NopIn {
+        let response = NopIn {
             lun: nop.lun,
             itt: nop.itt,
             ttt: Ttt::NONE,
         };
-        self.send(FromTarget::NopIn(answer), data, true);
+        self.send(FromTarget::NopIn(response), data, true);
     }
 
     pub(super) fn send_ping(&mut self, now: Instant) {
@@ -265,12 +265,12 @@ impl<D: Datamover> Executor<D> {
     /// Responds to a logout.
     pub(super) fn respond_logout(&mut self, itt: Itt, status: LogoutStatus) {
         let params = self.session.as_ref().map(|s| s.params);
-        let answer = LogoutResponse {
+        let response = LogoutResponse {
             itt,
             status,
             time2wait: params.map_or(0, |p| p.time2wait),
             time2retain: params.map_or(0, |p| p.time2retain),
         };
-        self.send(FromTarget::LogoutResponse(answer), Vec::new(), true);
+        self.send(FromTarget::LogoutResponse(response), Vec::new(), true);
     }
 }

@@ -53,19 +53,19 @@ impl<D: Datamover> Channel<D> {
             first: request.cmd_sn,
             admitted: None,
         };
-        let answer = self.login.handle(request, data, &mut keeper);
+        let reply = self.login.handle(request, data, &mut keeper);
         self.first_cmd_sn = request.cmd_sn;
         self.cid = request.cid;
-        let status = answer.response.status;
+        let status = reply.response.status;
         let send = |channel: &mut Self, text| {
             channel
                 .executor
-                .send(FromTarget::LoginResponse(answer.response), text, true);
+                .send(FromTarget::LoginResponse(reply.response), text, true);
         };
-        match answer.outcome {
-            Outcome::Continue => send(self, answer.text),
+        match reply.outcome {
+            Outcome::Continue => send(self, reply.text),
             Outcome::Failed => {
-                send(self, answer.text);
+                send(self, reply.text);
                 let (identity, fault) = (self.login.identity(), self.login.fault());
                 let user = self.login.claimed_name();
                 cx.gate.refused(status, identity, fault, user);
@@ -88,8 +88,8 @@ impl<D: Datamover> Channel<D> {
                     window: admitted.window,
                 });
                 self.entering = Some(Box::new(LoginResult {
-                    response: answer.response,
-                    text: answer.text,
+                    response: reply.response,
+                    text: reply.text,
                     session: admitted.params,
                     connection: joined.connection,
                     is_leading,

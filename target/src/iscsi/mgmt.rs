@@ -15,7 +15,7 @@ use super::context::Cx;
 use super::datamover::{Control, Datamover};
 use super::executor::Executor;
 use super::task::TaskState;
-use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
+use crate::fabric::task_mgmt::{self, Effect, Function, FunctionResponse, PendingFunction};
 use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef, Unit};
 
 impl<D: Datamover> Executor<D> {
@@ -38,11 +38,11 @@ impl<D: Datamover> Executor<D> {
             if request.immediate {
                 return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
             }
-            let answer = TmfResponse {
+            let response = TmfResponse {
                 itt: request.itt,
                 status: TmfStatus::Rejected,
             };
-            return self.send(FromTarget::TmfResponse(answer), Vec::new(), true);
+            return self.send(FromTarget::TmfResponse(response), Vec::new(), true);
         };
         self.stats.counters.task_management += 1;
         let function = function_of(request.function);
@@ -53,7 +53,7 @@ impl<D: Datamover> Executor<D> {
             return self.on_task_reassign(cx, idx, request);
         }
         match self.carry_out(cx, idx, function, request) {
-            Some(answer) => self.respond_function(idx, answer),
+            Some(response) => self.respond_function(idx, response),
             None => self.check_mgmt(idx),
         }
     }
@@ -65,7 +65,7 @@ impl<D: Datamover> Executor<D> {
         idx: TaskIdx,
         function: Function,
         request: &TmfRequest,
-    ) -> Option<FunctionAnswer> {
+    ) -> Option<FunctionResponse> {
         let session = self.session.as_ref().expect("full-feature phase");
         // Include previous units of this LUN: after a configuration change, an initiator must still
         // be able to abort commands sent to these units.
@@ -77,7 +77,7 @@ impl<D: Datamover> Executor<D> {
             | Function::QueryAsyncEvent
                 if units.is_empty() =>
             {
-                Some(FunctionAnswer::NoSuchLun)
+                Some(FunctionResponse::NoSuchLun)
             }
             Function::AbortTask => self.abort_named(cx, idx, request, &units),
             // If the session has several connections, the task may be on any of them. We must check
@@ -96,12 +96,12 @@ impl<D: Datamover> Executor<D> {
                 let elsewhere = units.iter().any(|unit| unit.has_tasks_of(nexus));
                 Some(presence(any || elsewhere))
             }
-            Function::QueryAsyncEvent => Some(FunctionAnswer::Complete),
+            Function::QueryAsyncEvent => Some(FunctionResponse::Complete),
             _ => {
                 let (luns, nexus) = (&session.luns, session.nexus);
                 match task_mgmt::manage(function, request.lun, luns, nexus) {
                     Ok(effect) => self.await_effect(idx, effect),
-                    Err(answer) => return Some(answer),
+                    Err(response) => return Some(response),
                 }
                 None
             }
@@ -115,11 +115,11 @@ impl<D: Datamover> Executor<D> {
         idx: TaskIdx,
         request: &TmfRequest,
         units: &[Arc<Unit>],
-    ) -> Option<FunctionAnswer> {
+    ) -> Option<FunctionResponse> {
         let Some(task) = self.tasks.find_command(request.referenced, units) else {
-            let answer = self.abort_elsewhere(idx, request);
-            units[0].count_abort(answer.is_none());
-            return answer;
+            let response = self.abort_elsewhere(idx, request);
+            units[0].count_abort(response.is_none());
+            return response;
         };
         units[0].count_abort(true);
         self.tasks[idx].pending_function().await_tasks(1);
@@ -130,7 +130,7 @@ impl<D: Datamover> Executor<D> {
 
     /// Handles ABORT TASK for a command that isn't on this connection: it may be on another
     /// connection, or may not have been received yet.
-    fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<FunctionAnswer> {
+    fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<FunctionResponse> {
         let window = Arc::clone(self.window());
         if let Some(task) = window.abort_tag(request.referenced) {
             self.tasks[idx].pending_function().await_tasks(1);
@@ -139,9 +139,9 @@ impl<D: Datamover> Executor<D> {
             return None;
         }
         Some(if window.forgo(request.ref_cmd_sn, request.cmd_sn) {
-            FunctionAnswer::Complete
+            FunctionResponse::Complete
         } else {
-            FunctionAnswer::NoSuchTask
+            FunctionResponse::NoSuchTask
         })
     }
 
@@ -159,22 +159,22 @@ impl<D: Datamover> Executor<D> {
     /// Responds to a function if all its tasks have completed.
     fn check_mgmt(&mut self, idx: TaskIdx) {
         if self.tasks[idx].pending_function().is_over() {
-            self.respond_function(idx, FunctionAnswer::Complete);
+            self.respond_function(idx, FunctionResponse::Complete);
         }
     }
 
-    pub(super) fn respond_function(&mut self, idx: TaskIdx, answer: FunctionAnswer) {
+    pub(super) fn respond_function(&mut self, idx: TaskIdx, response: FunctionResponse) {
         let function = self.tasks[idx].pending_function().function;
         self.stats
             .functions
-            .count((function.label(), answer.label()));
-        self.is_reset |= function == Function::NexusReset && answer == FunctionAnswer::Complete;
+            .count((function.label(), response.label()));
+        self.is_reset |= function == Function::NexusReset && response == FunctionResponse::Complete;
         self.mark_sent(idx);
         let task = &self.tasks[idx];
         self.mover.send_control(Control {
             pdu: FromTarget::TmfResponse(TmfResponse {
                 itt: task.itt,
-                status: status_of(answer),
+                status: status_of(response),
             }),
             data: Vec::new(),
             counts: true,
@@ -219,11 +219,11 @@ impl<D: Datamover> Executor<D> {
     }
 }
 
-fn presence(is_there: bool) -> FunctionAnswer {
+fn presence(is_there: bool) -> FunctionResponse {
     if is_there {
-        FunctionAnswer::Succeeded
+        FunctionResponse::Succeeded
     } else {
-        FunctionAnswer::Complete
+        FunctionResponse::Complete
     }
 }
 
@@ -245,16 +245,16 @@ fn function_of(function: TmfFunction) -> Function {
     }
 }
 
-fn status_of(answer: FunctionAnswer) -> TmfStatus {
-    match answer {
-        FunctionAnswer::Complete => TmfStatus::Complete,
-        FunctionAnswer::Succeeded => TmfStatus::Succeeded,
-        FunctionAnswer::NoSuchTask => TmfStatus::TaskDoesNotExist,
-        FunctionAnswer::NoSuchLun => TmfStatus::LunDoesNotExist,
-        FunctionAnswer::StillAllegiant => TmfStatus::TaskStillAllegiant,
-        FunctionAnswer::ReassignmentNotSupported => TmfStatus::ReassignmentNotSupported,
-        FunctionAnswer::NotSupported => TmfStatus::NotSupported,
-        FunctionAnswer::NotAuthorized => TmfStatus::AuthorizationFailed,
-        FunctionAnswer::Rejected => TmfStatus::Rejected,
+fn status_of(response: FunctionResponse) -> TmfStatus {
+    match response {
+        FunctionResponse::Complete => TmfStatus::Complete,
+        FunctionResponse::Succeeded => TmfStatus::Succeeded,
+        FunctionResponse::NoSuchTask => TmfStatus::TaskDoesNotExist,
+        FunctionResponse::NoSuchLun => TmfStatus::LunDoesNotExist,
+        FunctionResponse::StillAllegiant => TmfStatus::TaskStillAllegiant,
+        FunctionResponse::ReassignmentNotSupported => TmfStatus::ReassignmentNotSupported,
+        FunctionResponse::NotSupported => TmfStatus::NotSupported,
+        FunctionResponse::NotAuthorized => TmfStatus::AuthorizationFailed,
+        FunctionResponse::Rejected => TmfStatus::Rejected,
     }
 }

@@ -133,7 +133,7 @@ impl<D: Datamover> Channel<D> {
             .enumerate()
         {
             let frame = kept.frame();
-            let pdu = FromInitiator::parse(&frame).expect("it was parsed when it came");
+            let pdu = FromInitiator::parse(&frame).expect("it was parsed when received");
             if at == 0 && !waiting.immediate {
                 self.process_admitted(cx, &frame, &pdu);
             } else {

@@ -13,7 +13,7 @@ use super::datamover::{Datamover, Progress, Start};
 use super::executor::Executor;
 use super::reassigned::{ReassignRequest, ReassignedTask, ResumePoint};
 use super::task::{Incoming, Piece, TaskState};
-use crate::fabric::task_mgmt::FunctionAnswer;
+use crate::fabric::task_mgmt::FunctionResponse;
 use crate::fabric::{CommandFlow as _, End, TaskIdx, TaskRef};
 use crate::pool::Buffer;
 
@@ -34,7 +34,7 @@ impl<D: Datamover> Executor<D> {
     }
 
     /// Aborts unclaimed commands that use memory and are only waiting for another connection.
-    pub(super) fn give_up_memory(&mut self, cx: &mut Cx<'_>) {
+    pub(super) fn release_memory(&mut self, cx: &mut Cx<'_>) {
         for idx in self.tasks.numbers() {
             let task = self.tasks.get(idx);
             let has_buffer = task.is_some_and(|task| task.exec.buffer.is_some());
@@ -67,7 +67,7 @@ impl<D: Datamover> Executor<D> {
     pub(super) fn on_task_reassign(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, request: &TmfRequest) {
         match self.claim(cx, idx, request) {
             Ok(reassign) => {
-                self.respond_function(idx, FunctionAnswer::Complete);
+                self.respond_function(idx, FunctionResponse::Complete);
                 self.actions.push_back(Action::Reassign(reassign));
             }
             Err(status) => self.respond_function(idx, status),
@@ -79,32 +79,32 @@ impl<D: Datamover> Executor<D> {
         cx: &mut Cx<'_>,
         function: TaskIdx,
         request: &TmfRequest,
-    ) -> Result<ReassignRequest, FunctionAnswer> {
+    ) -> Result<ReassignRequest, FunctionResponse> {
         if self.recovery_level() < 2 {
-            return Err(FunctionAnswer::ReassignmentNotSupported);
+            return Err(FunctionResponse::ReassignmentNotSupported);
         }
         let window = Arc::clone(self.window());
         let tag = window.tag(request.referenced);
-        let tag = tag.ok_or(FunctionAnswer::NoSuchTask)?;
+        let tag = tag.ok_or(FunctionResponse::NoSuchTask)?;
         if !tag.is_free {
-            return Err(FunctionAnswer::StillAllegiant);
+            return Err(FunctionResponse::StillAllegiant);
         }
         // Another function might be using the tag here, even if this is not allowed.
         let found = self.tasks.find(request.referenced);
         if found.is_some_and(|found| found != function) {
-            return Err(FunctionAnswer::Rejected);
+            return Err(FunctionResponse::Rejected);
         }
         let key = (request.referenced, tag.immediate);
         let wait = self.timers.pace.start_wait(cx.now);
         let state = TaskState::Expected;
         let idx = self.tasks.allocate_context(cx.spare, key, state, wait);
-        let idx = idx.ok_or(FunctionAnswer::Rejected)?;
+        let idx = idx.ok_or(FunctionResponse::Rejected)?;
         let to = self.tasks.task_ref(idx);
         // Another connection may have claimed it since we checked the tag.
         if !window.claim_tag(request.referenced, tag.task, to) {
             let context = self.tasks.release_context(idx, &window);
             cx.spare.0.return_context(context);
-            return Err(FunctionAnswer::StillAllegiant);
+            return Err(FunctionResponse::StillAllegiant);
         }
         self.tasks.expect_task(idx, tag.immediate);
         Ok(ReassignRequest {

@@ -161,7 +161,7 @@ impl Recovery {
             SnackKind::Status => self.find_status(StatSn(snack.begin), snack.run),
             SnackKind::DataOrR2t => self.find_data(snack.itt, snack.begin, snack.run),
             SnackKind::DataAck | SnackKind::RData => {
-                unreachable!("asked for by functions of their own")
+                unreachable!("requested by separate functions")
             }
         }
     }

@@ -83,21 +83,21 @@ impl State for TaskState {
             }
             // A piece to be sent only waits for memory after the command was reassigned.
             Self::AwaitBuffer => {
-                let goes_on = matches!(
+                let continues = matches!(
                     next,
                     Self::AwaitBuffer | Self::Receive | Self::Send | Self::Block
                 );
-                is_end || goes_on
+                is_end || continues
             }
             Self::Receive => is_end || matches!(next, Self::AwaitTask | Self::Block),
             Self::Send => is_end || matches!(next, Self::Block),
             // There may be no buffer for parameter data returned by an operation.
             Self::Block => {
-                let goes_on = matches!(
+                let continues = matches!(
                     next,
                     Self::AwaitBuffer | Self::Receive | Self::Send | Self::Block
                 );
-                is_end || goes_on
+                is_end || continues
             }
             Self::AwaitUnsolicited => is_end || matches!(next, Self::AwaitBuffer),
             Self::Mgmt => matches!(next, Self::Sent | Self::Idle),
@@ -169,9 +169,9 @@ pub(super) struct Task {
     /// [`TaskState::AwaitUnsolicited`], and for commands in [`TaskState::Sent`].
     pub(super) wait: Wait,
     /// Time when the last data request was sent for a command in this context.
-    pub(super) asked: Instant,
+    pub(super) requested_at: Instant,
     /// Time when the first data request was sent for the current piece.
-    pub(super) first_asked: Wait,
+    pub(super) first_wait: Wait,
     /// Time of the first wait that holds a place in the order of the unit.
     pub(super) ordered: Option<Wait>,
     /// Total wait time for previous pieces during which others could be waiting for this command,
@@ -206,8 +206,8 @@ impl Task {
     pub(super) fn new(wait: Wait) -> Self {
         Self {
             wait,
-            asked: wait.since,
-            first_asked: wait,
+            requested_at: wait.since,
+            first_wait: wait,
             ordered: None,
             waited: 0,
             state: TaskState::Idle,

@@ -176,8 +176,8 @@ impl TaskTable {
         let task = &mut self.contexts[idx];
         become_state(&mut task.state, state);
         task.itt = itt;
-        (task.wait, task.asked) = (wait, wait.since);
-        (task.first_asked, task.ordered) = (wait, None);
+        (task.wait, task.requested_at) = (wait, wait.since);
+        (task.first_wait, task.ordered) = (wait, None);
         self.by_tag.insert(itt, idx);
         Some(idx)
     }
@@ -251,7 +251,7 @@ impl TaskTable {
             task.lingers = true;
             self.counted -= 1;
             self.lingering += 1;
-            window.on_answered();
+            window.on_response();
         }
     }
 

@@ -196,13 +196,13 @@ pub struct Tcp {
     /// Tasks with data in the current batch.
     in_batch: Vec<TaskIdx>,
     /// Tasks with an R2T in the current batch.
-    asking: Vec<TaskIdx>,
+    requesting: Vec<TaskIdx>,
     /// Number of requested bytes that may still be received for completed tasks.
     late: u64,
     /// Tasks that complete with the current batch.
     ends: Vec<TaskIdx>,
     /// Tasks with a response in the current batch, which are kept until it's acknowledged.
-    answered: Vec<TaskIdx>,
+    unacknowledged_tasks: Vec<TaskIdx>,
     is_sending: bool,
     recovery: Recovery,
 }
@@ -222,10 +222,10 @@ impl Tcp {
             unacknowledged: Vec::new(),
             next_ttt: 0,
             in_batch: Vec::new(),
-            asking: Vec::new(),
+            requesting: Vec::new(),
             late: 0,
             ends: Vec::new(),
-            answered: Vec::new(),
+            unacknowledged_tasks: Vec::new(),
             is_sending: false,
             recovery: Recovery::default(),
         }
@@ -285,12 +285,12 @@ impl Tcp {
             && !open.is_sent
         {
             open.is_sent = true;
-            self.asking.push(open.task);
+            self.requesting.push(open.task);
         }
     }
 
     /// Requests the remaining data again because a PDU is missing.
-    fn ask_again(&mut self, at: usize) -> SolicitedData {
+    fn request_remaining(&mut self, at: usize) -> SolicitedData {
         // The previous transfer tag is no longer valid, so that data received with this tag isn't
         // processed twice.
         let open = self.open.swap_remove(at);
@@ -437,8 +437,8 @@ impl Tcp {
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let len = self.piece(item);
         let is_last = len == put.end - item.sent;
-        let asks = |of: &&Unacknowledged| is_last && of.task == put.task;
-        let ack = self.unacknowledged.iter().find(asks);
+        let is_same_task = |of: &&Unacknowledged| is_last && of.task == put.task;
+        let ack = self.unacknowledged.iter().find(is_same_task);
         let pdu = DataIn {
             is_final: is_last || len == in_burst,
             acknowledge: ack.is_some(),
@@ -501,7 +501,7 @@ impl Tcp {
                     let is_kept =
                         control.counts && self.recovery.keep_control(&control, self.stat_sn);
                     if is_kept {
-                        self.answered.extend(control.ends);
+                        self.unacknowledged_tasks.extend(control.ends);
                     } else {
                         self.ends.extend(control.ends);
                     }
@@ -535,7 +535,7 @@ impl Tcp {
                         }
                     } else if item.put.status.is_some() {
                         if self.recovery.keep_data(item.put, self.stat_sn) {
-                            self.answered.push(task);
+                            self.unacknowledged_tasks.push(task);
                         } else {
                             self.ends.push(task);
                         }
@@ -551,12 +551,12 @@ impl Tcp {
 
     /// Called when the batch was sent, or can't be sent. Swaps the two empty lists with the tasks
     /// completed by this batch and the tasks that are kept until their response is acknowledged.
-    fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, answered: &mut Vec<TaskIdx>) {
+    fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, kept: &mut Vec<TaskIdx>) {
         self.is_sending = false;
         self.in_batch.clear();
-        self.asking.clear();
+        self.requesting.clear();
         std::mem::swap(&mut self.ends, ends);
-        std::mem::swap(&mut self.answered, answered);
+        std::mem::swap(&mut self.unacknowledged_tasks, kept);
     }
 }
 
@@ -627,9 +627,9 @@ impl Datamover for Tcp {
             .position(|open| open.ttt == pdu.ttt && open.itt == pdu.itt);
         // Data can be received after its command has completed and the R2T was removed.
         let Some(at) = at else {
-            let was_asked = self.late > 0;
+            let was_solicited = self.late > 0;
             self.late = self.late.saturating_sub(len.into());
-            return SolicitedData::Stale { was_asked };
+            return SolicitedData::Stale { was_solicited };
         };
         let open = &mut self.open[at];
         let task = open.task;
@@ -639,7 +639,7 @@ impl Datamover for Tcp {
         let ends = fits && open.got + len == open.len;
         let is_lost = !is_intact || (fits && pdu.data_sn > open.next_sn);
         if is_lost && self.recovery.is_on() {
-            return self.ask_again(at);
+            return self.request_remaining(at);
         }
         // The data doesn't match this R2T, or can't be requested again.
         let fault = match () {
@@ -677,7 +677,9 @@ impl Datamover for Tcp {
         // tag.
         if let Some(error) = failed {
             if !is_last {
-                return SolicitedData::Stale { was_asked: true };
+                return SolicitedData::Stale {
+                    was_solicited: true,
+                };
             }
             self.cancel_transfers(task);
             return SolicitedData::Failed(task, error);
@@ -711,7 +713,8 @@ impl Datamover for Tcp {
             _ => true,
         });
         // The context may be used by another command when the batch with this response was sent.
-        self.answered.retain(|task| !ended.contains(task));
+        self.unacknowledged_tasks
+            .retain(|task| !ended.contains(task));
         // If data is being retransmitted, the buffer can't be released until it was sent.
         ended.retain(|task| self.let_go(*task));
         ended
@@ -721,8 +724,8 @@ impl Datamover for Tcp {
         let named = |of: &Unacknowledged| of.ttt == snack.ttt;
         let Some(at) = self.unacknowledged.iter().position(named) else {
             // It was already acknowledged, or its task has completed.
-            let was_asked = (1..=self.next_ttt).contains(&snack.ttt.0);
-            return was_asked
+            let was_solicited = (1..=self.next_ttt).contains(&snack.ttt.0);
+            return was_solicited
                 .then_some(None)
                 .ok_or(RejectReason::InvalidDataAck);
         };
@@ -747,7 +750,7 @@ impl Datamover for Tcp {
     }
 
     fn resend(&mut self, snack: &Snack) -> Result<(), RejectReason> {
-        let asked = |open: &&Open| {
+        let is_affected = |open: &&Open| {
             let steps = open.r2t_sn.checked_sub(snack.begin);
             open.itt == snack.itt && steps.is_some_and(|n| snack.run == 0 || n < snack.run)
         };
@@ -755,9 +758,12 @@ impl Datamover for Tcp {
             return self.resend_cut_anew(snack);
         }
         let r2ts: Vec<Item> = match snack.kind {
-            SnackKind::DataOrR2t if self.recovery.is_on() => {
-                self.open.iter().filter(asked).map(Open::request).collect()
-            }
+            SnackKind::DataOrR2t if self.recovery.is_on() => self
+                .open
+                .iter()
+                .filter(is_affected)
+                .map(Open::request)
+                .collect(),
             _ => Vec::new(),
         };
         if !r2ts.is_empty() {
@@ -783,10 +789,10 @@ impl Datamover for Tcp {
             Item::Data(Outgoing { put, .. })
             | Item::Retransmission(Retransmission::Data { put, .. }) => put.task != task,
             Item::Control(control) => {
-                let asks = open
+                let is_requested = open
                     .iter()
                     .any(|open| open.task == task && is_r2t_of(&control.pdu, open));
-                !asks && control.ends != Some(task)
+                !is_requested && control.ends != Some(task)
             }
         });
         for ended in open.extract_if(.., |open| open.task == task) {
@@ -796,14 +802,14 @@ impl Datamover for Tcp {
         }
         self.wanted.retain(|wanted| wanted.get.task != task);
         self.unacknowledged.retain(|of| of.task != task);
-        self.asking.retain(|of| *of != task);
+        self.requesting.retain(|of| *of != task);
         self.recovery.discard_data(task);
         !self.let_go(task)
     }
 
     fn progress(&self, task: TaskIdx) -> Progress {
         let wanted = self.wanted.iter().find(|wanted| wanted.get.task == task);
-        let wanted = wanted.expect("the task has asked for data");
+        let wanted = wanted.expect("the task has requested data");
         let open = self.open.iter().filter(|open| open.task == task);
         Progress {
             got: open
@@ -833,9 +839,9 @@ impl Datamover for Tcp {
         self.queue.len() + self.recovery.others()
     }
 
-    fn is_asking(&self, task: TaskIdx) -> bool {
+    fn is_requesting(&self, task: TaskIdx) -> bool {
         let mut open = self.open.iter();
-        self.asking.contains(&task) || open.any(|open| open.task == task && !open.is_sent)
+        self.requesting.contains(&task) || open.any(|open| open.task == task && !open.is_sent)
     }
 
     fn is_sending_data(&self, task: TaskIdx) -> bool {
@@ -873,7 +879,7 @@ fn digest_of(buffer: &Buffer, data: Range<u32>, pad: &[u8]) -> [u8; 4] {
 fn with_data(put: &PutData) -> Control {
     let status = put
         .status
-        .expect("data have an answer of their own or with them");
+        .expect("data has a separate or combined response");
     let pdu = ScsiResponse {
         itt: put.itt,
         response: 0,
@@ -958,7 +964,7 @@ impl TcpChannel {
             // because this may change how the next PDU is parsed.
             let event = SessionEvent::FormatError;
             self.channel
-                .handle_broken(cx, event, "data before the login is answered");
+                .handle_broken(cx, event, "data before the login response");
         }
         bytes.len()
     }
@@ -996,17 +1002,17 @@ impl TcpChannel {
         if ok {
             self.channel
                 .executor
-                .note_asked(cx.now, |mover| &mover.asking);
+                .note_requested(cx.now, |mover| &mover.requesting);
         }
-        let (mut ended, mut answered) = std::mem::take(&mut self.spare);
-        self.channel.mover_mut().on_sent(&mut ended, &mut answered);
-        for task in answered.drain(..) {
-            self.channel.executor.note_answered(cx, task);
+        let (mut ended, mut kept) = std::mem::take(&mut self.spare);
+        self.channel.mover_mut().on_sent(&mut ended, &mut kept);
+        for task in kept.drain(..) {
+            self.channel.executor.note_response(cx, task);
         }
         for task in ended.drain(..) {
             self.channel.handle_done(cx, task, ok);
         }
-        self.spare = (ended, answered);
+        self.spare = (ended, kept);
         self.channel.handle_flushed(cx, ok);
     }
 

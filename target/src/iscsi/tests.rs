@@ -86,7 +86,7 @@ fn write_combines_all_kinds_of_data() {
         (r2ts[0].offset, r2ts[0].len, r2ts[0].r2t_sn),
         (1024, 1024, 0)
     );
-    let mut answer = Vec::new();
+    let mut reply = Vec::new();
     while let Some(r2t) = (!r2ts.is_empty()).then(|| r2ts.remove(0)) {
         let at = r2t.offset as usize;
         assert!(
@@ -94,15 +94,15 @@ fn write_combines_all_kinds_of_data() {
                 .is_empty()
         );
         let offset = r2t.offset + 512;
-        answer = rig.data_out(1, r2t.ttt, 1, offset, &data[at + 512..at + 1024], true);
-        r2ts.extend(answer.iter().filter_map(|(pdu, ..)| match pdu {
+        reply = rig.data_out(1, r2t.ttt, 1, offset, &data[at + 512..at + 1024], true);
+        r2ts.extend(reply.iter().filter_map(|(pdu, ..)| match pdu {
             FromTarget::R2t(r2t) => Some(*r2t),
             _ => None,
         }));
     }
-    assert_eq!(status(&answer), (0, None));
-    let FromTarget::ScsiResponse(response) = answer[0].0 else {
-        panic!("{answer:?}");
+    assert_eq!(status(&reply), (0, None));
+    let FromTarget::ScsiResponse(response) = reply[0].0 else {
+        panic!("{reply:?}");
     };
     assert_eq!(response.exp_data_sn, 3);
     assert_eq!(rig.disks[0][..4096], data);
@@ -125,11 +125,7 @@ fn data_out_of_order_fails_command() {
         panic!("{received:?}");
     };
     let received = rig.data_out(1, r2t.ttt, 0, 0, &[1; 4096], true);
-    assert_eq!(
-        status(&received),
-        (2, Some(0x0b)),
-        "more than was asked for"
-    );
+    assert_eq!(status(&received), (2, Some(0x0b)), "more than requested");
     let late = rig.data_out(1, r2t.ttt, 0, 0, &[1; 512], true);
     assert!(
         late.is_empty(),
@@ -359,7 +355,7 @@ fn abort_of_missing_command_uses_its_number() {
     // The commands queued after it are executed, and the function above, for which the command no
     // longer exists.
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
-    let answered = |tag: u32| {
+    let has_response = |tag: u32| {
         received.iter().any(|(pdu, ..)| match pdu {
             FromTarget::ScsiResponse(r) => r.itt.0 == tag,
             FromTarget::DataIn(d) => d.itt.0 == tag && d.status.is_some(),
@@ -367,7 +363,10 @@ fn abort_of_missing_command_uses_its_number() {
             _ => false,
         })
     };
-    assert!(answered(12) && answered(13) && answered(14), "{received:?}");
+    assert!(
+        has_response(12) && has_response(13) && has_response(14),
+        "{received:?}"
+    );
     rig.cmd_sn = lost;
     assert!(rig.read(11, 0, 1).is_empty(), "it is over");
     rig.close();
@@ -507,7 +506,7 @@ fn functions_respond_after_aborted_tasks() {
         rig.write(3, 4, &[], true);
         let received = rig.tmf(9, function, 0);
         assert_eq!(tmf_status(&received), TmfStatus::Complete, "{function:?}");
-        assert_eq!(received.len(), 1, "no answer to what was aborted");
+        assert_eq!(received.len(), 1, "no response to an aborted command");
         assert!(rig.blocks().is_empty());
         // Unit attention after a reset.
         rig.prompt = true;
@@ -545,7 +544,7 @@ fn nexus_reset_closes_session() {
         rig.prompt = true;
         let received = rig.tmf(9, TmfFunction::NexusReset, 0);
         assert_eq!(tmf_status(&received), TmfStatus::Complete);
-        assert_eq!(received.len(), 1, "no answer to what was aborted");
+        assert_eq!(received.len(), 1, "no response to an aborted command");
         assert!(rig.disconnected, "level {level}");
         assert_eq!(rig.elsewhere, [Action::EndOthers]);
         assert_eq!(rig.units[0].tasks(), 0);
@@ -578,8 +577,8 @@ fn aborted_command_has_no_later_response() {
 #[test]
 fn ping_flood_is_bounded() {
     let mut rig = Rig::logged_in("");
-    let answer = rig.nop(5, b"hello");
-    assert_eq!(answer[0].2, b"hello");
+    let response = rig.nop(5, b"hello");
+    assert_eq!(response[0].2, b"hello");
     rig.stalled = true;
     for _ in 0..MAX_QUEUED {
         assert!(rig.channel.channel().wants_input());
@@ -676,22 +675,22 @@ fn logout_waits_for_active_commands() {
     rig.prompt = false;
     rig.read(1, 0, 1);
     rig.write(2, 4, &[], true);
-    let answer = |received: &[Received]| match received.last() {
+    let status_of = |received: &[Received]| match received.last() {
         Some((FromTarget::LogoutResponse(response), ..)) => response.status,
         other => panic!("{other:?}"),
     };
     let other = rig.send(&logout(LogoutReason::CloseConnection, 9, 5), &[]);
-    assert_eq!(answer(&other), LogoutStatus::CidNotFound);
+    assert_eq!(status_of(&other), LogoutStatus::CidNotFound);
     let remove = rig.send(&logout(LogoutReason::RemoveConnection, 0, 6), &[]);
-    assert_eq!(answer(&remove), LogoutStatus::RecoveryNotSupported);
+    assert_eq!(status_of(&remove), LogoutStatus::RecoveryNotSupported);
     assert!(rig.log_out().is_empty());
     assert!(matches!(
         rig.channel.channel().phase(),
         Phase::LoggingOut(_)
     ));
     let received = rig.finish_all_blocks();
-    assert_eq!(received.len(), 2, "the read's answer, then the logout's");
-    assert_eq!(answer(&received), LogoutStatus::Closed);
+    assert_eq!(received.len(), 2, "the read's response, then the logout's");
+    assert_eq!(status_of(&received), LogoutStatus::Closed);
     assert!(rig.disconnected);
     let in_part = SessionEvent::LoggedOutInPart;
     assert_eq!(rig.gate.events, [in_part, in_part, SessionEvent::LoggedOut]);
@@ -873,9 +872,9 @@ fn command_is_counted_when_response_is_sent() {
 #[test]
 fn slow_link_gets_time_while_data_arrives() {
     let mut rig = Rig::logged_in("");
-    let mut asked = rig.write(1, 2, &[], true);
-    asked.extend(rig.write(2, 2, &[], true));
-    let r2ts: Vec<R2t> = asked
+    let mut requested = rig.write(1, 2, &[], true);
+    requested.extend(rig.write(2, 2, &[], true));
+    let r2ts: Vec<R2t> = requested
         .into_iter()
         .map(|(pdu, ..)| match pdu {
             FromTarget::R2t(r2t) => r2t,
@@ -909,8 +908,8 @@ fn large_ping_flood_is_bounded_in_bytes() {
     let queued = rig.channel.channel().mover().queued_bytes();
     assert!(queued < MAX_QUEUED_BYTES + data.len(), "{queued} bytes");
     rig.stalled = false;
-    let answers = rig.nop(1001, b"");
-    assert_eq!(answers.len(), sent + 1);
+    let responses = rig.nop(1001, b"");
+    assert_eq!(responses.len(), sent + 1);
     rig.close();
 }
 
@@ -929,13 +928,13 @@ fn requests_wait_for_response_queue_space() {
     assert!(rig.channel.channel().mover().queued_bytes() < MAX_QUEUED_BYTES + 8192);
     assert!(!rig.unread.is_empty());
     rig.stalled = false;
-    let mut answers = rig.run_actions();
-    answers.extend(rig.bytes(&[]));
-    let tags = answers.iter().map(|(pdu, ..)| match pdu {
+    let mut responses = rig.run_actions();
+    responses.extend(rig.bytes(&[]));
+    let tags = responses.iter().map(|(pdu, ..)| match pdu {
         FromTarget::NopIn(nop) => nop.itt.0,
         other => panic!("{other:?}"),
     });
-    assert!(tags.eq(0..100), "each is answered, in order");
+    assert!(tags.eq(0..100), "each gets a response, in order");
     rig.close();
 }
 
@@ -1006,8 +1005,8 @@ fn targets_are_listed_once_per_request() {
     let once = rig.text(1, b"SendTargets=All\0");
     assert!(matches!(once[..], [(FromTarget::TextResponse(_), ..)]));
     let many = "SendTargets=All\0".repeat(500);
-    let answer = rig.text(2, many.as_bytes());
-    assert_eq!(rejected(&answer), RejectReason::ProtocolError);
+    let response = rig.text(2, many.as_bytes());
+    assert_eq!(rejected(&response), RejectReason::ProtocolError);
     rig.close();
 }
 
@@ -1018,9 +1017,9 @@ fn normal_session_lists_only_its_target() {
     let mut rig = Rig::logged_in("");
     rig.gate.targets = 3;
     for text in ["SendTargets=", "SendTargets=iqn.2026-01.a:t0"] {
-        let answer = rig.text(1, text.as_bytes());
-        let [(FromTarget::TextResponse(response), _, data)] = &answer[..] else {
-            panic!("{answer:?}");
+        let reply = rig.text(1, text.as_bytes());
+        let [(FromTarget::TextResponse(response), _, data)] = &reply[..] else {
+            panic!("{reply:?}");
         };
         assert!(response.is_final);
         let (found, _) = riser_scsi::iscsi::name::parse_targets(data).unwrap();
@@ -1034,16 +1033,16 @@ fn normal_session_lists_only_its_target() {
         "SendTargets=iqn.2026-01.a:t1",
         "SendTargets",
     ] {
-        let answer = rig.text(1, text.as_bytes());
-        assert_eq!(rejected(&answer), RejectReason::ProtocolError, "{text}");
+        let reply = rig.text(1, text.as_bytes());
+        assert_eq!(rejected(&reply), RejectReason::ProtocolError, "{text}");
     }
     // RFC 7143 6.2: we must respond to an unknown key as well.
-    let answer = rig.text(1, b"SendTargetsPlease=All\0");
-    let [(FromTarget::TextResponse(_), _, data)] = &answer[..] else {
-        panic!("{answer:?}");
+    let reply = rig.text(1, b"SendTargetsPlease=All\0");
+    let [(FromTarget::TextResponse(_), _, data)] = &reply[..] else {
+        panic!("{reply:?}");
     };
     assert_eq!(data, b"SendTargetsPlease=NotUnderstood\0");
-    assert_eq!(status(&rig.read(1, 0, 1)).0, 0, "the session goes on");
+    assert_eq!(status(&rig.read(1, 0, 1)).0, 0, "the session continues");
     rig.close();
 }
 

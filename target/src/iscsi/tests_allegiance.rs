@@ -137,35 +137,35 @@ impl Duo {
 
     /// Responds to the R2Ts for task 1 on the second connection until there are no more. Returns
     /// the R2Ts and the last PDUs received.
-    fn send_what_is_asked_for(
+    fn send_requested_data(
         &mut self,
         mut received: Vec<Received>,
         data: &[u8],
     ) -> (Vec<R2t>, Vec<Received>) {
         let mut all = Vec::new();
         loop {
-            let asked = received.iter().filter_map(|(pdu, ..)| match pdu {
+            let requested = received.iter().filter_map(|(pdu, ..)| match pdu {
                 FromTarget::R2t(r2t) => Some(*r2t),
                 _ => None,
             });
-            let asked: Vec<R2t> = asked.collect();
-            if asked.is_empty() {
+            let requested: Vec<R2t> = requested.collect();
+            if requested.is_empty() {
                 return (all, received);
             }
             received.clear();
-            for r2t in &asked {
+            for r2t in &requested {
                 let part = &data[r2t.offset as usize..(r2t.offset + r2t.len) as usize];
                 received.extend(self.second.data_out(1, r2t.ttt, 0, r2t.offset, part, true));
             }
-            all.extend(asked);
+            all.extend(requested);
         }
     }
 
     /// Same as [`Duo::reassign`] for an existing command. Returns the PDUs after the response.
     pub(super) fn reassigned(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
         let mut received = self.reassign(tag, exp_data_sn);
-        let answer = received.remove(0);
-        assert_eq!(tmf_status(&[answer]), TmfStatus::Complete);
+        let response = received.remove(0);
+        assert_eq!(tmf_status(&[response]), TmfStatus::Complete);
         received
     }
 
@@ -263,24 +263,27 @@ fn write_requests_missing_data() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
     for (exp, first_sn) in [(2, 2), (1, 1), (0, 0), (9, 2)] {
         let mut duo = Duo::new();
-        let asked = duo.first.write(1, 8, &data[..512], true);
-        let asked: Vec<R2t> = asked
+        let requested = duo.first.write(1, 8, &data[..512], true);
+        let requested: Vec<R2t> = requested
             .iter()
             .map(|one| r2t(std::slice::from_ref(one)))
             .collect();
-        assert_eq!(asked.len(), 2);
+        assert_eq!(requested.len(), 2);
         // Half of the first R2T was received, and all of the second one after a gap.
         let part = |from: u32, len: u32| &data[from as usize..(from + len) as usize];
-        let (a, b) = (asked[0], asked[1]);
+        let (a, b) = (requested[0], requested[1]);
         duo.first
             .data_out(1, a.ttt, 0, a.offset, part(a.offset, 512), false);
         duo.first
             .data_out(1, b.ttt, 0, b.offset, part(b.offset, 512), false);
         duo.cut();
         let received = duo.reassigned(1, exp);
-        let (asked, received) = duo.send_what_is_asked_for(received, &data);
-        assert_eq!(asked[0].offset, 1024, "after what came without a gap");
-        let sns: Vec<_> = asked.iter().map(|r2t| r2t.r2t_sn).collect();
+        let (requested, received) = duo.send_requested_data(received, &data);
+        assert_eq!(
+            requested[0].offset, 1024,
+            "after the received contiguous data"
+        );
+        let sns: Vec<_> = requested.iter().map(|r2t| r2t.r2t_sn).collect();
         assert_eq!(sns, [first_sn, first_sn + 1, first_sn + 2]);
         let FromTarget::ScsiResponse(response) = received[0].0 else {
             panic!("{received:?}");
@@ -297,8 +300,8 @@ fn data_dropped_after_error_is_requested_again() {
     let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
     for is_whole in [false, true] {
         let mut duo = Duo::new();
-        let asked = duo.first.write(1, 8, &data[..512], true);
-        let [a, b] = [0, 1].map(|i| r2t(&asked[i..=i]));
+        let requested = duo.first.write(1, 8, &data[..512], true);
+        let [a, b] = [0, 1].map(|i| r2t(&requested[i..=i]));
         duo.first
             .data_out(1, b.ttt, 0, b.offset + 512, &[9; 512], false);
         let len = if is_whole { a.len } else { 512 };
@@ -306,8 +309,8 @@ fn data_dropped_after_error_is_requested_again() {
         duo.first.data_out(1, a.ttt, 0, a.offset, part, is_whole);
         duo.cut();
         let received = duo.reassigned(1, 0);
-        let (asked, received) = duo.send_what_is_asked_for(received, &data);
-        assert_eq!(asked[0].offset, 512);
+        let (requested, received) = duo.send_requested_data(received, &data);
+        assert_eq!(requested[0].offset, 512);
         assert_eq!(status(&received).0, 0);
         assert_eq!(duo.second.disks[0][..4096], data);
         duo.close();
@@ -377,20 +380,20 @@ fn write_in_pieces(starved: bool) {
     let mut received = duo.first.write(1, 9, &data[..512], true);
     // The first piece, and half a burst of the second piece.
     for expected in [512, 1536] {
-        let asked = r2t(&received);
-        assert_eq!(asked.offset, expected);
+        let requested = r2t(&received);
+        assert_eq!(requested.offset, expected);
         received.remove(0);
-        let data = part(asked.offset, asked.len);
+        let data = part(requested.offset, requested.len);
         received.extend(
             duo.first
-                .data_out(1, asked.ttt, 0, asked.offset, data, true),
+                .data_out(1, requested.ttt, 0, requested.offset, data, true),
         );
     }
-    let asked = r2t(&received);
-    assert_eq!((asked.r2t_sn, asked.offset), (2, 2048));
+    let requested = r2t(&received);
+    assert_eq!((requested.r2t_sn, requested.offset), (2, 2048));
     let sent = duo
         .first
-        .data_out(1, asked.ttt, 0, 2048, part(2048, 512), false);
+        .data_out(1, requested.ttt, 0, 2048, part(2048, 512), false);
     assert!(sent.is_empty());
     let first_disk = duo.first.disks[0].clone();
     duo.cut();
@@ -407,12 +410,12 @@ fn write_in_pieces(starved: bool) {
         .iter()
         .position(|(pdu, ..)| matches!(pdu, FromTarget::R2t(_)))
     {
-        let asked = r2t(&[received.remove(at)]);
-        offsets.push((asked.r2t_sn, asked.offset));
-        let data = part(asked.offset, asked.len);
+        let requested = r2t(&[received.remove(at)]);
+        offsets.push((requested.r2t_sn, requested.offset));
+        let data = part(requested.offset, requested.len);
         received.extend(
             duo.second
-                .data_out(1, asked.ttt, 0, asked.offset, data, true),
+                .data_out(1, requested.ttt, 0, requested.offset, data, true),
         );
     }
     assert_eq!(offsets, [(4, 2560), (5, 3584), (6, 4096)]);
@@ -426,9 +429,9 @@ fn write_in_pieces(starved: bool) {
 #[test]
 fn reassigned_command_keeps_its_time_limit() {
     let step = Duration::from_secs(10);
-    let give = |rig: &mut Rig, asked: &[Received]| {
+    let send_data = |rig: &mut Rig, requested: &[Received]| {
         let mut received = Vec::new();
-        for (pdu, ..) in asked {
+        for (pdu, ..) in requested {
             let FromTarget::R2t(r2t) = pdu else {
                 panic!("{pdu:?}");
             };
@@ -438,23 +441,23 @@ fn reassigned_command_keeps_its_time_limit() {
         received
     };
     let mut duo = Duo::of_window(2048, LEVEL_2);
-    let asked = duo.first.write(1, 255, &[], true);
-    let mut asked = give(&mut duo.first, &asked);
+    let requested = duo.first.write(1, 255, &[], true);
+    let mut requested = send_data(&mut duo.first, &requested);
     // The limit is 120 seconds starting with the second piece. We use 60 here, and 40 before it's
     // reassigned.
     for _ in 0..6 {
         duo.first.wait(step);
-        asked = give(&mut duo.first, &asked);
+        requested = send_data(&mut duo.first, &requested);
     }
     duo.lose();
     duo.first.wait(2 * step);
     duo.detach();
     duo.first.wait(2 * step);
     duo.second.now = duo.first.now;
-    let mut asked = duo.reassigned(1, 0);
+    let mut requested = duo.reassigned(1, 0);
     duo.second.wait(step);
-    asked = give(&mut duo.second, &asked);
-    assert!(!asked.is_empty() && !duo.second.disconnected);
+    requested = send_data(&mut duo.second, &requested);
+    assert!(!requested.is_empty() && !duo.second.disconnected);
     // The transferred data adds a few milliseconds.
     duo.second.wait(step + Duration::from_secs(1));
     assert!(duo.second.disconnected);
@@ -467,9 +470,14 @@ fn lost_unsolicited_data_is_requested() {
     let mut duo = Duo::new();
     assert!(duo.first.write(1, 2, &[7; 512], false).is_empty());
     duo.cut();
-    let asked = r2t(&duo.reassigned(1, 0));
-    assert_eq!((asked.r2t_sn, asked.offset, asked.len), (0, 512, 512));
-    let received = duo.second.data_out(1, asked.ttt, 0, 512, &[8; 512], true);
+    let requested = r2t(&duo.reassigned(1, 0));
+    assert_eq!(
+        (requested.r2t_sn, requested.offset, requested.len),
+        (0, 512, 512)
+    );
+    let received = duo
+        .second
+        .data_out(1, requested.ttt, 0, 512, &[8; 512], true);
     assert_eq!(status(&received).0, 0);
     assert_eq!(duo.second.disks[0][..512], [7; 512]);
     assert_eq!(duo.second.disks[0][512..1024], [8; 512]);
@@ -841,8 +849,8 @@ fn command_can_be_reassigned_twice() {
     assert_eq!(data_in(&received).0, [2, 3, 4], "zero: nothing is new");
     let reassign = FromInitiator::TmfRequest(request(&duo, 2, 1));
     duo.first.send(&reassign, &[]);
-    let asked = r2t(&duo.route());
-    assert_eq!((asked.r2t_sn, asked.offset), (1, 512));
+    let requested = r2t(&duo.route());
+    assert_eq!((requested.r2t_sn, requested.offset), (1, 512));
     duo.close();
     drop(first);
 }
@@ -860,9 +868,9 @@ fn recovery_logout_responds_when_commands_are_available() {
     assert!(duo.second.send(&request, &[]).is_empty());
     duo.cut();
     let received = duo.second.with(super::TcpChannel::handle_others_gone);
-    let answer = logout_response(&received);
-    assert_eq!(answer.status, LogoutStatus::Closed);
-    assert_eq!((answer.time2wait, answer.time2retain), (2, 20));
+    let response = logout_response(&received);
+    assert_eq!(response.status, LogoutStatus::Closed);
+    assert_eq!((response.time2wait, response.time2retain), (2, 20));
     duo.close();
     // This isn't supported below level 2.
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
@@ -879,7 +887,7 @@ fn connection_can_log_itself_out_for_recovery() {
     let mut duo = Duo::new();
     duo.first.prompt = false;
     duo.first.read(1, 0, 1);
-    let asked = r2t(&duo.first.write(2, 4, &[], true));
+    let requested = r2t(&duo.first.write(2, 4, &[], true));
     let request = logout(LogoutReason::RemoveConnection, 0, 9);
     let received = duo.first.send(&request, &[]);
     assert_eq!(logout_response(&received).status, LogoutStatus::Closed);
@@ -889,7 +897,7 @@ fn connection_can_log_itself_out_for_recovery() {
     assert!(duo.first.finish_all_blocks().is_empty());
     assert_eq!(data_in(&duo.reassigned(1, 0)).0, [0]);
     let again = r2t(&duo.reassigned(2, 1));
-    assert_eq!((again.offset, again.len), (asked.offset, asked.len));
+    assert_eq!((again.offset, again.len), (requested.offset, requested.len));
     // This may be the last connection of the session, so we wait for a new one.
     assert!(!duo.first.released);
     duo.first.wait(RETENTION);
@@ -938,7 +946,7 @@ enum Act {
     Lose,
     Detach,
     Pressure,
-    Hear,
+    Receive,
     Wait(u8),
 }
 
@@ -957,7 +965,7 @@ fn act() -> impl Strategy<Value = Act> {
         2 => Just(Act::Lose),
         2 => Just(Act::Detach),
         1 => Just(Act::Pressure),
-        6 => Just(Act::Hear),
+        6 => Just(Act::Receive),
         1 => (0..12_u8).prop_map(Act::Wait),
     ]
 }
@@ -1019,7 +1027,7 @@ fn run(acts: Vec<Act>) {
             Act::Pressure => {
                 duo.first.apply(Input::Pressure);
             }
-            Act::Hear => {
+            Act::Receive => {
                 duo.route();
             }
             Act::Wait(seconds) => {

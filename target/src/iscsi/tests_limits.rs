@@ -77,9 +77,9 @@ fn nexus_reset_aborts_limited_commands() {
     for tag in [2, 3] {
         assert!(rig.write(tag, 1, &[tag as u8; 512], true).is_empty());
     }
-    let answers = rig.tmf(9, TmfFunction::NexusReset, 2);
-    let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::TmfResponse(_));
-    assert!(answers.iter().any(answered), "it does not wait");
+    let responses = rig.tmf(9, TmfFunction::NexusReset, 2);
+    let is_response = |(pdu, ..): &Received| matches!(pdu, FromTarget::TmfResponse(_));
+    assert!(responses.iter().any(is_response), "it does not wait");
     assert_eq!(state(&rig, 2), None);
     assert!(!is_good(&rig.wait(TENTH), 3));
     rig.wait(Duration::from_secs(5));
@@ -96,8 +96,8 @@ fn limited_commands_do_not_delay_logout() {
     let mut rig = limited();
     rig.write(2, 1, &[2; 512], true);
     let received = rig.log_out();
-    let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::LogoutResponse(_));
-    assert!(received.iter().any(answered), "{received:?}");
+    let is_response = |(pdu, ..): &Received| matches!(pdu, FromTarget::LogoutResponse(_));
+    assert!(received.iter().any(is_response), "{received:?}");
     rig.wait(TENTH);
     assert_eq!(rig.disks[0][..512], [0; 512]);
     assert!(rig.released);

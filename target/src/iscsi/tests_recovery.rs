@@ -85,10 +85,10 @@ fn retransmission_uses_changed_pdu_size() {
         rig.stalled = false;
         let mut received = rig.send(&rdata(1, 77, 0), &[]);
         received.retain(|(pdu, ..)| !matches!(pdu, FromTarget::TextResponse(_)));
-        let (answer, numbers, _) = received.pop().expect("an answer");
+        let (reply, numbers, _) = received.pop().expect("response");
         assert_eq!(data_in(&received), (vec![0, 1, 2, 3, 4], None));
-        let FromTarget::ScsiResponse(response) = answer else {
-            panic!("{answer:?}");
+        let FromTarget::ScsiResponse(response) = reply else {
+            panic!("{reply:?}");
         };
         assert_eq!((response.status, response.exp_data_sn), (0, 5));
         assert_eq!(response.snack_tag, 77);
@@ -99,7 +99,7 @@ fn retransmission_uses_changed_pdu_size() {
         assert_eq!(data_in(&again), (vec![2], None));
         let sn = numbers.stat_sn.0;
         let again = rig.send(&resend_status(sn, 1), &[]);
-        assert_eq!(again[0].0, answer, "the last one");
+        assert_eq!(again[0].0, reply, "the last one");
         for illegal in [
             rdata(1, 0, 0),
             rdata(1, u32::MAX, 0),
@@ -182,10 +182,10 @@ fn damaged_data_of_queued_command_is_requested() {
     rig.cmd_sn = first;
     let received = rig.read(11, 0, 1);
     let is_r2t = |one: &&Received| matches!(one.0, FromTarget::R2t(_));
-    let asked = received.iter().find(is_r2t).cloned().expect("an R2T");
-    let asked = r2t(&[asked]);
-    assert_eq!((asked.offset, asked.len), (512, 512));
-    let received = rig.data_out(12, asked.ttt, 0, 512, &[4; 512], true);
+    let requested = received.iter().find(is_r2t).cloned().expect("an R2T");
+    let requested = r2t(&[requested]);
+    assert_eq!((requested.offset, requested.len), (512, 512));
+    let received = rig.data_out(12, requested.ttt, 0, 512, &[4; 512], true);
     assert_eq!(status(&received).0, 0);
     assert_eq!(rig.disks[0][512..1024], [4; 512]);
     rig.close();
@@ -194,10 +194,13 @@ fn damaged_data_of_queued_command_is_requested() {
 #[test]
 fn damaged_data_is_requested_again() {
     let mut rig = Rig::logged_in("DataDigest=CRC32C\0ErrorRecoveryLevel=1\0");
-    let asked = r2t(&rig.write(1, 4, &[], true));
-    assert_eq!((asked.r2t_sn, asked.offset, asked.len), (0, 0, 2048));
-    rig.data_out(1, asked.ttt, 0, 0, &[1; 512], false);
-    let received = spoilt(&mut rig, 1, asked.ttt, 1, &[2; 512], false);
+    let requested = r2t(&rig.write(1, 4, &[], true));
+    assert_eq!(
+        (requested.r2t_sn, requested.offset, requested.len),
+        (0, 0, 2048)
+    );
+    rig.data_out(1, requested.ttt, 0, 0, &[1; 512], false);
+    let received = spoilt(&mut rig, 1, requested.ttt, 1, &[2; 512], false);
     assert!(
         matches!(received[0].0, FromTarget::Reject(r) if r.reason == RejectReason::DataDigestError)
     );
@@ -205,7 +208,7 @@ fn damaged_data_is_requested_again() {
     assert_eq!((again.r2t_sn, again.offset, again.len), (1, 512, 1536));
     // Any more data for the previous R2T is ignored.
     assert!(
-        rig.data_out(1, asked.ttt, 2, 1024, &[9; 512], false)
+        rig.data_out(1, requested.ttt, 2, 1024, &[9; 512], false)
             .is_empty()
     );
     // A lost R2T is sent again.
@@ -222,9 +225,9 @@ fn damaged_data_is_requested_again() {
     rig.write(2, 3, &[4; 512], false);
     let received = spoilt(&mut rig, 2, Ttt::NONE, 0, &[5; 512], false);
     assert_eq!(received.len(), 1, "a reject");
-    let asked = r2t(&rig.data_out(2, Ttt::NONE, 1, 1024, &[6; 512], true));
-    assert_eq!((asked.offset, asked.len), (512, 1024));
-    let received = rig.data_out(2, asked.ttt, 0, 512, &[7; 1024], true);
+    let requested = r2t(&rig.data_out(2, Ttt::NONE, 1, 1024, &[6; 512], true));
+    assert_eq!((requested.offset, requested.len), (512, 1024));
+    let received = rig.data_out(2, requested.ttt, 0, 512, &[7; 1024], true);
     assert_eq!(status(&received).0, 0);
     assert_eq!(rig.disks[0][512..1536], [7; 1024]);
     rig.close();
@@ -239,7 +242,7 @@ fn damaged_data_fails_command_when_complete() {
     );
     let reject = |received: &[Received]| {
         assert_eq!(rejected(received), RejectReason::DataDigestError);
-        assert_eq!(received.len(), 1, "no answer yet");
+        assert_eq!(received.len(), 1, "no response yet");
     };
     let r2ts = |received: &[Received]| -> Vec<Ttt> {
         let r2ts = received.iter().filter_map(|(pdu, ..)| match pdu {
@@ -249,23 +252,23 @@ fn damaged_data_fails_command_when_complete() {
         r2ts.collect()
     };
     // Digest error while two R2Ts are outstanding and more data must be requested.
-    let asked = r2ts(&rig.write(1, 8, &[], true));
-    assert_eq!(asked.len(), 2);
-    reject(&spoilt(&mut rig, 1, asked[0], 0, &[2; 512], false));
+    let requested = r2ts(&rig.write(1, 8, &[], true));
+    assert_eq!(requested.len(), 2);
+    reject(&spoilt(&mut rig, 1, requested[0], 0, &[2; 512], false));
     assert!(
-        rig.data_out(1, asked[1], 0, 1024, &[2; 1024], true)
+        rig.data_out(1, requested[1], 0, 1024, &[2; 1024], true)
             .is_empty()
     );
-    let received = rig.data_out(1, asked[0], 1, 512, &[2; 512], true);
+    let received = rig.data_out(1, requested[0], 1, 512, &[2; 512], true);
     assert_eq!(sense(&received), (0x0b, 0x47, 5));
     // Missing PDU, for example after a header error.
-    let asked = r2ts(&rig.write(2, 2, &[], true));
-    let received = rig.data_out(2, asked[0], 1, 512, &[2; 512], true);
+    let requested = r2ts(&rig.write(2, 2, &[], true));
+    let received = rig.data_out(2, requested[0], 1, 512, &[2; 512], true);
     assert_eq!(sense(&received), (0x0b, 0x47, 5));
     // Less and more data than requested.
     for len in [512, 1536] {
-        let asked = r2ts(&rig.write(3, 2, &[], true));
-        let received = rig.data_out(3, asked[0], 0, 0, &vec![2; len], true);
+        let requested = r2ts(&rig.write(3, 2, &[], true));
+        let received = rig.data_out(3, requested[0], 0, 0, &vec![2; len], true);
         assert_eq!(sense(&received), (0x0b, 0x0c, 0x0d), "{len} bytes");
     }
     // Unsolicited data: digest error, and more data than the first burst.

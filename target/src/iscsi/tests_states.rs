@@ -160,11 +160,11 @@ fn second_logout_is_rejected() {
     }
     assert_eq!(rig.gate.events.len(), 1, "one logout is counted");
     let received = rig.finish_all_blocks();
-    let answers = received.iter().filter_map(|(pdu, ..)| match pdu {
+    let responses = received.iter().filter_map(|(pdu, ..)| match pdu {
         FromTarget::LogoutResponse(response) => Some(response.itt),
         _ => None,
     });
-    assert_eq!(answers.collect::<Vec<_>>(), [Itt(9)]);
+    assert_eq!(responses.collect::<Vec<_>>(), [Itt(9)]);
     rig.close();
 }
 
@@ -233,7 +233,7 @@ impl Bench {
         self.rig.apply(Input::Pool);
     }
 
-    fn give_memory(&mut self) {
+    fn provide_memory(&mut self) {
         if let Some(hog) = self.hog.take() {
             self.rig.pool.release(hog);
         }
@@ -281,7 +281,7 @@ impl Bench {
 
     /// Completes the command.
     fn finish(mut self) {
-        self.give_memory();
+        self.provide_memory();
         self.rig.stalled = false;
         self.rig.prompt = true;
         self.rig.run_actions();
@@ -385,7 +385,7 @@ fn commands_end_everywhere() {
 
 /// Responses waiting for the end of unsolicited data: it's received, the connection is closed,
 /// another nexus has aborted the command, or no memory is available.
-fn answers_wait_for_data() {
+fn responses_wait_for_data() {
     let waiting = || {
         let mut bench = Bench::new();
         bench.send(open(plain()), &[]);
@@ -413,7 +413,7 @@ fn answers_wait_for_data() {
 }
 
 /// All types of commands, and commands waiting for memory, rate limits, or older tasks.
-fn commands_go_on() {
+fn commands_continue() {
     let mut bench = Bench::new();
     bench.send(plain(), &[]);
     bench.finish();
@@ -421,12 +421,12 @@ fn commands_go_on() {
     bench.send(write(2), &[5; 1024]);
     bench.finish();
     let mut bench = Bench::new();
-    let asked = bench.send(write(4), &[5; 1024]);
-    assert!(asked.is_empty());
-    let asked = r2t(&bench.complete_block());
+    let requested = bench.send(write(4), &[5; 1024]);
+    assert!(requested.is_empty());
+    let requested = r2t(&bench.complete_block());
     bench.expect(TaskState::Receive);
     let data = [5; 1024];
-    bench.rig.data_out(TAG, asked.ttt, 0, 1024, &data, true);
+    bench.rig.data_out(TAG, requested.ttt, 0, 1024, &data, true);
     bench.finish();
     let mut bench = Bench::new();
     bench.send(read(4), &[]);
@@ -451,7 +451,7 @@ fn commands_go_on() {
         bench.send(command, &[]);
         bench.expect(TaskState::AwaitBuffer);
         bench.offer_memory();
-        bench.give_memory();
+        bench.provide_memory();
         bench.close();
     }
     for command in [read(1), write(1)] {
@@ -574,9 +574,9 @@ fn context_table_matches_diagram() {
 #[test]
 fn context_transition_coverage_is_complete() {
     assert_all_taken(&STATES, || {
-        commands_go_on();
+        commands_continue();
         commands_end_everywhere();
-        answers_wait_for_data();
+        responses_wait_for_data();
         functions_end();
         commands_move();
     });

@@ -74,15 +74,15 @@ fn send_solicited(rig: &mut Rig, r2t: R2t, data: &[u8]) -> Vec<Received> {
 }
 
 /// Responds to all R2Ts, including new ones. Returns the R2Ts and the last PDUs received.
-fn give_all(rig: &mut Rig, first: &[Received], data: &[u8]) -> (Vec<R2t>, Vec<Received>) {
-    let mut asked = r2ts(first);
+fn send_all_data(rig: &mut Rig, first: &[Received], data: &[u8]) -> (Vec<R2t>, Vec<Received>) {
+    let mut requested = r2ts(first);
     let mut all = Vec::new();
     let mut last = Vec::new();
-    while !asked.is_empty() {
-        let next = asked.remove(0);
+    while !requested.is_empty() {
+        let next = requested.remove(0);
         all.push(next);
         last = send_solicited(rig, next, data);
-        asked.extend(r2ts(&last));
+        requested.extend(r2ts(&last));
     }
     (all, last)
 }
@@ -113,7 +113,7 @@ fn is_protocol_error(received: &[Received]) -> bool {
 }
 
 /// Returns the tag if the last PDU requests an acknowledgment for all previous data.
-fn asked_ack(received: &[Received]) -> Ttt {
+fn requested_ack(received: &[Received]) -> Ttt {
     match received.last() {
         Some((FromTarget::DataIn(pdu), ..)) if pdu.acknowledge => {
             assert!(pdu.is_final && pdu.ttt != Ttt::NONE);
@@ -139,10 +139,13 @@ fn long_write_requests_pieces_sequentially() {
     let mut rig = rig(KEYS);
     let data = pattern();
     let first = rig.write(1, BLOCKS, &data[..512], true);
-    let (asked, last) = give_all(&mut rig, &first, &data);
-    let asked: Vec<_> = asked.iter().map(|a| (a.r2t_sn, a.offset, a.len)).collect();
+    let (requested, last) = send_all_data(&mut rig, &first, &data);
+    let requested: Vec<_> = requested
+        .iter()
+        .map(|a| (a.r2t_sn, a.offset, a.len))
+        .collect();
     assert_eq!(
-        asked,
+        requested,
         [
             (0, 512, 1024),
             (1, 1536, 512),
@@ -169,9 +172,9 @@ fn unsolicited_data_can_exceed_window() {
     let none = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..2560], false);
     assert!(none.is_empty());
     let received = rig.data_out(1, Ttt::NONE, 1, 2560, &data[2560..3072], true);
-    let (asked, last) = give_all(&mut rig, &received, &data);
-    let asked: Vec<_> = asked.iter().map(|a| (a.offset, a.len)).collect();
-    assert_eq!(asked, [(3072, 1024), (4096, 512)]);
+    let (requested, last) = send_all_data(&mut rig, &received, &data);
+    let requested: Vec<_> = requested.iter().map(|a| (a.offset, a.len)).collect();
+    assert_eq!(requested, [(3072, 1024), (4096, 512)]);
     assert_eq!(response_of(&last).status, 0);
     assert_eq!(rig.disks[0][..LEN], data);
     rig.close();
@@ -271,16 +274,16 @@ fn error_between_pieces_reports_residual() {
     let medium = BackendError::Medium {
         offset: Some(6 * 512 + 1),
     };
-    let mut asked = r2ts(&rig.write(1, BLOCKS, &[], true));
+    let mut requested = r2ts(&rig.write(1, BLOCKS, &[], true));
     rig.prompt = false;
     for _ in 0..3 {
-        let next = asked.remove(0);
-        asked.extend(r2ts(&send_solicited(&mut rig, next, &data)));
+        let next = requested.remove(0);
+        requested.extend(r2ts(&send_solicited(&mut rig, next, &data)));
         if !rig.blocks().is_empty() {
-            asked.extend(r2ts(&rig.finish_all_blocks()));
+            requested.extend(r2ts(&rig.finish_all_blocks()));
         }
     }
-    let next = asked.remove(0);
+    let next = requested.remove(0);
     assert!(send_solicited(&mut rig, next, &data).is_empty());
     rig.fail_block(0, medium);
     let received = rig.run_actions();
@@ -310,17 +313,17 @@ fn aborted_command_transfers_no_more_data() {
     let data = pattern();
     // While receiving the second piece.
     let mut rig = rig(KEYS);
-    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    assert_eq!(asked[0].offset, 2048);
+    let requested = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let requested = r2ts(&send_solicited(&mut rig, requested[0], &data));
+    let requested = r2ts(&send_solicited(&mut rig, requested[0], &data));
+    assert_eq!(requested[0].offset, 2048);
     assert_eq!(
         tmf_status(&rig.tmf(9, TmfFunction::AbortTask, 1)),
         TmfStatus::Complete
     );
     assert_eq!(rig.pool.free(), rig.pool.size());
     assert!(
-        send_solicited(&mut rig, asked[0], &data).is_empty(),
+        send_solicited(&mut rig, requested[0], &data).is_empty(),
         "too late"
     );
     rig.close();
@@ -410,10 +413,10 @@ fn command_ended_by_other_nexus_gets_response() {
 
         // While receiving solicited data.
         let mut rig = self::rig(KEYS);
-        let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+        let requested = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
         check(&end(&mut rig, by), 1);
         assert!(
-            send_solicited(&mut rig, asked[0], &data).is_empty(),
+            send_solicited(&mut rig, requested[0], &data).is_empty(),
             "too late"
         );
         assert_usable(rig);
@@ -485,9 +488,9 @@ fn own_abort_suppresses_task_aborted_status() {
 fn connection_loss_between_pieces_leaks_nothing() {
     let data = pattern();
     let mut rig = rig(KEYS);
-    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    send_solicited(&mut rig, asked[0], &data);
+    let requested = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let requested = r2ts(&send_solicited(&mut rig, requested[0], &data));
+    send_solicited(&mut rig, requested[0], &data);
     rig.close();
     let mut rig = self::rig(KEYS);
     rig.stalled = true;
@@ -499,10 +502,10 @@ fn connection_loss_between_pieces_leaks_nothing() {
     rig.close();
     // After a logout request, we must not request more data.
     let mut rig = self::rig(KEYS);
-    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
+    let requested = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let requested = r2ts(&send_solicited(&mut rig, requested[0], &data));
     rig.prompt = false;
-    send_solicited(&mut rig, asked[0], &data);
+    send_solicited(&mut rig, requested[0], &data);
     assert_eq!(rig.blocks().len(), 1);
     assert!(rig.log_out().is_empty());
     let received = rig.finish_all_blocks();
@@ -515,9 +518,9 @@ fn silent_initiator_between_pieces_times_out() {
     let data = vec![1; LEN];
     let mut rig = rig(KEYS);
     let first = orwrite(&mut rig, 1);
-    let asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data));
-    let asked = r2ts(&send_solicited(&mut rig, asked[0], &data));
-    assert_eq!(asked[0].offset, 2048);
+    let requested = r2ts(&send_solicited(&mut rig, r2t(&first), &data));
+    let requested = r2ts(&send_solicited(&mut rig, requested[0], &data));
+    assert_eq!(requested[0].offset, 2048);
     assert!(
         write_at(&mut rig, 3, 0).is_empty(),
         "it waits for the blocks"
@@ -600,7 +603,7 @@ fn silent_initiator_with_awaited_memory_fails_sooner() {
 fn slow_initiator_survives_new_memory_waiters() {
     let data = vec![1; 255 * 512];
     let mut rig = rig("");
-    let mut asked = r2ts(&rig.write(1, 255, &[], true));
+    let mut requested = r2ts(&rig.write(1, 255, &[], true));
     for _ in 0..25 {
         rig.channel
             .channel_mut()
@@ -609,12 +612,12 @@ fn slow_initiator_survives_new_memory_waiters() {
             .pace
             .on_moved(3 << 20);
         rig.wait(Duration::from_secs(3));
-        let next = asked.pop().unwrap();
-        asked = r2ts(&send_solicited(&mut rig, next, &data));
+        let next = requested.pop().unwrap();
+        requested = r2ts(&send_solicited(&mut rig, next, &data));
     }
     assert!(!rig.disconnected);
     let more = let_another_wait(&mut rig);
-    assert!(!rig.disconnected, "data came this very moment");
+    assert!(!rig.disconnected, "data was just received");
     end_with(rig, more);
 }
 
@@ -707,7 +710,7 @@ fn unanswered_r2t_times_out_despite_other_activity() {
 fn sending_for_aborted_command_counts_as_activity() {
     for others_wait in [false, true] {
         let mut rig = Rig::logged_in("MaxBurstLength=8192\0");
-        let asked = r2ts(&rig.write(1, 64, &[], true))[0];
+        let requested = r2ts(&rig.write(1, 64, &[], true))[0];
         let received = rig.tmf(60, TmfFunction::LogicalUnitReset, 0);
         assert_eq!(tmf_status(&received), TmfStatus::Complete);
         rig.write(2, BLOCKS, &[], true);
@@ -717,8 +720,8 @@ fn sending_for_aborted_command_counts_as_activity() {
         };
         for at in 0..16 {
             rig.wait(STEADY);
-            let offset = asked.offset + at * 512;
-            rig.data_out(1, asked.ttt, at, offset, &[1; 512], at == 15);
+            let offset = requested.offset + at * 512;
+            rig.data_out(1, requested.ttt, at, offset, &[1; 512], at == 15);
         }
         assert!(!rig.disconnected);
         end_with(rig, more);
@@ -730,12 +733,12 @@ fn sending_for_aborted_command_counts_as_activity() {
 #[test]
 fn sending_remaining_burst_counts_as_activity() {
     let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0MaxBurstLength=32768\0");
-    let asked = r2ts(&rig.write(1, 64, &[], true))[0];
+    let requested = r2ts(&rig.write(1, 64, &[], true))[0];
     let more = let_another_wait(&mut rig);
     for at in 1..32 {
         rig.wait(STEADY / 2);
-        let offset = asked.offset + at * 512;
-        rig.data_out(1, asked.ttt, at, offset, &[1; 512], at == 31);
+        let offset = requested.offset + at * 512;
+        rig.data_out(1, requested.ttt, at, offset, &[1; 512], at == 31);
         assert!(!rig.disconnected, "{at}");
     }
     end_with(rig, more);
@@ -801,13 +804,13 @@ fn later_pieces_share_time_limit() {
     let data = vec![1; 255 * 512];
     let mut rig = rig("");
     let first = rig.write(1, 255, &[], true);
-    let mut asked = r2ts(&first);
+    let mut requested = r2ts(&first);
     let mut seconds = 0;
     while !rig.disconnected {
         rig.wait(Duration::from_secs(10));
         seconds += 10;
-        if let Some(next) = asked.pop() {
-            asked = r2ts(&send_solicited(&mut rig, next, &data));
+        if let Some(next) = requested.pop() {
+            requested = r2ts(&send_solicited(&mut rig, next, &data));
         }
         assert!(seconds < 400, "64 pieces of ten seconds are not waited for");
     }
@@ -824,7 +827,7 @@ fn busy_connection_extends_time_limit() {
     for (moved, most) in [(0, 150), (1 << 20, 155), (8 << 20, 180), (1 << 30, 180)] {
         let mut rig = rig("");
         let first = rig.write(1, 255, &[], true);
-        let mut asked = r2ts(&first);
+        let mut requested = r2ts(&first);
         let mut seconds = 0;
         while !rig.disconnected {
             rig.channel
@@ -835,8 +838,8 @@ fn busy_connection_extends_time_limit() {
                 .on_moved(moved);
             rig.wait(Duration::from_secs(10));
             seconds += 10;
-            if let Some(next) = asked.pop() {
-                asked = r2ts(&send_solicited(&mut rig, next, &data));
+            if let Some(next) = requested.pop() {
+                requested = r2ts(&send_solicited(&mut rig, next, &data));
             }
             assert!(seconds < 400, "64 pieces of ten seconds are not waited for");
         }
@@ -853,7 +856,7 @@ fn data_is_counted_when_transferred() {
         let mut rig = rig(keys);
         let first = rig.write(1, BLOCKS, &data[..512], true);
         let before = moved(&rig);
-        give_all(&mut rig, &first, &data);
+        send_all_data(&mut rig, &first, &data);
         assert_eq!(moved(&rig) - before, LEN as u64 - 512);
         let before = moved(&rig);
         rig.stalled = true;
@@ -963,7 +966,7 @@ fn disk_time_is_not_counted() {
     assert!(!rig.disconnected);
     rig.prompt = true;
     rig.wait(Duration::from_secs(10));
-    let (_, last) = give_all(&mut rig, &received, &data);
+    let (_, last) = send_all_data(&mut rig, &received, &data);
     assert_eq!(response_of(&last).status, 0);
     rig.close();
 }
@@ -975,10 +978,10 @@ fn piece_is_kept_until_acknowledged() {
     let mut rig = rig(LEVEL_1);
     let received = rig.read(1, 0, BLOCKS);
     assert_eq!(data_in(&received).0, [0, 1, 2, 3]);
-    let ttt = asked_ack(&received);
+    let ttt = requested_ack(&received);
     let resent = rig.send(&resend_data(1, 2, 2), &[]);
     assert_eq!(data_in(&resent).0, [2, 3]);
-    assert_eq!(asked_ack(&resent), ttt);
+    assert_eq!(requested_ack(&resent), ttt);
     for (ttt, begin) in [(ttt, 3), (ttt, 5), (Ttt(ttt.0 + 1), 4)] {
         let refused = rig.send(&data_ack(ttt, begin), &[]);
         assert!(matches!(
@@ -990,7 +993,7 @@ fn piece_is_kept_until_acknowledged() {
     assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty(), "once more");
     assert!(is_protocol_error(&rig.send(&resend_data(1, 1, 1), &[])));
-    let received = rig.send(&data_ack(asked_ack(&received), 8), &[]);
+    let received = rig.send(&data_ack(requested_ack(&received), 8), &[]);
     let (sns, stat_sn) = data_in(&received);
     assert_eq!(sns, [8]);
     assert!(stat_sn.is_some());
@@ -1017,7 +1020,7 @@ fn piece_is_kept_until_acknowledged() {
 #[test]
 fn acknowledged_piece_is_not_resent() {
     let mut rig = rig(LEVEL_1);
-    let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
+    let ttt = requested_ack(&rig.read(1, 0, BLOCKS));
     rig.prompt = false;
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty());
     assert_eq!(rig.blocks().len(), 1, "the next piece is being read");
@@ -1027,7 +1030,10 @@ fn acknowledged_piece_is_not_resent() {
     }
     let received = rig.finish_all_blocks();
     assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
-    assert!(rig.send(&data_ack(asked_ack(&received), 8), &[]).is_empty());
+    assert!(
+        rig.send(&data_ack(requested_ack(&received), 8), &[])
+            .is_empty()
+    );
     let received = rig.tmf(9, TmfFunction::AbortTask, 1);
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(rig.pool.free(), rig.pool.size());
@@ -1045,7 +1051,7 @@ fn acknowledged_piece_is_not_resent() {
 fn logout_does_not_wait_for_acknowledgments() {
     // All of the piece was sent.
     let mut rig = rig(LEVEL_1);
-    let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
+    let ttt = requested_ack(&rig.read(1, 0, BLOCKS));
     assert!(is_logged_out(&log_out(&mut rig)));
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty());
     rig.close();
@@ -1109,26 +1115,26 @@ fn lost_pdu_keeps_other_command_active() {
 fn trickle(rate: u32, others_wait: bool) -> Option<u64> {
     const SEGMENT: u32 = 8192;
     let mut rig = Rig::logged_in("MaxBurstLength=8192\0");
-    let mut asked = r2ts(&rig.write(1, 255, &[], true)).pop();
+    let mut requested = r2ts(&rig.write(1, 255, &[], true)).pop();
     let more = match others_wait {
         true => let_another_wait(&mut rig),
         false => Vec::new(),
     };
     let (mut sn, mut at, mut owed) = (0, 0, 0);
     let mut seconds = 0;
-    while !rig.disconnected && asked.is_some() && seconds < 600 {
+    while !rig.disconnected && requested.is_some() && seconds < 600 {
         rig.wait(Duration::from_secs(1));
         seconds += 1;
         owed += rate;
-        while let Some(r2t) = asked.filter(|_| owed > 0 && !rig.disconnected) {
+        while let Some(r2t) = requested.filter(|_| owed > 0 && !rig.disconnected) {
             let len = owed.min(SEGMENT).min(r2t.len - at);
             let data = vec![1; len as usize];
             let is_last = at + len == r2t.len;
-            let answer = rig.data_out(1, r2t.ttt, sn, r2t.offset + at, &data, is_last);
+            let response = rig.data_out(1, r2t.ttt, sn, r2t.offset + at, &data, is_last);
             (sn, at, owed) = (sn + 1, at + len, owed - len);
             if is_last {
                 (sn, at) = (0, 0);
-                asked = r2ts(&answer).pop();
+                requested = r2ts(&response).pop();
             }
         }
     }
@@ -1193,21 +1199,23 @@ fn hold_order(waiter: Waiter) -> Option<u64> {
     let data = vec![1; LEN];
     let first = orwrite(&mut rig, 1);
     // The first piece is received before the command has a place in the order.
-    let mut asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data))
+    let mut requested = r2ts(&send_solicited(&mut rig, r2t(&first), &data))
         .pop()
         .unwrap();
-    while asked.offset < 2048 {
-        asked = r2ts(&send_solicited(&mut rig, asked, &data)).pop().unwrap();
+    while requested.offset < 2048 {
+        requested = r2ts(&send_solicited(&mut rig, requested, &data))
+            .pop()
+            .unwrap();
     }
     if waiter == Waiter::Same {
         assert!(write_at(&mut rig, 3, 0).is_empty(), "it waits for blocks");
     }
     let foreign = (waiter == Waiter::Other).then(|| enter_foreign_write(&rig));
     let seconds = (1..=60).find(|n| {
-        let (sn, offset) = (*n as u32 - 1, asked.offset + *n as u32 - 1);
+        let (sn, offset) = (*n as u32 - 1, requested.offset + *n as u32 - 1);
         rig.wait(Duration::from_secs(1));
         if !rig.disconnected {
-            rig.data_out(1, asked.ttt, sn, offset, &[1], false);
+            rig.data_out(1, requested.ttt, sn, offset, &[1], false);
         }
         rig.disconnected
     });
@@ -1235,17 +1243,17 @@ fn slow_pieces_hold_order_for_seconds() {
     (cdb[0], cdb[13]) = (0x8b, BLOCKS);
     let first = rig.command(1, &cdb, true, data.len() as u32, &[], true);
     // The first piece is received before the command has a place in the order.
-    let mut asked = r2ts(&send_solicited(&mut rig, r2t(&first), &data)).pop();
-    while let Some(r2t) = asked.filter(|r2t| r2t.offset < 2048) {
-        asked = r2ts(&send_solicited(&mut rig, r2t, &data)).pop();
+    let mut requested = r2ts(&send_solicited(&mut rig, r2t(&first), &data)).pop();
+    while let Some(r2t) = requested.filter(|r2t| r2t.offset < 2048) {
+        requested = r2ts(&send_solicited(&mut rig, r2t, &data)).pop();
     }
     let foreign = enter_foreign_write(&rig);
     let mut seconds = 0;
-    while let Some(r2t) = asked.filter(|_| !rig.disconnected) {
+    while let Some(r2t) = requested.filter(|_| !rig.disconnected) {
         rig.wait(Duration::from_secs(1));
         seconds += 1;
         if !rig.disconnected {
-            asked = r2ts(&send_solicited(&mut rig, r2t, &data)).pop();
+            requested = r2ts(&send_solicited(&mut rig, r2t, &data)).pop();
         }
     }
     assert!(rig.disconnected && seconds <= 12, "{seconds} s");

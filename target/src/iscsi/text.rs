@@ -17,8 +17,8 @@ const MAX_PART: u32 = 8192;
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_text(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TextRequest) {
-        let goes_on = request.ttt != Ttt::NONE;
-        if goes_on && self.text.ttt != Some(request.ttt) {
+        let continues = request.ttt != Ttt::NONE;
+        if continues && self.text.ttt != Some(request.ttt) {
             self.text = TextState::default();
             return self.executor.reject(
                 cx,
@@ -29,18 +29,18 @@ impl<D: Datamover> Channel<D> {
         }
         // A request without a transfer tag starts a new exchange and discards the remaining part of
         // a previous one (RFC 7143 11.10.4).
-        if !goes_on {
+        if !continues {
             self.text.collector = Collector::default();
             self.text.outgoing = Outgoing::default();
         }
-        if goes_on && !self.text.outgoing.is_done() {
+        if continues && !self.text.outgoing.is_done() {
             return self.send_part(request);
         }
         match self.text.collector.add_part(frame.data, request.continues) {
             Ok(None) => self.send_part(request),
-            Ok(Some(text)) => match self.answer_text(cx, &text) {
-                Some(answer) => {
-                    self.text.outgoing = Outgoing::new(answer);
+            Ok(Some(text)) => match self.respond_to_text(cx, &text) {
+                Some(response) => {
+                    self.text.outgoing = Outgoing::new(response);
                     self.send_part(request);
                 }
                 None => self
@@ -54,7 +54,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Returns the response for a complete text request, or `None` if it's invalid.
-    fn answer_text(&mut self, cx: &mut Cx<'_>, text: &[u8]) -> Option<Vec<u8>> {
+    fn respond_to_text(&mut self, cx: &mut Cx<'_>, text: &[u8]) -> Option<Vec<u8>> {
         let session = self.executor.session.as_ref()?;
         let context = KeyContext {
             from: Sender::Initiator,
@@ -111,13 +111,13 @@ impl<D: Datamover> Channel<D> {
             Ttt(state.next_ttt)
         };
         state.ttt = (!is_final).then_some(ttt);
-        let answer = TextResponse {
+        let response = TextResponse {
             is_final,
             continues,
             itt: request.itt,
             ttt,
         };
         self.executor
-            .send(FromTarget::TextResponse(answer), data, true);
+            .send(FromTarget::TextResponse(response), data, true);
     }
 }

@@ -136,11 +136,11 @@ impl Timers {
     }
 
     /// Called when a data request was sent for a task.
-    pub(super) fn note_asked(&self, now: Instant, task: &mut Task) {
-        task.asked = now;
+    pub(super) fn note_requested(&self, now: Instant, task: &mut Task) {
+        task.requested_at = now;
         // The timeout for each piece starts with its first request.
-        if task.first_asked.since <= task.wait.since {
-            task.first_asked = self.pace.start_wait(now);
+        if task.first_wait.since <= task.wait.since {
+            task.first_wait = self.pace.start_wait(now);
         }
     }
 
@@ -206,33 +206,37 @@ impl Timers {
         };
         let waited = Duration::from_millis(task.waited.into());
         let left = (self.timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
-        let is_answered = task.state == TaskState::Sent;
-        let left = if is_answered { left.max(SILENCE) } else { left };
+        let has_response = task.state == TaskState::Sent;
+        let left = if has_response {
+            left.max(SILENCE)
+        } else {
+            left
+        };
         let due = self.pace.due(task.wait, left);
         // No other command is waiting for this one, except for its memory if the pool is low.
-        if is_answered && !(is_owed && mover.is_sending_data(idx)) {
+        if has_response && !(is_owed && mover.is_sending_data(idx)) {
             return due;
         }
         let last = match task.state {
             TaskState::Send | TaskState::Sent => self.last_taken,
             // A data request is queued behind other PDUs. Until it's sent, reading those is
             // progress.
-            _ if mover.is_asking(idx) => self.last_data.max(self.last_taken),
-            _ => self.last_data.max(task.asked),
+            _ if mover.is_requesting(idx) => self.last_data.max(self.last_taken),
+            _ => self.last_data.max(task.requested_at),
         };
         let due = due.min(last.max(task.wait.since) + patience);
-        let asked = match task.state {
-            TaskState::Receive => task.wait.later(task.first_asked),
+        let start = match task.state {
+            TaskState::Receive => task.wait.later(task.first_wait),
             _ => task.wait,
         };
         // Other initiators wait for the total time of all pieces.
-        let ordered = task.ordered.filter(|_| !is_answered).unwrap_or(asked);
+        let ordered = task.ordered.filter(|_| !has_response).unwrap_or(start);
         let awaited = |begun: Wait, since: Option<Wait>, left| {
             since.map(|since| self.pace.due_awaited(begun.later(since), left))
         };
         let held = self.held.filter(|_| !task.exec.is_gathering());
         let awaited = [
-            awaited(asked, self.owed, self.timeout),
+            awaited(start, self.owed, self.timeout),
             awaited(ordered, held, self.timeout.min(OWED)),
         ];
         awaited.into_iter().flatten().fold(due, Instant::min)

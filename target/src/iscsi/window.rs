@@ -99,7 +99,7 @@ pub(super) struct Tag {
     /// Context on the connection with the allegiance.
     pub(super) task: TaskRef,
     /// The response was sent, but might not have been received.
-    pub(super) answered: bool,
+    pub(super) responded: bool,
     /// Aborted by the initiator on another connection, so there will be no response.
     is_aborted: bool,
     /// The connection was logged out for recovery, so another connection can claim this command.
@@ -196,7 +196,7 @@ impl Window {
 
     /// Checks a request with a CmdSN. If this returns [`Admission::Now`], the request also has a
     /// slot in the window. This must be a single step, because the connections of a session may
-    /// belong to different workers. The slot is released with [`Window::on_answered`] or
+    /// belong to different workers. The slot is released with [`Window::on_response`] or
     /// [`Window::on_gone`], and the next request is admitted after [`Window::on_carried_out`]. A
     /// function that refers to previous commands has priority.
     pub(super) fn admit(&self, sn: CmdSn, who: ConnRef) -> Admission {
@@ -343,23 +343,23 @@ impl Window {
             !own.immediate && others.any(|other| other.aborts && other.sn == own.sn.next())
         };
         let aborted: Vec<_> = own.into_iter().filter(is_aborted).collect();
-        let given_up = aborted.iter().map(|own| Ahead::of_command(own.sn, None));
-        others.extend(given_up);
+        let abandoned = aborted.iter().map(|own| Ahead::of_command(own.sn, None));
+        others.extend(abandoned);
         numbering.ahead = others;
     }
 
     /// Called for the response to a request with a slot. The slot is released, but the context is
     /// still in use.
-    pub(super) fn on_answered(&self) {
+    pub(super) fn on_response(&self) {
         let mut numbering = self.lock();
         numbering.counted = numbering.counted.saturating_sub(1);
         numbering.lingering += 1;
     }
 
     /// Called when a request with a slot releases its context, either with or without a response.
-    pub(super) fn on_gone(&self, was_answered: bool) {
+    pub(super) fn on_gone(&self, had_response: bool) {
         let mut numbering = self.lock();
-        let count = if was_answered {
+        let count = if had_response {
             &mut numbering.lingering
         } else {
             &mut numbering.counted
@@ -373,7 +373,7 @@ impl Window {
         if self.unordered {
             let tag = Tag {
                 task,
-                answered: false,
+                responded: false,
                 is_aborted: false,
                 is_free: false,
                 immediate,
@@ -385,7 +385,7 @@ impl Window {
     /// Returns the active command with this tag on any connection.
     pub(super) fn tagged(&self, itt: Itt) -> Option<TaskRef> {
         let tag = self.tag(itt)?;
-        (!tag.answered).then_some(tag.task)
+        (!tag.responded).then_some(tag.task)
     }
 
     /// Aborts the active command with this tag on any connection. The caller must notify its
@@ -395,7 +395,7 @@ impl Window {
             return None;
         }
         let mut numbering = self.lock();
-        let tag = numbering.tags.get_mut(&itt).filter(|tag| !tag.answered)?;
+        let tag = numbering.tags.get_mut(&itt).filter(|tag| !tag.responded)?;
         tag.is_aborted = true;
         Some(tag.task)
     }
@@ -415,13 +415,13 @@ impl Window {
     }
 
     /// Called when the response for a command is queued.
-    pub(super) fn mark_tag_answered(&self, itt: Itt, task: TaskRef) {
+    pub(super) fn mark_tag_responded(&self, itt: Itt, task: TaskRef) {
         if !self.reassigns {
             return self.remove_tag(itt, task);
         }
         let mut numbering = self.lock();
         if let Some(tag) = numbering.tags.get_mut(&itt).filter(|tag| tag.task == task) {
-            tag.answered = true;
+            tag.responded = true;
         }
     }
 
@@ -618,7 +618,7 @@ mod tests {
         }
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(0)), "closed");
         assert_eq!(admit(&window, CmdSn(1), A), Admission::Never);
-        window.on_answered();
+        window.on_response();
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(1)));
         assert_eq!(
             admit(&window, CmdSn(2), A),
@@ -788,7 +788,7 @@ mod tests {
         /// Number of commands with a slot. May not include a command that was just admitted.
         taken: AtomicU32,
         /// Number of completed commands. May include a command that is about to complete.
-        answered: AtomicU32,
+        responded: AtomicU32,
     }
 
     /// Connection on its own worker, using the window in the same way as `order`.
@@ -812,7 +812,7 @@ mod tests {
                 self.take_turns();
                 if !has_received && !self.respond() {
                     let wake = woken.recv_timeout(Duration::from_secs(10));
-                    wake.expect("a turn or an answer is lost");
+                    wake.expect("lost turn or response");
                 }
             }
         }
@@ -865,8 +865,8 @@ mod tests {
             }
             self.running -= 1;
             self.done.taken.fetch_sub(1, Ordering::SeqCst);
-            self.done.answered.fetch_add(1, Ordering::SeqCst);
-            self.window.on_answered();
+            self.done.responded.fetch_add(1, Ordering::SeqCst);
+            self.window.on_response();
             // The response contains MaxCmdSN, so the other connection can now send its next
             // command.
             let (_, max) = self.window.bounds();
@@ -879,7 +879,7 @@ mod tests {
         /// Checks that a CmdSN is inside the window: one slot for each active command before it,
         /// and one for the command.
         fn assert_fits(&self, sn: CmdSn) {
-            let last = PLACES + self.done.answered.load(Ordering::SeqCst);
+            let last = PLACES + self.done.responded.load(Ordering::SeqCst);
             assert!(sn.0 <= last, "{sn:?} in a window to {last}");
         }
 

@@ -235,7 +235,7 @@ impl IserChannel {
         if is_posted {
             self.channel
                 .executor_mut()
-                .note_asked(now, |mover| mover.fetched());
+                .note_requested(now, |mover| mover.fetched());
         }
         is_posted
     }
@@ -379,7 +379,7 @@ impl IserChannel {
         if let Some(task) = ended.arrived {
             self.channel.handle_arrived(cx, task, ok);
         }
-        if let Some(task) = ended.answered {
+        if let Some(task) = ended.completed {
             self.channel.handle_done(cx, task, ok);
         }
         // A channel waits until everything was sent before it closes. With RDMA, this is when the

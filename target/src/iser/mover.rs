@@ -126,7 +126,7 @@ struct TaskRecord {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ChainEnd {
     /// Task with a response that was sent.
-    pub(super) answered: Option<TaskIdx>,
+    pub(super) completed: Option<TaskIdx>,
     /// Task that has received its data or sent a piece of data, or will not, and whose buffer is no
     /// longer in use.
     pub(super) arrived: Option<TaskIdx>,
@@ -171,7 +171,7 @@ impl Iser {
     pub(super) fn new(params: IserParams, send_ring: MemSlice, tasks: usize) -> Self {
         assert!(
             params.credits() >= 2,
-            "a send queue for a transfer and an answer"
+            "a send queue for a transfer and a response"
         );
         let chains = params.credits() as u16;
         Self {
@@ -405,7 +405,7 @@ impl Iser {
             }
         }
         ChainEnd {
-            answered: chain.ends,
+            completed: chain.ends,
             arrived,
         }
     }
@@ -474,7 +474,11 @@ impl Datamover for Iser {
     fn send_control(&mut self, control: Control) {
         let put = self.put.take();
         let transfer = put.map(|(put, buffer)| {
-            assert_eq!(control.ends, Some(put.task), "an answer follows its data");
+            assert_eq!(
+                control.ends,
+                Some(put.task),
+                "the response follows the data"
+            );
             outgoing(&put, buffer)
         });
         self.queue.push_back(Item {
@@ -523,8 +527,10 @@ impl Datamover for Iser {
 
     /// R2Ts are not used, so solicited Data-Out is a protocol error.
     fn on_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> SolicitedData {
-        self.fault = Some("data that answer an R2T");
-        SolicitedData::Stale { was_asked: false }
+        self.fault = Some("data for an R2T");
+        SolicitedData::Stale {
+            was_solicited: false,
+        }
     }
 
     fn cancel_transfers(&mut self, task: TaskIdx) -> bool {
@@ -541,7 +547,7 @@ impl Datamover for Iser {
         self.queue.len()
     }
 
-    fn is_asking(&self, task: TaskIdx) -> bool {
+    fn is_requesting(&self, task: TaskIdx) -> bool {
         let is_its = |item: &Item| item.transfer.as_ref().is_some_and(|(of, ..)| *of == task);
         let mut arriving = self.queue.iter();
         arriving.any(|item| matches!(item.then, ItemEnd::Arrive) && is_its(item))

@@ -383,7 +383,7 @@ fn abort_cancels_unposted_transfer() {
     assert_eq!(
         got.len(),
         3,
-        "two answers, and that of the function: {got:?}"
+        "expected two responses and the function's: {got:?}"
     );
     rig.close();
 }

@@ -127,7 +127,7 @@ impl Blocks {
 
     fn put_block(&mut self, mut page: u32) {
         let Page::Used { order } = self.pages[page as usize] else {
-            panic!("a block that is not in use came back");
+            panic!("returned a block that is not in use");
         };
         let mut order = usize::from(order);
         self.free += MIN_BLOCK << order;

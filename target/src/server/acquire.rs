@@ -79,11 +79,11 @@ impl Acquired {
     }
 
     /// Releases all resources, which must not be used by any worker.
-    pub(super) fn give_all_back(&mut self) {
+    pub(super) fn release_all(&mut self) {
         // Close the sockets before releasing their slots.
         self.parts.clear();
         for slot in self.taken.drain(..) {
-            self.slots.give_back(slot);
+            self.slots.release(slot);
         }
     }
 
@@ -132,7 +132,7 @@ impl Acquired {
     }
 
     /// Releases the slot that was allocated last, and its devices.
-    fn give_back(&mut self, addr: IpAddr) {
+    fn release(&mut self, addr: IpAddr) {
         let taken = self.taken.pop().expect("just taken");
         if let DeviceSlot::New(slot) = taken {
             tracing::debug!(%addr, slot, "its device is given back");
@@ -142,7 +142,7 @@ impl Acquired {
                 part.devices.retain(|(other, _)| *other != slot);
             }
         }
-        self.slots.give_back(taken);
+        self.slots.release(taken);
     }
 
     fn drop_sockets(&mut self, portal: SocketAddr) {
@@ -154,7 +154,7 @@ impl Acquired {
 
 impl Drop for Acquired {
     fn drop(&mut self) {
-        self.give_all_back();
+        self.release_all();
     }
 }
 
@@ -288,7 +288,7 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             (DeviceKind::Portal, false) => open_ours(wanted, addr, slot, acquired),
         };
         if let Err(error) = opened {
-            acquired.give_back(addr);
+            acquired.release(addr);
             do_without(wanted, acquired, (addr, kind), error)?;
         }
     }

@@ -27,7 +27,7 @@ use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{
-    FileId, FlushFailures, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, look, open_all,
+    FileId, FlushFailures, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, open_all, query,
     undo_all, unit_config,
 };
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
@@ -302,9 +302,9 @@ impl Builder {
 
     /// Called when this has become the builder of the server. Units whose lock we no longer wait
     /// for will report that manual intervention is required.
-    pub(super) fn settle_absent(&self) {
-        let given_up = self.absent.iter().filter(|(_, one)| one.awaited.is_none());
-        for (name, _) in given_up {
+    pub(super) fn abandon_absent(&self) {
+        let abandoned = self.absent.iter().filter(|(_, one)| one.awaited.is_none());
+        for (name, _) in abandoned {
             if let Some(unit) = self.units.get(name) {
                 unit.lu.stop_awaiting_medium();
             }
@@ -450,18 +450,18 @@ impl Builder {
             return Err(ServerError::Strict(why));
         }
         self.check_identities()?;
-        let until = look::until();
-        let looks: Vec<_> = self
+        let until = query::until();
+        let queries: Vec<_> = self
             .open()
-            .filter_map(|(name, store)| Some((name, store, store.look_reopen(spec_of(name)?))))
+            .filter_map(|(name, store)| Some((name, store, store.start_reopen(spec_of(name)?))))
             .collect();
         // Wait for all of them, so that no thread is left. It would look like a file system that
         // does not respond.
-        let answers = looks.into_iter();
-        let answers: Vec<_> = answers
-            .map(|(name, store, look)| store.reopens(look, until).map_err(closed(name)))
+        let results = queries.into_iter();
+        let results: Vec<_> = results
+            .map(|(name, store, query)| store.reopens(query, until).map_err(closed(name)))
             .collect();
-        answers.into_iter().collect()
+        results.into_iter().collect()
     }
 
     /// Returns the files and devices that are used by a catalog but not open.
@@ -658,11 +658,11 @@ impl Builder {
         }
         // Either the device was removed and is back, or the file is different from the locked file.
         // It may also be a device, for which there is no file ID.
-        let was_gone = before.as_ref().is_some_and(|unit| unit.lu.has_medium());
+        let was_removed = before.as_ref().is_some_and(|unit| unit.lu.has_medium());
         let found = self.opened[place].as_ref().and_then(|store| store.file());
         let awaited = awaited.filter(|_| !is_absent).and_then(|one| one.file);
         let is_other = awaited.is_some_and(|file| found.is_none_or(|found| !found.is_same(&file)));
-        if was_gone || is_other {
+        if was_removed || is_other {
             self.identities.set_missing(&backend.name, true);
         }
         let unit_config = self.unit_config(config, host, backend, place);

@@ -148,7 +148,7 @@ impl ServerState {
             // Add this to `files` first, so that after an error, we can restore the data that was
             // already moved.
             let file = files.0.entry(backend.clone()).or_insert(file);
-            ram.give_away(file)?;
+            ram.write_to(file)?;
         }
         Ok(document)
     }
@@ -262,11 +262,11 @@ impl Server {
         // waiting.
         let until = Instant::now() + SOCKETS;
         let mut sockets = Vec::new();
-        for answer in self.ask_for_sockets() {
+        for reply in self.request_sockets() {
             let left = until.saturating_duration_since(Instant::now());
-            let answer = answer.recv_timeout(left);
-            let answer = answer.map_err(|_| ServerError::Timeout("a worker"))?;
-            sockets.extend(answer.map_err(ServerError::Duplicate)?);
+            let reply = reply.recv_timeout(left);
+            let reply = reply.map_err(|_| ServerError::Timeout("a worker"))?;
+            sockets.extend(reply.map_err(ServerError::Duplicate)?);
         }
         Ok(sockets)
     }
@@ -274,13 +274,13 @@ impl Server {
     /// Requests duplicates of sockets from each worker, in worker order. The caller has to wait for
     /// the replies. If a worker has exited, its channel is closed.
     #[must_use]
-    pub fn ask_for_sockets(&self) -> Vec<Receiver<io::Result<Vec<TcpListener>>>> {
-        let ask = |sender: &MailSender<Mail>| {
+    pub fn request_sockets(&self) -> Vec<Receiver<io::Result<Vec<TcpListener>>>> {
+        let send_request = |sender: &MailSender<Mail>| {
             let (tx, rx) = channel();
             let _ = sender.send_blocking(Mail::Listeners(tx));
             rx
         };
-        self.senders.iter().map(ask).collect()
+        self.senders.iter().map(send_request).collect()
     }
 
     /// Checks that the next server can start with the same configuration, before a shutdown that

@@ -44,7 +44,7 @@ impl HangWatch {
     pub(super) fn update<'a>(
         &mut self,
         open: impl Iterator<Item = (&'a String, &'a Arc<Store>)>,
-        ask: impl FnOnce() -> Vec<Receiver<Requests>>,
+        send_requests: impl FnOnce() -> Vec<Receiver<Requests>>,
     ) {
         let received = &mut self.received;
         self.replies.retain(|reply| {
@@ -69,7 +69,7 @@ impl HangWatch {
             Some((name.clone(), since.into_iter().chain(silent).min()?))
         });
         self.hanging = hanging.collect();
-        self.replies = ask();
+        self.replies = send_requests();
     }
 
     /// Returns the fault if a backend hangs.

@@ -58,7 +58,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
 use crate::backend::{
-    Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, look, open_all,
+    Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, open_all, query,
 };
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
@@ -469,12 +469,12 @@ fn send_to_workers<T>(
     senders: &[MailSender<Mail>],
     mail: impl Fn(Sender<T>) -> Mail,
 ) -> Vec<Receiver<T>> {
-    let ask = |sender: &MailSender<Mail>| {
+    let send_request = |sender: &MailSender<Mail>| {
         let (tx, rx) = channel();
         let _ = sender.send(mail(tx));
         rx
     };
-    senders.iter().map(ask).collect()
+    senders.iter().map(send_request).collect()
 }
 
 impl Server {
@@ -939,7 +939,7 @@ impl Server {
     pub fn rescan(&mut self) -> io::Result<()> {
         let mut result = Ok(());
         let catalog = self.shared.registry.catalog();
-        let until = look::until();
+        let until = query::until();
         let stores: Vec<_> = self
             .builder
             .open()
@@ -948,20 +948,20 @@ impl Server {
         // Start all operations before waiting, so that hanging media share a deadline.
         let measured: Vec<_> = stores
             .iter()
-            .map(|(.., store)| store.look_measure())
+            .map(|(.., store)| store.start_measure())
             .collect();
-        let mut answering = Vec::new();
-        for ((name, place, store), look) in stores.into_iter().zip(measured) {
-            let measured = look.and_then(|look| look.finish(until)).flatten();
+        let mut pending = Vec::new();
+        for ((name, place, store), query) in stores.into_iter().zip(measured) {
+            let measured = query.and_then(|query| query.finish(until)).flatten();
             match measured {
                 Ok(Some(resized)) => {
                     log_resized(name, resized);
                     if self.on_resized(&catalog, place, resized.to) {
                         store.set_capacity(resized.to);
                     }
-                    answering.push((name, store.look_inspect()));
+                    pending.push((name, store.start_inspect()));
                 }
-                Ok(None) => answering.push((name, store.look_inspect())),
+                Ok(None) => pending.push((name, store.start_inspect())),
                 Err(error) if result.is_ok() => {
                     let text = format!("{}: {error}", store.label());
                     result = Err(io::Error::new(error.kind(), text));
@@ -969,9 +969,9 @@ impl Server {
                 Err(_) => {}
             }
         }
-        let until = look::until();
-        for (name, look) in answering {
-            let inspected = look.and_then(|look| look.finish(until)).flatten();
+        let until = query::until();
+        for (name, query) in pending {
+            let inspected = query.and_then(|query| query.finish(until)).flatten();
             if let Err(error) = inspected {
                 tracing::warn!(backend = %name, %error, "cannot inspect a backend");
             }
@@ -1004,12 +1004,12 @@ impl Server {
     /// Updates the capacity of a backend's units. Returns whether all of them have accepted it.
     fn on_resized(&self, catalog: &Catalog, store: usize, bytes: u64) -> bool {
         let mut is_taken = true;
-        let mut told = Vec::new();
+        let mut resized = Vec::new();
         for unit in catalog.units_on(store) {
-            if told.contains(&unit.index) {
+            if resized.contains(&unit.index) {
                 continue;
             }
-            told.push(unit.index);
+            resized.push(unit.index);
             let blocks = bytes / u64::from(unit.lu.config().block_size.bytes());
             if let Err(error) = unit.lu.set_capacity(blocks) {
                 tracing::warn!(%error, "the new size cannot be served");

@@ -40,17 +40,17 @@ impl Observation {
         self.hangs.fault(backend, store)
     }
 
-    /// Updates the faults of backends and portals, and logs changes. `ask` requests the oldest
+    /// Updates the faults of backends and portals, and logs changes. `send_requests` requests the oldest
     /// block operations from each worker.
     pub(super) fn update(
         &mut self,
         config: &Config,
         builder: &Builder,
         has_network: bool,
-        ask: impl FnOnce() -> Vec<Receiver<Vec<OldestRequest>>>,
+        send_requests: impl FnOnce() -> Vec<Receiver<Vec<OldestRequest>>>,
     ) {
         let mut found = Problems::default();
-        self.hangs.update(builder.open(), ask);
+        self.hangs.update(builder.open(), send_requests);
         for (name, store) in builder.open() {
             let hanging = self.hanging(name, store);
             let faults = medium_faults(config, name, store);

@@ -34,7 +34,7 @@ use super::handover::ServerState;
 use super::problems::{Problems, Subject};
 use super::rollout::{Refusal, RolloutDriver, RolloutState};
 use super::{PATIENCE, Server, ServerError, build};
-use crate::backend::{OpenRequest, OpenedStores, Source, Spec, Store, look, open_all};
+use crate::backend::{OpenRequest, OpenedStores, Source, Spec, Store, open_all, query};
 use crate::config::{Backend, Config, Protocol};
 use crate::fabric::ConnRef;
 use crate::qos::IoLimits;
@@ -374,7 +374,7 @@ impl Server {
             RolloutState::Undone => match self.stage_again(change, now) {
                 Ok(true) => ChangeStep::Waiting,
                 end => {
-                    change.acquired.give_all_back();
+                    change.acquired.release_all();
                     // If a file was created or extended for this change, it would otherwise waste
                     // space.
                     self.undo_backends(&change.builder, &change.grown);
@@ -511,7 +511,7 @@ impl Server {
         change.unserved = refused.into_iter().map(|(_, other)| other).collect();
         let (config, builder) = (&change.config, &change.builder);
         // All workers have released their resources, so these slots are free.
-        change.acquired.give_all_back();
+        change.acquired.release_all();
         let again = self.acquire(config, builder, &change.whole, &change.unserved, now)?;
         (change.catalog, change.acquired) = (again.catalog, again.acquired);
         (change.rollout, change.problems) = (again.rollout, Some(again.problems));
@@ -527,7 +527,7 @@ impl Server {
     ) -> Result<(), ServerError> {
         let catalog = self.shared.registry.catalog();
         // Use a single deadline for all backends, because this blocks the control plane.
-        let until = look::growth_until();
+        let until = query::growth_until();
         for (old, new) in backends_of_both(&self.config, config) {
             // A backend that was added or removed is opened anyway.
             let places = (
@@ -592,7 +592,7 @@ impl Server {
         // Include changes made by initiators to units without a medium in the meantime.
         builder.keep_unit_states(&self.builder, &change.config);
         self.builder = builder.clone();
-        self.builder.settle_absent();
+        self.builder.abandon_absent();
         self.config = change.config.clone();
         // Workers already have their parts, so only keep the slots.
         change.acquired.keep();

@@ -173,12 +173,12 @@ impl Rollout {
     }
 
     /// Called when a worker replies to [`Order::Stage`]. A late reply is ignored.
-    pub fn handle_staged(&mut self, worker: usize, answer: Result<(), StageError>, now: Instant) {
+    pub fn handle_staged(&mut self, worker: usize, result: Result<(), StageError>, now: Instant) {
         if self.state != RolloutState::Staging || !self.awaited[worker] {
             return;
         }
         self.awaited[worker] = false;
-        match answer {
+        match result {
             Ok(()) => {}
             // Wait for the remaining workers, so that we can report all missing portals in a single
             // error.
@@ -296,7 +296,7 @@ pub struct RolloutDriver {
     senders: Vec<MailSender<Mail>>,
     /// Resources that were not sent yet, by worker.
     parts: Vec<Option<Box<Stage>>>,
-    answers: Vec<Option<WorkerReply>>,
+    replies: Vec<Option<WorkerReply>>,
     /// An order that could not be sent because the mailbox was full.
     refused: Option<(usize, Order)>,
 }
@@ -309,23 +309,25 @@ enum WorkerReply {
 }
 
 /// A received reply.
-enum Answered {
+enum WorkerEvent {
     Staged(Result<(), StageError>),
     Confirmed,
 }
 
 impl WorkerReply {
-    fn poll(&self) -> Result<Answered, TryRecvError> {
+    fn poll(&self) -> Result<WorkerEvent, TryRecvError> {
         match self {
-            Self::Staged(answer) => answer.try_recv().map(Answered::Staged),
-            Self::Confirmed(answer) => answer.try_recv().map(|()| Answered::Confirmed),
+            Self::Staged(receiver) => receiver.try_recv().map(WorkerEvent::Staged),
+            Self::Confirmed(receiver) => receiver.try_recv().map(|()| WorkerEvent::Confirmed),
         }
     }
 
-    fn wait(&self, time: Duration) -> Result<Answered, RecvTimeoutError> {
+    fn wait(&self, time: Duration) -> Result<WorkerEvent, RecvTimeoutError> {
         match self {
-            Self::Staged(answer) => answer.recv_timeout(time).map(Answered::Staged),
-            Self::Confirmed(answer) => answer.recv_timeout(time).map(|()| Answered::Confirmed),
+            Self::Staged(receiver) => receiver.recv_timeout(time).map(WorkerEvent::Staged),
+            Self::Confirmed(receiver) => {
+                receiver.recv_timeout(time).map(|()| WorkerEvent::Confirmed)
+            }
         }
     }
 }
@@ -352,7 +354,7 @@ impl RolloutDriver {
     ) -> Self {
         Self {
             rollout,
-            answers: senders.iter().map(|_| None).collect(),
+            replies: senders.iter().map(|_| None).collect(),
             senders,
             parts,
             refused: None,
@@ -404,12 +406,12 @@ impl RolloutDriver {
             };
             // Wait for the first worker that has not replied. The remaining replies are checked
             // after that.
-            let mut answers = self.answers.iter().enumerate();
-            let first = answers.find_map(|(worker, answer)| Some((worker, answer.as_ref()?)));
-            let (worker, answer) = first.expect("what is waited for was asked for");
+            let mut replies = self.replies.iter().enumerate();
+            let first = replies.find_map(|(worker, receiver)| Some((worker, receiver.as_ref()?)));
+            let (worker, receiver) = first.expect("a pending reply was requested");
             let left = until.saturating_duration_since(Instant::now());
-            match answer.wait(left) {
-                Ok(answered) => self.handle(worker, Some(answered), Instant::now()),
+            match receiver.wait(left) {
+                Ok(event) => self.handle(worker, Some(event), Instant::now()),
                 Err(RecvTimeoutError::Disconnected) => self.handle(worker, None, Instant::now()),
                 Err(RecvTimeoutError::Timeout) => {}
             }
@@ -426,13 +428,13 @@ impl RolloutDriver {
         loop {
             self.send_orders(now, &send);
             let mut is_new = false;
-            for worker in 0..self.answers.len() {
-                let answered = match self.answers[worker].as_ref().map(WorkerReply::poll) {
-                    Some(Ok(answered)) => Some(answered),
+            for worker in 0..self.replies.len() {
+                let event = match self.replies[worker].as_ref().map(WorkerReply::poll) {
+                    Some(Ok(event)) => Some(event),
                     Some(Err(TryRecvError::Disconnected)) => None,
                     Some(Err(TryRecvError::Empty)) | None => continue,
                 };
-                self.handle(worker, answered, now);
+                self.handle(worker, event, now);
                 is_new = true;
             }
             let before = self.rollout.state();
@@ -445,11 +447,11 @@ impl RolloutDriver {
     }
 
     /// Handles a worker's reply, or `None` if it has exited.
-    fn handle(&mut self, worker: usize, answered: Option<Answered>, now: Instant) {
-        self.answers[worker] = None;
-        match answered {
-            Some(Answered::Staged(result)) => self.rollout.handle_staged(worker, result, now),
-            Some(Answered::Confirmed) => self.rollout.handle_confirmed(worker, now),
+    fn handle(&mut self, worker: usize, event: Option<WorkerEvent>, now: Instant) {
+        self.replies[worker] = None;
+        match event {
+            Some(WorkerEvent::Staged(result)) => self.rollout.handle_staged(worker, result, now),
+            Some(WorkerEvent::Confirmed) => self.rollout.handle_confirmed(worker, now),
             None => self.rollout.handle_gone(worker, now),
         }
     }
@@ -461,23 +463,26 @@ impl RolloutDriver {
     ) {
         while let Some((worker, order)) = self.refused.take().or_else(|| self.rollout.poll_order())
         {
-            let (mail, answer) = match order {
+            let (mail, receiver) = match order {
                 Order::Stage => {
-                    let (reply, answer) = channel();
+                    let (reply, receiver) = channel();
                     let part = self.parts[worker].take().expect("sent once");
-                    (Mail::Stage(part, reply), Some(WorkerReply::Staged(answer)))
+                    (
+                        Mail::Stage(part, reply),
+                        Some(WorkerReply::Staged(receiver)),
+                    )
                 }
                 Order::Confirm => {
-                    let (reply, answer) = channel();
-                    (Mail::Ping(reply), Some(WorkerReply::Confirmed(answer)))
+                    let (reply, receiver) = channel();
+                    (Mail::Ping(reply), Some(WorkerReply::Confirmed(receiver)))
                 }
                 Order::Change => (Mail::Changed, None),
                 Order::Unstage => (Mail::Unstage, None),
             };
             match send(&self.senders[worker], mail) {
                 Ok(()) => {
-                    if answer.is_some() {
-                        self.answers[worker] = answer;
+                    if receiver.is_some() {
+                        self.replies[worker] = receiver;
                     }
                 }
                 // Orders must not be reordered, so the next order has to wait too.
@@ -489,8 +494,8 @@ impl RolloutDriver {
                     return;
                 }
                 Err(SendError::Closed(_)) => {
-                    self.answers[worker] = None;
-                    if answer.is_some() {
+                    self.replies[worker] = None;
+                    if receiver.is_some() {
                         self.rollout.handle_gone(worker, now);
                     }
                 }
@@ -674,10 +679,10 @@ mod tests {
                 panic!("the change comes first");
             };
             driver.poll(start);
-            let Some(Mail::Ping(answer)) = mails.poll_message() else {
+            let Some(Mail::Ping(reply)) = mails.poll_message() else {
                 panic!("then a question");
             };
-            answer.send(()).unwrap();
+            reply.send(()).unwrap();
             driver.poll(start)
         };
         assert_eq!(confirm(&mut one), RolloutState::Applying);

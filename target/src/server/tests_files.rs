@@ -184,7 +184,7 @@ fn blocked_undo_is_completed_later() {
     let error = server.change(wanted.clone()).unwrap_err().to_string();
     assert!(error.contains("does not respond"), "{error}");
     drop(release);
-    eventually_ok("the file system answers", PATIENCE, || {
+    eventually_ok("the file system responds", PATIENCE, || {
         server.change(wanted.clone())
     });
     assert_eq!(dir.len("new"), Some(2 << 20));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use riser_testkit::eventually_ok;
 
 use super::Server;
-use crate::backend::look;
+use crate::backend::query;
 use crate::config::Config;
 
 fn config(dir: &std::path::Path, size: &str) -> Config {
@@ -41,7 +41,7 @@ fn hung_file_system_delays_no_other_disk() {
     assert!(a.space().is_some() && b.space().is_some());
     server.builder.check_successor(&present).unwrap();
 
-    let release = look::hang(&a);
+    let release = query::hang(&a);
     std::fs::File::options()
         .write(true)
         .open(dir.join("b"))
@@ -62,7 +62,7 @@ fn hung_file_system_delays_no_other_disk() {
     assert!(a.space().is_none() && b.space().is_some());
 
     drop(release);
-    eventually_ok("the file system answers", Duration::from_secs(60), || {
+    eventually_ok("the file system responds", Duration::from_secs(60), || {
         server.rescan()
     });
     server.change(config(&dir, "2MiB")).unwrap();

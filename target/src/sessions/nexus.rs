@@ -124,10 +124,10 @@ impl Table {
     /// Returns the existing session affected by a login. If the login replaces other sessions, this
     /// is the current session. If it adds a channel, this can also be a session whose first channel
     /// is not established yet.
-    fn met(&self, asked: &Request) -> Option<usize> {
-        let known = self.entries(&asked.key);
-        if asked.joins {
-            joinable(known, asked.address)
+    fn met(&self, request: &Request) -> Option<usize> {
+        let known = self.entries(&request.key);
+        if request.joins {
+            joinable(known, request.address)
         } else {
             known.iter().position(|e| e.stage == Stage::Current)
         }
@@ -137,12 +137,12 @@ impl Table {
     /// be the same.
     fn admission(
         &mut self,
-        asked: &Request,
+        request: &Request,
         ends: Endpoints,
         met: Option<usize>,
         now: Instant,
     ) -> Admission {
-        let (key, address) = (&asked.key, asked.address);
+        let (key, address) = (&request.key, request.address);
         // A target is not available on portals of other targets, which may be on other networks.
         let is_served = self
             .catalog
@@ -185,14 +185,14 @@ impl Table {
 
     /// Returns the state of the table as required for a login. `gives_way` is set if a channel of
     /// the same session will be dropped for it.
-    fn view(&self, asked: &Request, met: Option<usize>, gives_way: bool) -> LoginView {
-        let known = self.entries(&asked.key);
+    fn view(&self, request: &Request, met: Option<usize>, gives_way: bool) -> LoginView {
+        let known = self.entries(&request.key);
         let has_room = || {
             let replaced = met.map(|at| known[at].address);
             let bounds = self.catalog.limits.bounds();
-            self.budget.has_room(bounds, asked.address, replaced)
+            self.budget.has_room(bounds, request.address, replaced)
         };
-        let is_new = met.is_none() || !asked.joins;
+        let is_new = met.is_none() || !request.joins;
         LoginView {
             channels: met.map_or(0, |at| {
                 known[at].channels.len() as u32 - u32::from(gives_way)
@@ -225,35 +225,38 @@ impl Table {
     }
 
     /// Adds a channel to a session.
-    fn join(&mut self, asked: &Request, at: usize) -> &Entry {
-        let entries = self.nexuses.get_mut(&asked.key).expect("just found");
+    fn join(&mut self, request: &Request, at: usize) -> &Entry {
+        let entries = self.nexuses.get_mut(&request.key).expect("just found");
         let requested = entries.iter().filter(|e| e.stage == Stage::Requested);
         let requested: Vec<_> = requested.map(|e| e.leader).collect();
         let entry = &mut entries[at];
         if entry.stage == Stage::Current {
             // If the session is still waiting for a replaced session, none of its channels can
             // start a command.
-            self.waits.wait_like(entry.leader, asked.channel);
+            self.waits.wait_like(entry.leader, request.channel);
             // Also wait for newer requests: the channel may belong to one of these sessions, which
             // would have to wait for commands of this session first. A forged request times out
             // soon.
-            self.waits.wait_for(&requested, asked.channel);
+            self.waits.wait_for(&requested, request.channel);
         }
-        entry.channels.push((asked.channel, asked.address));
+        entry.channels.push((request.channel, request.address));
         entry
     }
 
     /// Adds a session with these units.
-    fn add_session(&mut self, asked: &Request, luns: Arc<LunMap>) -> NexusId {
+    fn add_session(&mut self, request: &Request, luns: Arc<LunMap>) -> NexusId {
         let id = self.next_id();
-        let is_loss = self.entries(&asked.key).iter().any(Entry::has_been_current);
-        let ports = ports(asked.key, self.catalog.target_of(&asked.key.target));
+        let is_loss = self
+            .entries(&request.key)
+            .iter()
+            .any(Entry::has_been_current);
+        let ports = ports(request.key, self.catalog.target_of(&request.key.target));
         let units = UnitEntries::add_nexus(id, Some(&ports), luns, is_loss);
-        self.nexuses.entry(asked.key).or_default().push(Entry {
+        self.nexuses.entry(request.key).or_default().push(Entry {
             stage: Stage::Requested,
-            leader: asked.channel,
-            address: asked.address,
-            channels: vec![(asked.channel, asked.address)],
+            leader: request.channel,
+            address: request.address,
+            channels: vec![(request.channel, request.address)],
             units,
             permit: None,
         });
@@ -446,7 +449,7 @@ impl Registry {
         channel: ConnRef,
         now: Instant,
     ) -> Result<(SessionGrant, SessionGuard), LoginRefused> {
-        let asked = Request {
+        let request = Request {
             key: NexusKey {
                 initiator: req.initiator_port,
                 target: req.target_port,
@@ -457,30 +460,30 @@ impl Registry {
             joins: req.multi_channel == MultiChannelAction::Multi,
         };
         let mut table = self.lock();
-        let met = table.met(&asked);
-        let admission = table.admission(&asked, ends, met, now);
-        let joined = met.filter(|_| asked.joins);
-        let crowded = joined.and_then(|at| table.crowded(&asked.key, at));
-        let view = table.view(&asked, met, crowded.is_some());
+        let met = table.met(&request);
+        let admission = table.admission(&request, ends, met, now);
+        let joined = met.filter(|_| request.joins);
+        let crowded = joined.and_then(|at| table.crowded(&request.key, at));
+        let view = table.view(&request, met, crowded.is_some());
         let planned = plan_login(req, &table.catalog.limits.login, &admission, view);
         let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
         // The login is accepted, so the table can be changed now.
-        let displaced = table.make_room(asked.key, joined, crowded);
+        let displaced = table.make_room(request.key, joined, crowded);
         table.unconfirmed.push(Unconfirmed {
-            address: asked.address,
-            what: (asked.key, channel),
+            address: request.address,
+            what: (request.key, channel),
         });
         let nexus = match joined {
             Some(at) => {
-                let entry = table.join(&asked, at);
+                let entry = table.join(&request, at);
                 outcome.luns = Arc::clone(entry.units.luns());
                 entry.units.nexus()
             }
-            None => table.add_session(&asked, Arc::clone(&outcome.luns)),
+            None => table.add_session(&request, Arc::clone(&outcome.luns)),
         };
         let session = NexusSession {
             registry: self.clone(),
-            key: asked.key,
+            key: request.key,
         };
         let grant = SessionGrant {
             nexus,

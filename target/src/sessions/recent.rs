@@ -75,7 +75,7 @@ mod tests {
         for key in 2..2 + MAX_SESSIONS {
             recent.keep(key, KnownUnits::default(), later);
         }
-        assert!(recent.find(&1, later).is_none(), "the oldest gives way");
+        assert!(recent.find(&1, later).is_none(), "the oldest is displaced");
         assert!(recent.find(&2, later).is_some());
         recent.keep(2, KnownUnits::default(), later);
         assert_eq!(recent.0.len(), MAX_SESSIONS, "each is there once");

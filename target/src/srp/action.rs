@@ -54,7 +54,7 @@ pub struct Counters {
     /// Task management requests received.
     pub task_management: u64,
     /// Requests for which a response was written to the send ring.
-    pub answered: u64,
+    pub responded: u64,
     /// Commands aborted by task management.
     pub aborted: u64,
     /// Requests torn down with the channel.
@@ -77,7 +77,7 @@ impl std::ops::AddAssign for Counters {
     fn add_assign(&mut self, other: Self) {
         self.commands += other.commands;
         self.task_management += other.task_management;
-        self.answered += other.answered;
+        self.responded += other.responded;
         self.aborted += other.aborted;
         self.torn_down += other.torn_down;
         self.bytes_in += other.bytes_in;

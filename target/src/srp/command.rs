@@ -86,7 +86,7 @@ impl Channel {
             }
             // There is not even room for the descriptor table in the pool. The initiator will
             // retry.
-            Ok(false) => self.answer_status(cx, idx, Status::Busy),
+            Ok(false) => self.respond_with_status(cx, idx, Status::Busy),
             Err(error) => {
                 self.stats.counters.malformed += 1;
                 warn_limited!(self.complaints, cx.now, %error, "invalid data descriptors");
@@ -111,7 +111,7 @@ impl Channel {
                 self.stats.counters.malformed += 1;
                 warn_limited!(self.complaints, cx.now, %error, "invalid external table");
                 self.respond_code(idx, RspCode::RequestFieldsInvalid);
-                self.leave_answering(idx);
+                self.leave_on_response(idx);
             }
         }
     }
@@ -146,7 +146,7 @@ impl Channel {
         if let Some(immediate) = immediate {
             self.recycle_recv(immediate.recv);
         }
-        self.answer_status(cx, idx, Status::TaskAborted);
+        self.respond_with_status(cx, idx, Status::TaskAborted);
     }
 
     /// Completes a request: releases its resources and notifies its watchers.
@@ -169,7 +169,7 @@ impl Channel {
         // The tag was already removed when the response was written.
         let is_known = token.is_some();
         match (token, end) {
-            (None, End::Answered) => {}
+            (None, End::Responded) => {}
             (Some(token), End::Aborted) => {
                 token.aborted();
                 self.stats.counters.aborted += 1;
@@ -182,7 +182,7 @@ impl Channel {
             }
             // The channel failed after the response was posted.
             (None, End::TornDown | End::Aborted) => {}
-            (Some(_), End::Answered) => unreachable!("an answer takes the token"),
+            (Some(_), End::Responded) => unreachable!("a response consumes the token"),
         }
         let tag = io.tag;
         io.tables.release(pool);
@@ -249,7 +249,7 @@ impl CommandFlow for Channel {
         };
         let owner = self.backlog.owner();
         let Some(buffer) = cx.pool.take_table(owner, remote.data_len()) else {
-            self.answer_status(cx, task, Status::Busy);
+            self.respond_with_status(cx, task, Status::Busy);
             return true;
         };
         io.exec.timer.enter_stage(Stage::FabricIn, cx.now);
@@ -322,7 +322,7 @@ impl CommandFlow for Channel {
         let io = &mut self.requests[task];
         let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
             self.await_memory(cx, task, Step::Respond(response));
-            return self.leave_answering(task);
+            return self.leave_on_response(task);
         };
         if len > 0 {
             let from = response.data_in.from();
@@ -332,7 +332,7 @@ impl CommandFlow for Channel {
         io.response = Some(response);
         self.timers.start_piece(cx.now, io);
         self.try_post(task, ChainKind::Respond);
-        self.leave_answering(task);
+        self.leave_on_response(task);
     }
 
     /// Commands that wait for rate limits must not use up the pool for the tables of other

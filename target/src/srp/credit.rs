@@ -74,7 +74,7 @@ impl ReqLim {
     }
 
     /// Called when a request is completed. Returns the REQUEST LIMIT DELTA for the response.
-    pub fn on_answer(&mut self) -> i32 {
+    pub fn on_response(&mut self) -> i32 {
         self.outstanding -= 1;
         self.owed += 1;
         self.grant()
@@ -199,8 +199,8 @@ mod tests {
         lim.on_request();
         assert_eq!(lim.at_initiator(), 0);
         lim.on_silence();
-        assert!(!lim.is_stuck(), "an answer will carry it");
-        assert_eq!(lim.on_answer(), 2);
+        assert!(!lim.is_stuck(), "a response will contain it");
+        assert_eq!(lim.on_response(), 2);
         lim.on_silence();
         assert!(lim.is_stuck());
         assert_eq!(lim.grant(), 1);
@@ -214,8 +214,8 @@ mod tests {
         lim.on_request();
         lim.on_request();
         assert_eq!((lim.over_limit(), lim.at_initiator()), (1, -1));
-        assert_eq!(lim.on_answer(), 1);
-        assert_eq!(lim.on_answer(), 1);
+        assert_eq!(lim.on_response(), 1);
+        assert_eq!(lim.on_response(), 1);
         assert_eq!(lim.at_initiator(), 1);
     }
 

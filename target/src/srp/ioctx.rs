@@ -185,15 +185,15 @@ impl IoctxState {
             // The data buffer was allocated before the table was fetched.
             FetchTable => is_end || is_fetch || is_receive || matches!(next, AwaitTask),
             AwaitBuffer => {
-                let goes_on = matches!(next, AwaitBuffer | AwaitTask | DataIn | WriteData);
-                is_end || is_fetch || is_receive || goes_on
+                let continues = matches!(next, AwaitBuffer | AwaitTask | DataIn | WriteData);
+                is_end || is_fetch || is_receive || continues
             }
             NeedData => is_end || is_receive || matches!(next, AwaitTask | DataIn),
             SendData => is_end || is_send || matches!(next, DataIn),
             // A buffer may be required for parameter data found by the operation.
             DataIn => {
-                let goes_on = matches!(next, AwaitBuffer | DataIn | WriteData);
-                is_end || is_receive || is_send || goes_on
+                let continues = matches!(next, AwaitBuffer | DataIn | WriteData);
+                is_end || is_receive || is_send || continues
             }
             WriteData => is_end || matches!(next, WriteData),
             AwaitCredit(ChainKind::FetchTable) => is_end || matches!(next, FetchTable),
@@ -222,7 +222,7 @@ pub enum Cause {
 /// Proof that a request was received. It must be consumed in exactly one of three ways. If a
 /// context drops it, a command was lost, which is reported in debug builds.
 #[derive(Debug)]
-#[must_use = "a request is answered, aborted or torn down"]
+#[must_use = "a request gets a response, or is aborted or torn down"]
 pub struct CommandToken(());
 
 impl CommandToken {
@@ -232,7 +232,7 @@ impl CommandToken {
     }
 
     /// Called when the response was written.
-    pub(super) fn answered(self) {
+    pub(super) fn responded(self) {
         std::mem::forget(self);
     }
 

@@ -9,7 +9,7 @@ use riser_state::become_state;
 
 use super::channel::{Channel, Cx};
 use super::ioctx::{Cause, IoctxState};
-use crate::fabric::task_mgmt::{self, Effect, Function, FunctionAnswer, PendingFunction};
+use crate::fabric::task_mgmt::{self, Effect, Function, FunctionResponse, PendingFunction};
 use crate::fabric::{CommandFlow as _, TaskAction, TaskIdx, TaskRef};
 use crate::pool::Pool;
 use crate::warn_limited;
@@ -33,7 +33,7 @@ impl Channel {
         };
         match begun {
             Ok(()) => self.check_mgmt(cx, idx),
-            Err(answer) => self.respond_function(idx, function, answer),
+            Err(response) => self.respond_function(idx, function, response),
         }
     }
 
@@ -83,9 +83,9 @@ impl Channel {
         cx: &mut Cx<'_>,
         idx: TaskIdx,
         request: &TskMgmt,
-    ) -> Result<(), FunctionAnswer> {
+    ) -> Result<(), FunctionResponse> {
         let units = self.config.luns.with_former(request.lun);
-        let unit = units.first().ok_or(FunctionAnswer::NoSuchLun)?;
+        let unit = units.first().ok_or(FunctionResponse::NoSuchLun)?;
         let watcher = self.requests.task_ref(idx);
         // We can't use `tags`, because it no longer contains a command once its response was
         // written.
@@ -113,7 +113,7 @@ impl Channel {
         }
         match pending.function.clone() {
             Cause::Function(function) => {
-                self.respond_function(idx, function, FunctionAnswer::Complete);
+                self.respond_function(idx, function, FunctionResponse::Complete);
             }
             Cause::Overlap(unit) => {
                 let response = self.requests[idx].overlapped_response(unit.as_deref());
@@ -123,10 +123,10 @@ impl Channel {
     }
 
     /// Counts a function by result, and completes it.
-    fn respond_function(&mut self, idx: TaskIdx, function: Function, answer: FunctionAnswer) {
+    fn respond_function(&mut self, idx: TaskIdx, function: Function, response: FunctionResponse) {
         let functions = &mut self.stats.functions;
-        functions.count((function.label(), answer.label()));
-        self.respond_code(idx, code_of(answer));
+        functions.count((function.label(), response.label()));
+        self.respond_code(idx, code_of(response));
     }
 
     /// Called when a task of this channel can start, because the tasks before it have been removed.
@@ -224,11 +224,11 @@ fn function_of(function: TskMgmtFunction) -> Function {
 }
 
 /// Returns the RSP_CODE for a result. SRP does not have a code for an initiator without permission.
-fn code_of(answer: FunctionAnswer) -> RspCode {
-    match answer {
-        FunctionAnswer::Complete => RspCode::Complete,
-        FunctionAnswer::NotSupported => RspCode::TskMgmtNotSupported,
-        FunctionAnswer::NoSuchLun => RspCode::RequestFieldsInvalid,
+fn code_of(response: FunctionResponse) -> RspCode {
+    match response {
+        FunctionResponse::Complete => RspCode::Complete,
+        FunctionResponse::NotSupported => RspCode::TskMgmtNotSupported,
+        FunctionResponse::NoSuchLun => RspCode::RequestFieldsInvalid,
         _ => RspCode::TskMgmtFailed,
     }
 }

@@ -11,7 +11,7 @@ impl Channel {
     /// Removes a command from its task set when its response is posted. If the response is still
     /// waiting, it must not be sent after the response to a function of the same nexus, which may
     /// be received on another channel.
-    pub(super) fn leave_answering(&mut self, idx: TaskIdx) {
+    pub(super) fn leave_on_response(&mut self, idx: TaskIdx) {
         let (nexus, name) = (self.config.nexus, self.requests.task_ref(idx));
         let io = &mut self.requests[idx];
         if io.state != IoctxState::CmdRspSent {
@@ -41,7 +41,7 @@ impl Channel {
         self.timers.on_chain_done(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
             io.exec.arrive(cx.now, ok);
-            return self.finish(cx, idx, End::Answered);
+            return self.finish(cx, idx, End::Responded);
         }
         let is_awaited = matches!(
             io.state,

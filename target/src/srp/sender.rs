@@ -46,7 +46,7 @@ impl Sender {
     pub(super) fn new(config: &ChannelConfig) -> Self {
         let params = &config.params;
         let credits = params.send_queue - RESERVED;
-        assert!(credits >= 2, "a send queue for a transfer and an answer");
+        assert!(credits >= 2, "a send queue for a transfer and a response");
         Self {
             queue: SendQueue::new(credits, params.req_lim as usize),
             req_lim: ReqLim::new(params.req_lim),
@@ -125,7 +125,7 @@ impl Sender {
         let io = &mut requests[idx];
         io.wrs = wrs;
         let last = io.is_last_portion();
-        let answers = then == ChainKind::Respond && last;
+        let responses = then == ChainKind::Respond && last;
         let next = match then {
             ChainKind::FetchTable => IoctxState::FetchTable,
             ChainKind::NeedData => IoctxState::NeedData,
@@ -136,20 +136,20 @@ impl Sender {
         };
         become_state(&mut io.state, next);
         self.transfers += u32::from(then != ChainKind::Respond);
-        counters.answered += u64::from(answers);
-        let send = answers.then(|| self.emit_rsp(requests, idx));
+        counters.responded += u64::from(responses);
+        let send = responses.then(|| self.emit_rsp(requests, idx));
         Action::Post { task: idx, send }
     }
 
     /// Writes the response to the send ring. After this, the request is complete.
     fn emit_rsp(&mut self, requests: &mut RequestTable, idx: TaskIdx) -> SendIu {
-        let req_lim_delta = self.req_lim.on_answer();
+        let req_lim_delta = self.req_lim.on_response();
         // The initiator may now reuse the tag, possibly before we receive the completion of this
         // response.
         let tag = requests[idx].tag;
         requests.remove_tag(tag, idx);
         let io = &mut requests[idx];
-        io.token.take().expect("answered once").answered();
+        io.token.take().expect("a single response").responded();
         let (status, sense, data_out, data_in) = match &io.response {
             Some(r) => (
                 r.status,

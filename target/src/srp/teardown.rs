@@ -203,7 +203,7 @@ impl Channel {
     /// Handles a response to a message initiated by the target.
     pub(super) fn on_own_response(&mut self, cx: &mut Cx<'_>, kind: Kind, tag: Tag) {
         if !self.own.on_response(kind, tag) {
-            let what = "an answer to nothing that was asked";
+            let what = "unsolicited response";
             self.complain(cx, what, TLogoutReason::SpuriousResponse);
         }
     }

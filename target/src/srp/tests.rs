@@ -19,8 +19,8 @@ use super::timers::{JOIN_TIMEOUT, KEEPALIVE};
 use crate::fabric::{TaskIdx, UnitIdx};
 
 use crate::tests::rig::srp::{
-    Answer, Data, KEY, SrpPeer, TABLE, blocks, cmd, indirect, params, read10, table_bytes, tmf,
-    write10,
+    Data, KEY, SrpPeer, SrpResponse, TABLE, blocks, cmd, indirect, params, read10, table_bytes,
+    tmf, write10,
 };
 use crate::tests::rig::{self, Work};
 
@@ -37,8 +37,8 @@ fn state(channel: &Channel) -> Vec<IoctxState> {
         .collect()
 }
 
-fn good(tag: u64) -> Answer {
-    Answer {
+fn good(tag: u64) -> SrpResponse {
+    SrpResponse {
         tag,
         delta: 1,
         status: 0,
@@ -59,7 +59,7 @@ fn read_is_sent_in_one_post() {
     assert_eq!(state(&rig.channel), [IoctxState::DataIn]);
     rig.complete();
     assert_eq!(state(&rig.channel), [IoctxState::CmdRspSent]);
-    assert_eq!(rig.work.len(), 1, "data and answer are one chain");
+    assert_eq!(rig.work.len(), 1, "data and response are one chain");
     rig.complete();
     assert_eq!(rig.rsp(), good(1));
     assert_eq!(rig.memory[&KEY][100..1124], pattern(1024));
@@ -212,7 +212,11 @@ fn command_waits_for_pool_memory() {
     rig.pool.release(all);
     rig.pump();
     rig.complete_all();
-    assert_eq!(rig.answers(), [good(2), good(1)], "no READ for the second");
+    assert_eq!(
+        rig.srp_responses(),
+        [good(2), good(1)],
+        "no READ for the second"
+    );
     assert_eq!(rig.disks[0][512..1024], [2; 512]);
     rig.close();
 }
@@ -339,8 +343,11 @@ fn own_abort_suppresses_response_after_clear() {
                 rig.send(0, &iu);
             }
             rig.complete_all();
-            let answers = rig.answers();
-            let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status == 0x40)).collect();
+            let responses = rig.srp_responses();
+            let ended: Vec<_> = responses
+                .iter()
+                .map(|a| (a.tag, a.status == 0x40))
+                .collect();
             assert_eq!(ended, [(tag, false)]);
             assert_eq!(rig.channel.sender().req_lim.at_initiator(), 4);
             rig.close();
@@ -383,11 +390,11 @@ fn abort_from_other_channel_stops_data() {
         rig.complete_all();
         let sent = std::mem::take(&mut rig.received);
         let is_rsp = |bytes: &[u8]| matches!(FromTarget::parse(bytes), Ok(FromTarget::Rsp(_)));
-        let answers: Vec<_> = sent.iter().filter(|(_, bytes)| is_rsp(bytes)).collect();
+        let responses: Vec<_> = sent.iter().filter(|(_, bytes)| is_rsp(bytes)).collect();
         match is_last {
             // Its data and response were posted earlier.
-            true => assert!(matches!(answers[..], [(1, _), (0, _)]), "{function:?}"),
-            false => assert!(matches!(answers[..], [(0, _)]), "{function:?}"),
+            true => assert!(matches!(responses[..], [(1, _), (0, _)]), "{function:?}"),
+            false => assert!(matches!(responses[..], [(0, _)]), "{function:?}"),
         }
         rig.close();
     }
@@ -412,7 +419,7 @@ fn full_send_queue_delays_chains() {
         [IoctxState::AwaitCredit(ChainKind::Respond); 2]
     );
     rig.complete_all();
-    assert_eq!(rig.answers().len(), 4);
+    assert_eq!(rig.srp_responses().len(), 4);
     rig.close();
 }
 
@@ -634,13 +641,13 @@ fn duplicate_tag_aborts_nexus_commands() {
     rig.send(0, &cmd(&[0x35]).tag(3).lun(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(1).lun(1).bytes());
     assert_eq!(
-        rig.answers().len(),
+        rig.srp_responses().len(),
         0,
         "those that it ends are at the disks"
     );
     rig.complete_all();
-    let answers = rig.answers();
-    let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status, a.key)).collect();
+    let responses = rig.srp_responses();
+    let ended: Vec<_> = responses.iter().map(|a| (a.tag, a.status, a.key)).collect();
     assert_eq!(ended, [(2, 0, None), (1, 2, Some(0xb))]);
     assert_eq!(rig.channel.stats().counters.aborted, 2);
     assert_eq!(rig.disks[0][..512], [0; 512]);
@@ -648,7 +655,7 @@ fn duplicate_tag_aborts_nexus_commands() {
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
     rig.complete_all();
-    let again = rig.answers();
+    let again = rig.srp_responses();
     assert!(
         again.iter().all(|a| (a.tag, a.status) == (1, 0)),
         "{again:?}"
@@ -849,7 +856,7 @@ fn cve_2022_50129_and_2024_26872_teardown_leaks_nothing() {
             assert!(rig.released);
             assert!(
                 rig.received.iter().any(|(c, b)| *c == 1 && b[0] == 0xc1),
-                "the reset of the other channel is answered"
+                "the reset of the other channel gets a response"
             );
             rig.close();
         }
@@ -896,7 +903,7 @@ fn silent_initiator_is_probed() {
     rig.send(0, &cmd(&[0; 6]).bytes());
     rig.complete_all();
     rig.advance(Duration::from_secs(2));
-    assert!(rig.work.is_empty(), "it was heard a moment ago");
+    assert!(rig.work.is_empty(), "it was received just now");
     rig.advance(KEEPALIVE);
     assert!(matches!(rig.work[..], [Work::Probe { peer: 0 }]));
     rig.complete_all();

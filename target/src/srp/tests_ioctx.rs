@@ -139,7 +139,7 @@ impl Bench {
         self.hog = Some(self.rig.pool.allocate(all).expect("all of it"));
     }
 
-    fn give_memory(&mut self) {
+    fn provide_memory(&mut self) {
         if let Some(hog) = self.hog.take() {
             self.rig.pool.release(hog);
         }
@@ -202,7 +202,7 @@ impl Bench {
     /// Closes the channel while the command is in its current state.
     fn close(mut self) {
         self.rig.with(0, Channel::handle_disconnected);
-        self.give_memory();
+        self.provide_memory();
         for table in self.tables.drain(..) {
             self.rig.pool.release(table);
         }
@@ -211,7 +211,7 @@ impl Bench {
 
     /// Completes the command.
     fn finish(mut self) {
-        self.give_memory();
+        self.provide_memory();
         self.rig.complete_all();
         self.expect(IoctxState::Done);
         self.close();
@@ -340,7 +340,7 @@ fn commands_end_everywhere() {
 
 /// A command that waits for too much credit is aborted by another nexus. The response needs less
 /// credit.
-fn answers_overtake_transfers() {
+fn responses_overtake_transfers() {
     let mut bench = Bench::new(WIDE);
     let command = long_external(&mut bench);
     bench.leave_one_credit();
@@ -383,7 +383,7 @@ fn an_abort_comes_late() {
 }
 
 /// Commands can continue from any state in which they wait, and wait again for the next resource.
-fn commands_go_on() {
+fn commands_continue() {
     let ways: [fn(&mut Bench); 10] = [
         |b| b.send(&write(4)),
         |b| {
@@ -512,7 +512,7 @@ fn commands_get_their_turn() {
 }
 
 /// Functions, and a command with a duplicate tag.
-fn functions_are_answered() {
+fn functions_get_responses() {
     for has_credit in [true, false] {
         let mut bench = reach(IoctxState::DataIn);
         if !has_credit {
@@ -566,13 +566,13 @@ fn context_table_matches_diagram() {
 #[test]
 fn context_transition_coverage_is_complete() {
     assert_all_taken(&STATES, || {
-        commands_go_on();
+        commands_continue();
         commands_get_memory();
         commands_get_past_limits();
         commands_get_their_turn();
-        functions_are_answered();
+        functions_get_responses();
         commands_end_everywhere();
-        answers_overtake_transfers();
+        responses_overtake_transfers();
         an_abort_comes_late();
     });
 }

@@ -12,7 +12,7 @@ use crate::config::DATA_OUT_TIMEOUT;
 use crate::fabric::{Direction, MAX_DATA_TIMEOUTS, RdmaRequest, TaskIdx};
 use crate::pool::Owner;
 use crate::tests::rig::srp::{
-    Answer, Data, KEY, SrpPeer, TABLE, cmd, indirect, read10, table_bytes, write10,
+    Data, KEY, SrpPeer, SrpResponse, TABLE, cmd, indirect, read10, table_bytes, write10,
 };
 use crate::tests::rig::{self, Work};
 
@@ -60,8 +60,8 @@ fn check_memory(rig: &Rig) {
     assert!(rig.pool.size() - rig.pool.lowest_free() <= 4096);
 }
 
-fn is_good(answer: &Answer) -> bool {
-    (answer.status, answer.code) == (0, None)
+fn is_good(response: &SrpResponse) -> bool {
+    (response.status, response.code) == (0, None)
 }
 
 #[test]
@@ -168,12 +168,12 @@ fn error_between_pieces_has_residual() {
         }
         rig.complete_nth(0, false);
         rig.complete_all();
-        let answer = rig.rsp();
-        assert_eq!((answer.status, answer.key), (2, Some(3)));
+        let response = rig.rsp();
+        assert_eq!((response.status, response.key), (2, Some(3)));
         let (residual, left) = if write {
-            (answer.data_out, 512)
+            (response.data_out, 512)
         } else {
-            (answer.data_in, LEN as u32 - 2048)
+            (response.data_in, LEN as u32 - 2048)
         };
         assert_eq!(residual, Residual::Under(left));
         rig.close();

@@ -27,7 +27,7 @@ pub const KEEPALIVE: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub(super) struct Keepalive {
     /// Time of the last message from the initiator.
-    heard: Instant,
+    last_received: Instant,
     /// Time of the next check.
     at: Option<Instant>,
     /// Set while a probe is in flight.
@@ -37,13 +37,13 @@ pub(super) struct Keepalive {
 impl Keepalive {
     /// Called when the connection is established.
     fn start(&mut self, now: Instant) {
-        self.heard = now;
+        self.last_received = now;
         self.at = Some(now + KEEPALIVE);
     }
 
     /// Called when a message was received.
     pub(super) fn on_received(&mut self, now: Instant) {
-        self.heard = now;
+        self.last_received = now;
     }
 
     /// Returns true if a probe must be sent.
@@ -53,9 +53,9 @@ impl Keepalive {
         }
         // To save time, the timer is not updated when a message is received. If there was one, set
         // the timer again here.
-        let silent = now.saturating_duration_since(self.heard);
+        let silent = now.saturating_duration_since(self.last_received);
         self.is_probing = silent >= KEEPALIVE;
-        self.at = (!self.is_probing).then(|| self.heard + KEEPALIVE);
+        self.at = (!self.is_probing).then(|| self.last_received + KEEPALIVE);
         self.is_probing
     }
 
@@ -110,7 +110,7 @@ impl Timers {
             phase: Some(now + CONNECT_TIMEOUT),
             join_until: now,
             keepalive: Keepalive {
-                heard: now,
+                last_received: now,
                 at: None,
                 is_probing: false,
             },

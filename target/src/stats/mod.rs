@@ -167,9 +167,9 @@ mod tests {
         timer.enter_stage(Stage::Backend, at(30));
         assert_eq!(account.lun().queue_depth(), 1);
         timer.enter_stage(Stage::Scsi, at(130));
-        let answer = response(Status::Good, &[]);
-        timer.record_response(&answer, 0, at(130));
-        timer.record_response(&answer, 0, at(131));
+        let reply = response(Status::Good, &[]);
+        timer.record_response(&reply, 0, at(130));
+        timer.record_response(&reply, 0, at(131));
         timer.arrive(at(140));
         timer.abandon();
         let stats = account.lun();

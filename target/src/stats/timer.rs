@@ -23,7 +23,7 @@ pub struct CommandTimer {
     clock: Option<Clock>,
     /// Set for a traced command.
     trace: Option<Box<Trace>>,
-    answered: bool,
+    responded: bool,
     /// The command was already counted.
     counted: bool,
     /// The command is refused because of limits.
@@ -39,7 +39,7 @@ impl Default for CommandTimer {
             since: None,
             clock: None,
             trace: None,
-            answered: false,
+            responded: false,
             counted: false,
             is_limited: false,
             done: Done {
@@ -66,7 +66,7 @@ impl CommandTimer {
         self.since = Some(now);
         self.clock = None;
         self.trace = None;
-        self.answered = false;
+        self.responded = false;
         self.counted = false;
         self.is_limited = false;
         self.done.took = 0;
@@ -165,7 +165,7 @@ impl CommandTimer {
     /// Records the response, with `bytes` of data, which will be sent now.
     pub fn record_response(&mut self, response: &Response, bytes: u32, now: Instant) {
         self.enter_stage(Stage::FabricOut, now);
-        if self.answered {
+        if self.responded {
             // Another connection sends the response again.
             return;
         }
@@ -184,7 +184,7 @@ impl CommandTimer {
                 throttle: is_throttled.then_some(throttle),
             });
         }
-        self.answered = true;
+        self.responded = true;
     }
 
     /// Called when the response was sent. The initiator is not affected by any subsequent stage.
@@ -196,12 +196,12 @@ impl CommandTimer {
         }
         // A trace contains complete commands only. Aborted commands don't have a response to be
         // traced.
-        if self.answered
+        if self.responded
             && let Some(trace) = self.trace.take()
         {
             trace.finish(&self.done);
         }
-        self.stop(self.answered);
+        self.stop(self.responded);
     }
 
     /// Completes the command, without a response if none was sent before.
@@ -209,10 +209,10 @@ impl CommandTimer {
         self.stop(false);
     }
 
-    fn stop(&mut self, answered: bool) {
+    fn stop(&mut self, responded: bool) {
         if let Some(account) = self.account.take() {
-            account.count_finished(answered.then_some(&self.done));
-            self.counted = answered;
+            account.count_finished(responded.then_some(&self.done));
+            self.counted = responded;
         }
         self.since = None;
         self.trace = None;

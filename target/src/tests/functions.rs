@@ -12,12 +12,12 @@ use riser_scsi::task::NewTask;
 
 use super::rig::script::{COMPLETE, FOREIGN, GOOD, Outcome, command, read10, scripts, write10};
 use super::rig::{Peer, Rig};
-use crate::fabric::task_mgmt::{Function, FunctionAnswer};
+use crate::fabric::task_mgmt::{Function, FunctionResponse};
 use crate::fabric::{LunMap, Mapping, Unit};
 use crate::iscsi::TaskState;
 use crate::worker::fabrics::Input;
 
-const NOT_AUTHORIZED: Outcome = Outcome::Function(FunctionAnswer::NotAuthorized);
+const NOT_AUTHORIZED: Outcome = Outcome::Function(FunctionResponse::NotAuthorized);
 
 /// INQUIRY with 64 bytes of data.
 const STANDARD: [u8; 6] = [0x12, 0, 0, 0, 64, 0];
@@ -129,8 +129,8 @@ fn functions_for_moved_lun_spare_others<P: Peer>() {
     let has_target_reset = P::FUNCTIONS.contains(&Function::TargetWarmReset);
     let reset = |rig: &mut Rig<P>, expected| {
         if has_target_reset {
-            let answer = rig.run_function(0, Function::TargetWarmReset);
-            assert_eq!(answer, expected);
+            let response = rig.run_function(0, Function::TargetWarmReset);
+            assert_eq!(response, expected);
         }
     };
     reset(&mut rig, NOT_AUTHORIZED);
@@ -144,8 +144,8 @@ fn functions_for_moved_lun_spare_others<P: Peer>() {
     assert_eq!(rig.run(0, command(&SERIAL).tag(7).into(64)), GOOD);
     reset(&mut rig, COMPLETE);
     if !has_target_reset {
-        let answer = rig.run_function(0, Function::LogicalUnitReset);
-        assert_eq!(answer, COMPLETE);
+        let response = rig.run_function(0, Function::LogicalUnitReset);
+        assert_eq!(response, COMPLETE);
     }
     assert_eq!(unit.management().resets, 1);
     rig.close();

@@ -95,7 +95,7 @@ impl DeviceSlots {
     }
 
     /// Releases a slot that is not needed.
-    pub fn give_back(&self, slot: DeviceSlot) {
+    pub fn release(&self, slot: DeviceSlot) {
         match slot {
             DeviceSlot::New(slot) => self.lock()[slot] = None,
             DeviceSlot::Open { slot, was_wanted } => {
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!(taken, again);
         assert!(!slots.is_over(0, 0) && !slots.is_over(0, 1));
         // Release it because of an error in the caller.
-        slots.give_back(taken);
+        slots.release(taken);
         assert!(!slots.is_over(0, 1));
         assert!(slots.is_over(0, 0));
     }

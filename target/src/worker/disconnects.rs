@@ -25,7 +25,7 @@ impl Disconnects {
     }
 
     /// Removes an identifier after a reply. Returns false if it is unknown.
-    pub(super) fn take_answered(&mut self, device: usize, cm: CmId) -> bool {
+    pub(super) fn remove_completed(&mut self, device: usize, cm: CmId) -> bool {
         let is_this = |one: &Disconnect| one.device == device && one.cm == cm;
         let at = self.0.iter().position(is_this);
         at.map(|at| self.0.swap_remove(at)).is_some()
@@ -80,8 +80,11 @@ mod tests {
         assert_eq!(disconnects.deadline(), Some(now));
         assert_eq!(disconnects.take_expired(now), Some((0, b)));
         assert_eq!(disconnects.take_expired(now), None);
-        assert!(disconnects.take_answered(1, a), "not the one of device 0");
-        assert!(!disconnects.take_answered(1, a));
+        assert!(
+            disconnects.remove_completed(1, a),
+            "not the one of device 0"
+        );
+        assert!(!disconnects.remove_completed(1, a));
         assert!(disconnects.uses(0) && disconnects.uses(1));
         disconnects.remove_device(1);
         assert!(disconnects.uses(0) && !disconnects.uses(1));

@@ -275,7 +275,7 @@ impl DiscoveryAgent {
             let n = PollContext::Workqueue.poll(dev, self.cq, &mut completions);
             for completion in &completions {
                 let slot = completion.wr_id.0 as usize;
-                let answered = completion.opcode.is_recv()
+                let responded = completion.opcode.is_recv()
                     && completion.status.is_ok()
                     && self.respond(
                         dev,
@@ -284,7 +284,7 @@ impl DiscoveryAgent {
                         completion.src_qp,
                         report,
                     );
-                if !answered {
+                if !responded {
                     // If the send is complete, or there is nothing to send, use the slot for the
                     // next request.
                     self.post_recv(dev, slot);

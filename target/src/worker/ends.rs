@@ -129,8 +129,8 @@ impl Worker {
     }
 
     /// Handles the reply to a disconnect request for a released channel.
-    pub(super) fn on_disconnect_answered(&mut self, device: usize, cm: CmId) {
-        if self.disconnects.take_answered(device, cm) {
+    pub(super) fn on_disconnect_completed(&mut self, device: usize, cm: CmId) {
+        if self.disconnects.remove_completed(device, cm) {
             self.destroy_id(device, cm);
         }
     }

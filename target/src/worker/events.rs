@@ -78,7 +78,7 @@ impl Worker {
             ) => self.on_closed(key, matches!(kind, CmEventKind::Disconnected)),
             // The channel was already released, so we can release its identifier as well.
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
-                self.on_disconnect_answered(device, cm);
+                self.on_disconnect_completed(device, cm);
             }
             (event, _) => tracing::debug!(?event, "connection event"),
         }

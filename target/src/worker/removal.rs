@@ -47,7 +47,7 @@ impl Worker {
             if self.devices.is_gone(device) && !self.conns.uses(device) {
                 self.devices.close(device, self.now);
             } else if self.phase == Phase::Serving && self.devices.look_for(device, self.now) {
-                self.come_back(device);
+                self.reopen_device(device);
             }
         }
         if self.phase == Phase::Serving {
@@ -72,7 +72,7 @@ impl Worker {
         }
     }
 
-    fn come_back(&mut self, device: usize) {
+    fn reopen_device(&mut self, device: usize) {
         let addr = self.devices.addr(device);
         let devices = &mut self.devices;
         match self.portals.serve_on(devices, device, &self.catalog) {

@@ -53,7 +53,7 @@ impl Gsi {
     }
 
     /// Queries an attribute. As with any datagram, the request is sent again after a timeout.
-    pub fn ask(
+    pub fn query(
         &mut self,
         server: IpAddr,
         method: Method,
@@ -76,15 +76,15 @@ impl Gsi {
                 if done.iter().any(|c| c.opcode.is_recv()) {
                     let mut mad = vec![0; 256];
                     self.memory.read(1024 + 40, &mut mad);
-                    let (answer, data) = DmHeader::parse(&mad).unwrap();
-                    assert_eq!(answer.method, Method::GetResp);
-                    assert_eq!(answer.transaction, 0x1234);
-                    assert_eq!(answer.attribute, attribute);
-                    return (answer.status, data.to_vec());
+                    let (response, data) = DmHeader::parse(&mad).unwrap();
+                    assert_eq!(response.method, Method::GetResp);
+                    assert_eq!(response.transaction, 0x1234);
+                    assert_eq!(response.attribute, attribute);
+                    return (response.status, data.to_vec());
                 }
             }
         }
-        panic!("no answer");
+        panic!("no response");
     }
 
     fn post(&mut self, server: IpAddr) {

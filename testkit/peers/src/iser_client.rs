@@ -52,7 +52,7 @@ pub struct Client<P: Provider> {
     cmd_sn: u32,
     said: VecDeque<(FromTarget, Vec<u8>)>,
     /// Private data received from the target.
-    pub answer: CmHeader,
+    pub reply: CmHeader,
     pub session: Option<SessionParams>,
     connection: Option<ConnectionParams>,
     /// Number of responses that requested to invalidate a key.
@@ -106,7 +106,7 @@ impl<P: Provider> Client<P> {
             next_tx: 0,
             cmd_sn: 1,
             said: VecDeque::new(),
-            answer: CmHeader::default(),
+            reply: CmHeader::default(),
             session: None,
             connection: None,
             invalidated: 0,
@@ -126,8 +126,8 @@ impl<P: Provider> Client<P> {
         client.dev.connect(cm, &param).unwrap();
         match wait_event(&mut client.dev, pump).kind {
             CmEventKind::Established { param } => {
-                client.answer = CmHeader::parse(&param.private_data);
-                if client.answer.remote_invalidate {
+                client.reply = CmHeader::parse(&param.private_data);
+                if client.reply.remote_invalidate {
                     client.pool = Some(MrPool::new(&mut client.dev, pd, 16, 1).unwrap());
                 }
                 (client, None)
@@ -184,7 +184,7 @@ impl<P: Provider> Client<P> {
                 );
             }
             let (FromTarget::LoginResponse(response), text) = self.next(pump) else {
-                panic!("a login is answered");
+                panic!("expected a login response");
             };
             match login.handle_response(&response, &text)? {
                 LoginStep::Send => {}
@@ -226,8 +226,8 @@ impl<P: Provider> Client<P> {
         let mut header = [0; 28];
         header[0] = 0x10;
         self.post(&[&header[..], pdu].concat());
-        let (answer, _) = self.next(pump);
-        assert!(matches!(answer, FromTarget::LoginResponse(_)), "{answer:?}");
+        let (reply, _) = self.next(pump);
+        assert!(matches!(reply, FromTarget::LoginResponse(_)), "{reply:?}");
     }
 
     /// Posts a message to the send queue.
@@ -276,8 +276,8 @@ impl<P: Provider> Client<P> {
             match pdu {
                 // The target checks whether the initiator is still alive.
                 FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => {
-                    let answer = FromInitiator::NopOut(crate::pdus::pong(&ping, self.cmd_sn));
-                    self.send(Buffers::default(), &answer, &[]);
+                    let reply = FromInitiator::NopOut(crate::pdus::pong(&ping, self.cmd_sn));
+                    self.send(Buffers::default(), &reply, &[]);
                 }
                 pdu => self.said.push_back((pdu, data)),
             }
@@ -288,7 +288,7 @@ impl<P: Provider> Client<P> {
     }
 
     fn put(&mut self, mr: PooledMr) {
-        let pool = self.pool.as_mut().expect("it came from there");
+        let pool = self.pool.as_mut().expect("it was received from there");
         pool.release(&mut self.dev, mr).unwrap();
     }
 
@@ -460,7 +460,7 @@ impl<P: Provider> Client<P> {
     }
 
     /// Clears the unit attention of a new nexus.
-    pub fn settle(&mut self, pump: Pump<'_, P>) {
+    pub fn clear_unit_attention(&mut self, pump: Pump<'_, P>) {
         for status in [2, 0] {
             let command = self.scsi(79, &[0; 6], false, 0);
             let pdu = FromInitiator::ScsiCommand(command);
@@ -497,18 +497,18 @@ impl<P: Provider> Client<P> {
         self.send(Buffers::default(), &pdu, &[]);
         match self.next(pump).0 {
             FromTarget::TmfResponse(response) => response.status,
-            other => panic!("a function is answered, not {other:?}"),
+            other => panic!("expected a function response, not {other:?}"),
         }
     }
 
     /// Logs out and waits until the connection is closed.
     pub fn logout(&mut self, pump: Pump<'_, P>) {
-        self.ask_for_logout(pump);
+        self.begin_logout(pump);
         self.wait_closed(pump);
     }
 
     /// Logs out, but doesn't disconnect. This must be done by the caller.
-    pub fn ask_for_logout(&mut self, pump: Pump<'_, P>) {
+    pub fn begin_logout(&mut self, pump: Pump<'_, P>) {
         let request = LogoutRequest {
             immediate: true,
             reason: LogoutReason::CloseSession,
@@ -520,7 +520,7 @@ impl<P: Provider> Client<P> {
         let pdu = FromInitiator::LogoutRequest(request);
         self.send(Buffers::default(), &pdu, &[]);
         let (FromTarget::LogoutResponse(_), _) = self.next(pump) else {
-            panic!("a logout is answered");
+            panic!("expected a logout response");
         };
     }
 

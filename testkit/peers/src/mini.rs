@@ -48,7 +48,7 @@ pub enum Refused {
 
 /// Response to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
+pub struct Response {
     pub tag: u64,
     pub delta: i32,
     pub status: u8,
@@ -59,7 +59,7 @@ pub struct Answer {
 /// Any other message received from the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Said {
-    Answer(Answer),
+    Response(Response),
     Credit(i32),
     Logout(u32),
     Event(Vec<u8>),
@@ -321,7 +321,7 @@ impl<P: Provider> Mini<P> {
             let mut bytes = vec![0; c.byte_len as usize];
             self.rx.read(slot * RX, &mut bytes);
             let said = match FromTarget::parse(&bytes).unwrap() {
-                FromTarget::Rsp(rsp) => Said::Answer(Answer {
+                FromTarget::Rsp(rsp) => Said::Response(Response {
                     tag: rsp.tag.0,
                     delta: rsp.req_lim_delta,
                     status: rsp.status,
@@ -378,10 +378,10 @@ impl<P: Provider> Mini<P> {
     }
 
     /// Waits for a response.
-    pub fn answer(&mut self, pump: Pump<'_, P>) -> Answer {
+    pub fn receive_response(&mut self, pump: Pump<'_, P>) -> Response {
         match self.next(pump) {
-            Said::Answer(answer) => answer,
-            other => panic!("an answer, not {other:?}"),
+            Said::Response(response) => response,
+            other => panic!("expected a response, not {other:?}"),
         }
     }
 
@@ -392,26 +392,26 @@ impl<P: Provider> Mini<P> {
         out: DataBuffer<'_>,
         into: DataBuffer<'_>,
         pump: Pump<'_, P>,
-    ) -> Answer {
+    ) -> Response {
         self.send_cmd(77, 0, cdb, out, into);
-        self.answer(pump)
+        self.receive_response(pump)
     }
 
     /// Clears the unit attention of a new nexus.
-    pub fn settle(&mut self, pump: Pump<'_, P>) {
+    pub fn clear_unit_attention(&mut self, pump: Pump<'_, P>) {
         let first = self.command(&[0; 6], DataBuffer::None, DataBuffer::None, pump);
         assert_eq!(first.status, 2, "power on");
         let second = self.command(&[0; 6], DataBuffer::None, DataBuffer::None, pump);
         assert_eq!(second.status, 0);
     }
 
-    pub fn read(&mut self, lba: u32, blocks: u16, at: usize, pump: Pump<'_, P>) -> Answer {
+    pub fn read(&mut self, lba: u32, blocks: u16, at: usize, pump: Pump<'_, P>) -> Response {
         let desc = self.desc(at, u32::from(blocks) * 512);
         let cdb = cdb10(0x28, lba, blocks);
         self.command(&cdb, DataBuffer::None, DataBuffer::Direct(desc), pump)
     }
 
-    pub fn write(&mut self, lba: u32, blocks: u16, at: usize, pump: Pump<'_, P>) -> Answer {
+    pub fn write(&mut self, lba: u32, blocks: u16, at: usize, pump: Pump<'_, P>) -> Response {
         let desc = self.desc(at, u32::from(blocks) * 512);
         let cdb = cdb10(0x2a, lba, blocks);
         self.command(&cdb, DataBuffer::Direct(desc), DataBuffer::None, pump)

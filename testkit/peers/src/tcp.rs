@@ -224,7 +224,7 @@ impl<S: Read + Write> Client<S> {
             if let Some((request, text)) = login.poll_request() {
                 client.send(request.header(), &text);
             }
-            let (pdu, _, data) = client.receive().expect("an answer");
+            let (pdu, _, data) = client.receive().expect("response");
             let FromTarget::LoginResponse(response) = pdu else {
                 panic!("{pdu:?}");
             };
@@ -255,8 +255,8 @@ impl<S: Read + Write> Client<S> {
         loop {
             match self.receive_any()? {
                 (FromTarget::NopIn(ping), ..) if ping.ttt != Ttt::NONE => {
-                    let answer = crate::pdus::pong(&ping, self.cmd_sn);
-                    self.send(answer.header(), &[]);
+                    let response = crate::pdus::pong(&ping, self.cmd_sn);
+                    self.send(response.header(), &[]);
                 }
                 other => return Some(other),
             }
@@ -286,7 +286,7 @@ impl<S: Read + Write> Client<S> {
     /// Sends a command and returns its status and data.
     pub fn command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) -> (u8, Vec<u8>) {
         self.send_command(cdb, writes, len, data);
-        self.answer()
+        self.receive_response()
     }
 
     pub fn send_command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) {
@@ -357,14 +357,14 @@ impl<S: Read + Write> Client<S> {
         self.send(FromInitiator::TmfRequest(request).header(), &[]);
         match self.receive() {
             Some((FromTarget::TmfResponse(response), ..)) => response.status,
-            other => panic!("a function is answered, not {other:?}"),
+            other => panic!("expected a function response, not {other:?}"),
         }
     }
 
-    pub fn answer(&mut self) -> (u8, Vec<u8>) {
+    pub fn receive_response(&mut self) -> (u8, Vec<u8>) {
         let mut read = Vec::new();
         loop {
-            let (pdu, _, data) = self.receive().expect("an answer");
+            let (pdu, _, data) = self.receive().expect("response");
             match pdu {
                 FromTarget::DataIn(pdu) => {
                     read.extend(data);
@@ -424,10 +424,10 @@ mod tests {
             cmd_sn: 7,
             tsih: Tsih(1),
         };
-        let Some((FromTarget::NopIn(answer), ..)) = client.receive() else {
-            panic!("the answer to a ping of the client's own");
+        let Some((FromTarget::NopIn(response), ..)) = client.receive() else {
+            panic!("response to the client's ping");
         };
-        assert_eq!(answer.itt, Itt(9));
+        assert_eq!(response.itt, Itt(9));
         assert!(client.receive().is_none(), "the end");
         // RFC 7143 11.18: this must be immediate, use the target transfer tag of the ping, and not
         // have its own task tag.

@@ -61,7 +61,7 @@ pub struct Administrator {
     /// Denied initiators, and the time when they must be disconnected.
     denied: Vec<(usize, Instant)>,
     /// Pending query for the sessions of all workers.
-    asked: Option<(Receiver<Snapshot>, Vec<Snapshot>)>,
+    pending_snapshots: Option<(Receiver<Snapshot>, Vec<Snapshot>)>,
 }
 
 /// Sizes of the files that would be created or extended by a change.
@@ -86,7 +86,7 @@ impl Administrator {
             model: Rc::clone(model),
             refused: None,
             denied: Vec::new(),
-            asked: None,
+            pending_snapshots: None,
         }
     }
 
@@ -114,7 +114,7 @@ impl Administrator {
         ledger.change(target.layout.visible_units(), now);
         ledger.end_periods(now);
         drop(ledger);
-        (self.refused, self.asked) = (None, None);
+        (self.refused, self.pending_snapshots) = (None, None);
         self.postpone(now);
     }
 
@@ -302,25 +302,25 @@ impl Administrator {
 
     /// Checks that denied initiators don't have a session.
     fn look_at_sessions(&mut self, target: &Target, now: Instant) -> Result<(), String> {
-        let can_answer = target.is_free() && target.is_whole() && !target.faults.stall();
+        let can_respond = target.is_free() && target.is_whole() && !target.faults.stall();
         if target.faults.stall() || !target.stalled.is_empty() {
             // A session is not removed while the disk is using its commands or its worker is
             // stalled.
             self.postpone(now);
         }
-        let Some((answers, mut snapshots)) = self.asked.take() else {
-            if can_answer && self.denied.iter().any(|(_, due)| *due <= now) {
-                self.asked = Some((target.request_snapshots(), Vec::new()));
+        let Some((receiver, mut snapshots)) = self.pending_snapshots.take() else {
+            if can_respond && self.denied.iter().any(|(_, due)| *due <= now) {
+                self.pending_snapshots = Some((target.request_snapshots(), Vec::new()));
             }
             return Ok(());
         };
-        if !can_answer {
+        if !can_respond {
             self.postpone(now);
             return Ok(());
         }
-        snapshots.extend(answers.try_iter());
+        snapshots.extend(receiver.try_iter());
         if snapshots.len() < target.workers() {
-            self.asked = Some((answers, snapshots));
+            self.pending_snapshots = Some((receiver, snapshots));
             return Ok(());
         }
         for (index, due) in &mut self.denied {

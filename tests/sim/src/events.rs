@@ -84,8 +84,10 @@ pub fn record<T>(most: usize, f: impl FnOnce() -> T) -> (T, Vec<String>) {
     let usual = Targets::new()
         .with_default(LevelFilter::INFO)
         .with_target("riser_sim", Level::TRACE);
-    let asked = std::env::var("RUST_LOG").ok();
-    let wanted = asked.and_then(|asked| asked.parse().ok()).unwrap_or(usual);
+    let filter = std::env::var("RUST_LOG").ok();
+    let wanted = filter
+        .and_then(|filter| filter.parse().ok())
+        .unwrap_or(usual);
     let subscriber = tracing_subscriber::registry().with(wanted).with(format);
     let result = tracing::subscriber::with_default(subscriber, f);
     let mut last = lines.last.lock().unwrap_or_else(PoisonError::into_inner);

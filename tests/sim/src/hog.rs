@@ -516,7 +516,7 @@ impl Hog {
     }
 
     fn on_pdu(&mut self, pdu: FromTarget, now: Instant) {
-        let connection = self.connection.as_mut().expect("it was heard");
+        let connection = self.connection.as_mut().expect("it was received");
         match pdu {
             FromTarget::R2t(R2t {
                 itt,

@@ -387,14 +387,14 @@ impl User {
     /// Called when a command for blocks has completed, with its start time: the result must be
     /// consistent with the reservations. The model only exists if it knows all reservations, and
     /// this nexus never registers.
-    fn judge_access<T>(&self, begin: u64, writes: bool, result: &Result<T, LunError>) {
+    fn check_access<T>(&self, begin: u64, writes: bool, result: &Result<T, LunError>) {
         let conflicts = match result {
             Ok(_) => false,
             Err(LunError::Status(CONFLICT)) => true,
             Err(_) => return,
         };
         if let Some(model) = &self.model {
-            self.check_result(model.judge_access(self.port, begin, writes, conflicts));
+            self.check_result(model.check_access(self.port, begin, writes, conflicts));
         }
     }
 
@@ -510,7 +510,7 @@ impl User {
         let begin = self.instant();
         let result = lun.write(offset, buffer, fua).await.map(drop);
         self.on_end("write", &blocks, &result);
-        self.judge_access(begin, true, &result);
+        self.check_access(begin, true, &result);
         self.end_write(id, result.clone().map(|()| fua || !self.is_cached));
         result
     }
@@ -529,7 +529,7 @@ impl User {
         let begin = self.instant();
         let result = lun.write_zeroes(bytes, options).await;
         self.on_end("zero", &blocks, &result);
-        self.judge_access(begin, true, &result);
+        self.check_access(begin, true, &result);
         if let Some(flush) = flush {
             match result {
                 Ok(()) => self.check_result(self.history.end_flush(flush)),
@@ -571,19 +571,19 @@ impl User {
         let begin = self.instant();
         let end = lun.scsi(cdb, len, IoData::One(buffer)).await;
         self.on_end("swap", &(block..block + 1), &outcome(&end.result));
-        if let Ok(answer) = &end.result {
-            let is_good = answer.status == 0;
-            let result = is_good.then_some(()).ok_or_else(|| failure(answer));
-            self.judge_access(begin, true, &result);
+        if let Ok(response) = &end.result {
+            let is_good = response.status == 0;
+            let result = is_good.then_some(()).ok_or_else(|| failure(response));
+            self.check_access(begin, true, &result);
         }
         match end.result {
-            Ok(answer) if answer.status == 0 => {
+            Ok(response) if response.status == 0 => {
                 let is_durable = fua || !self.is_cached;
                 self.check_result(self.history.acknowledge_swap(id, &expected, is_durable));
             }
-            Ok(answer) => match answer.sense().map(|sense| sense.key) {
+            Ok(response) => match response.sense().map(|sense| sense.key) {
                 Some(SenseKey::Miscompare) => self.check_result(self.history.refute(id)),
-                _ => self.end_write(id, Err(failure(&answer))),
+                _ => self.end_write(id, Err(failure(&response))),
             },
             // A raw command is not retried after another initiator has reset the unit.
             Err(_) => self.history.lose(id),
@@ -632,7 +632,7 @@ impl User {
         let begin = self.instant();
         let result = lun.read(offset, buffer).await;
         self.on_end("read", &blocks, &result);
-        self.judge_access(begin, false, &result);
+        self.check_access(begin, false, &result);
         match result {
             Ok(buffer) => {
                 let mut bytes = vec![0; len];
@@ -650,12 +650,12 @@ impl User {
 }
 
 /// Converts an unsuccessful response to an error.
-fn failure(answer: &CommandResponse) -> LunError {
-    match answer.sense() {
+fn failure(response: &CommandResponse) -> LunError {
+    match response.sense() {
         Some(Sense {
             key, additional, ..
         }) => LunError::Check { key, additional },
-        None => LunError::Status(answer.status),
+        None => LunError::Status(response.status),
     }
 }
 
@@ -674,8 +674,8 @@ fn is_of_another(error: &LunError) -> bool {
 
 /// Describes the result of a command.
 fn outcome(result: &RequestResult) -> Result<(), String> {
-    let answer = result.as_ref().map_err(ToString::to_string)?;
-    match (answer.status, answer.sense()) {
+    let response = result.as_ref().map_err(ToString::to_string)?;
+    match (response.status, response.sense()) {
         (0, _) => Ok(()),
         (_, Some(sense)) => Err(format!("{}: {}", sense.key, sense.additional)),
         (status, None) => Err(format!("status {status:#04x}")),

@@ -327,7 +327,7 @@ impl Model {
     ///
     /// # Errors
     /// Returns an error if this does not match any state.
-    pub fn judge_access(
+    pub fn check_access(
         &self,
         nexus: Port,
         begin: u64,
@@ -763,12 +763,12 @@ mod tests {
         carry_out(&model, change(ONE, Action::Reserve, 1, 0));
         let after = model.begin();
         for conflict in [false, true] {
-            model.judge_access(TWO, before, true, conflict).unwrap();
+            model.check_access(TWO, before, true, conflict).unwrap();
         }
-        model.judge_access(TWO, after, true, true).unwrap();
-        model.judge_access(TWO, after, true, false).unwrap_err();
-        model.judge_access(TWO, after, false, true).unwrap_err();
-        model.judge_access(ONE, after, true, true).unwrap_err();
+        model.check_access(TWO, after, true, true).unwrap();
+        model.check_access(TWO, after, true, false).unwrap_err();
+        model.check_access(TWO, after, false, true).unwrap_err();
+        model.check_access(ONE, after, true, true).unwrap_err();
     }
 
     #[test]

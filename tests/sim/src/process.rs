@@ -126,8 +126,8 @@ pub(crate) enum Ending {
     /// Workers check if block operations are hanging.
     Checking { check: BlockCheck, fails: bool },
     /// Workers duplicate their sockets.
-    Asking {
-        answers: Vec<Receiver<io::Result<Vec<TcpListener>>>>,
+    Duplicating {
+        replies: Vec<Receiver<io::Result<Vec<TcpListener>>>>,
         sockets: Vec<TcpListener>,
         fails: bool,
     },
@@ -377,7 +377,7 @@ impl Target {
     }
 
     /// Continues to exit.
-    pub(crate) fn go_on_ending(&mut self, now: Instant, history: &History) -> Ended {
+    pub(crate) fn continue_ending(&mut self, now: Instant, history: &History) -> Ended {
         match self.ending.take() {
             None => {}
             Some(Ending::Waiting(kind)) if self.job.is_some() => {
@@ -389,23 +389,23 @@ impl Target {
                 self.ending = Some(match check.poll(now) {
                     None => Ending::Checking { check, fails },
                     Some(Err(error)) => return Ended::Refused(error.to_string()),
-                    Some(Ok(())) => Ending::Asking {
-                        answers: server.ask_for_sockets(),
+                    Some(Ok(())) => Ending::Duplicating {
+                        replies: server.request_sockets(),
                         sockets: Vec::new(),
                         fails,
                     },
                 });
             }
-            Some(Ending::Asking {
-                answers,
+            Some(Ending::Duplicating {
+                replies,
                 sockets,
                 fails,
-            }) => return self.take_sockets(answers, sockets, fails, now),
+            }) => return self.take_sockets(replies, sockets, fails, now),
             Some(Ending::Draining {
                 drain,
                 sockets,
                 fails,
-            }) => return self.go_on_draining(drain, sockets, fails, now),
+            }) => return self.continue_draining(drain, sockets, fails, now),
             Some(Ending::Stopping {
                 mut shutdown,
                 handover,
@@ -446,28 +446,28 @@ impl Target {
 
     fn take_sockets(
         &mut self,
-        mut answers: Vec<Receiver<io::Result<Vec<TcpListener>>>>,
+        mut replies: Vec<Receiver<io::Result<Vec<TcpListener>>>>,
         mut sockets: Vec<TcpListener>,
         fails: bool,
         now: Instant,
     ) -> Ended {
-        while let Some(answer) = answers.first() {
-            match answer.try_recv() {
+        while let Some(reply) = replies.first() {
+            match reply.try_recv() {
                 Ok(Ok(more)) => sockets.extend(more),
                 Ok(Err(error)) => return Ended::Refused(error.to_string()),
                 Err(TryRecvError::Disconnected) => {
                     return Ended::Refused("a worker exited".to_owned());
                 }
                 Err(TryRecvError::Empty) => {
-                    self.ending = Some(Ending::Asking {
-                        answers,
+                    self.ending = Some(Ending::Duplicating {
+                        replies,
                         sockets,
                         fails,
                     });
                     return Ended::NotYet;
                 }
             }
-            answers.remove(0);
+            replies.remove(0);
         }
         let server = self.server.as_mut().expect("it ends");
         self.ending = Some(Ending::Draining {
@@ -478,7 +478,7 @@ impl Target {
         Ended::NotYet
     }
 
-    fn go_on_draining(
+    fn continue_draining(
         &mut self,
         mut drain: Drain,
         sockets: Vec<TcpListener>,
@@ -548,7 +548,7 @@ impl Target {
             Ending::Checking { check, .. } => Some(check.deadline()),
             Ending::Draining { drain, .. } => Some(drain.deadline()),
             Ending::Stopping { shutdown, .. } => Some(shutdown.deadline()),
-            Ending::Waiting(_) | Ending::Asking { .. } => None,
+            Ending::Waiting(_) | Ending::Duplicating { .. } => None,
         });
         change.into_iter().chain(end).min()
     }

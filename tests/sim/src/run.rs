@@ -18,7 +18,7 @@ use tracing::debug;
 
 use crate::administrator::Administrator;
 use crate::caught::caught;
-use crate::cheat::{Cheat, Overheard, Surroundings};
+use crate::cheat::{Cheat, Sniffer, Surroundings};
 use crate::disks::DiskFault;
 use crate::exchange::{self, Disks};
 use crate::executor::Executor;
@@ -190,20 +190,20 @@ impl World {
         let initiators = initiators.collect();
         let guard = Guard::new(plan.private_units);
         let (tap, paths) = (guard.clone(), plan.paths);
-        let overheard = Overheard::default();
+        let sniffer = Sniffer::default();
         let surroundings = Surroundings {
             fabric: fabric.clone(),
             dialed: dialed.clone(),
             port: target.port_of_cheats().unwrap_or(port),
             honest: port,
             hosts: (plan.initiators.len(), plan.rivals.len()),
-            overheard: overheard.clone(),
+            sniffer: sniffer.clone(),
         };
-        let overheard = (!plan.cheats.is_empty()).then_some(overheard);
-        let ears = overheard.clone();
+        let sniffer = (!plan.cheats.is_empty()).then_some(sniffer);
+        let network_sniffer = sniffer.clone();
         fabric.tap(move |from, to, bytes| {
-            if let Some(overheard) = &ears {
-                overheard.record_packet(from.ip(), to.ip(), bytes);
+            if let Some(sniffer) = &network_sniffer {
+                sniffer.record_packet(from.ip(), to.ip(), bytes);
             }
             let mut addresses = (0..paths).map(target::rdma_address);
             if addresses.any(|address| address == from.ip()) {
@@ -243,7 +243,7 @@ impl World {
             rng,
             fabric,
             target,
-            network: Network::new(listeners, guard.clone(), overheard),
+            network: Network::new(listeners, guard.clone(), sniffer),
             guard,
             exchanged: Disks::default(),
             initiators,
@@ -338,7 +338,7 @@ impl World {
                 return Err(format!("a quiet day, and {:?}", status.last_down()));
             }
             if self.plan.is_quiet() && status.stale() > 0 {
-                return Err(format!("a quiet day, and {} stale answers", status.stale()));
+                return Err(format!("no faults, and {} stale responses", status.stale()));
             }
             let (blocks, verdict) = (self.plan.blocks, Rc::clone(&self.verdict));
             let unwritten = Rc::clone(&unwritten);
@@ -705,7 +705,7 @@ impl World {
             self.failed = None;
             self.target.begin_end(EndKind::Failure);
         }
-        let worked = match self.target.go_on_ending(now, &self.history) {
+        let worked = match self.target.continue_ending(now, &self.history) {
             Ended::NotYet => false,
             Ended::Refused(why) => {
                 coverage::note("process", "upgrade", "refused");

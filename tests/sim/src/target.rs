@@ -149,7 +149,7 @@ pub struct Target {
     pub(crate) stores: BTreeMap<String, Weak<Store>>,
     failures: Failures,
     /// Set if the disk has reported a failed writeback to the process, but this is not saved yet.
-    is_heard: bool,
+    is_unsaved: bool,
     pub(crate) kept: SavedState,
     /// Number of times that the host was booted.
     pub(crate) boots: u64,
@@ -207,7 +207,7 @@ impl Target {
             others: others.into(),
             stores: BTreeMap::new(),
             failures,
-            is_heard: false,
+            is_unsaved: false,
             kept,
             boots: 1,
             rng: rng.fork(),
@@ -287,7 +287,7 @@ impl Target {
         self.update_reported(was_unseen);
         // The disk only reports a lost writeback once. If the process has not saved this, it is
         // lost with the process.
-        if std::mem::take(&mut self.is_heard) {
+        if std::mem::take(&mut self.is_unsaved) {
             self.end_loss(history);
             history.forgive_losses();
         }
@@ -319,8 +319,8 @@ impl Target {
     /// Checks if the disk has reported a failed writeback since the last call, or if the process
     /// has saved this.
     pub(crate) fn update_reported(&mut self, was_unseen: bool) {
-        self.is_heard |= was_unseen && !self.disk.has_unseen_error();
-        self.is_heard &= !self.failures.has();
+        self.is_unsaved |= was_unseen && !self.disk.has_unseen_error();
+        self.is_unsaved &= !self.failures.has();
     }
 
     /// Starts to fail writeback for part of the disk's cache. The disk reports this once and then
@@ -389,7 +389,7 @@ impl Target {
             is_forgiven |= is_own && is_cleared;
         }
         if is_forgiven {
-            self.is_heard = false;
+            self.is_unsaved = false;
             history.forgive_losses();
         }
     }
@@ -397,9 +397,9 @@ impl Target {
     /// Requests reports from all workers, which are sent in their next iteration.
     #[must_use]
     pub fn request_snapshots(&self) -> Receiver<Snapshot> {
-        let (answers, snapshots) = channel();
+        let (sender, snapshots) = channel();
         for mail in &self.mail {
-            let _ = mail.send(Mail::Snapshot(answers.clone()));
+            let _ = mail.send(Mail::Snapshot(sender.clone()));
         }
         snapshots
     }
@@ -594,7 +594,7 @@ impl Member {
 
     /// Completes operations that are due, in random order. Returns their number.
     fn complete(&mut self, now: Instant, faults: &mut DiskFaults, rng: &mut Rng) -> usize {
-        let mut operations = self.kernel.operations_beside(&faults.hung);
+        let mut operations = self.kernel.operations_except(&faults.hung);
         rng.shuffle(&mut operations);
         let mut completed = 0;
         for operation in operations {

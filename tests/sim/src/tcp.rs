@@ -14,7 +14,7 @@ use fastrand::Rng;
 use riser_reactor::simulated::{Listener, Peer};
 use riser_transport::loopback::Blocked;
 
-use crate::cheat::Overheard;
+use crate::cheat::Sniffer;
 use crate::initiator::Dial;
 use crate::leaks::{self, Guard};
 
@@ -146,7 +146,7 @@ pub struct Network {
     scratch: Vec<u8>,
     guard: Guard,
     /// Collects information that cheating peers could eavesdrop.
-    overheard: Option<Overheard>,
+    sniffer: Option<Sniffer>,
 }
 
 /// Received bytes.
@@ -168,11 +168,11 @@ impl Network {
     /// Creates a network for these listeners. Each connection is assigned to one of them, as with
     /// `SO_REUSEPORT`.
     #[must_use]
-    pub fn new(listeners: Listeners, guard: Guard, overheard: Option<Overheard>) -> Self {
+    pub fn new(listeners: Listeners, guard: Guard, sniffer: Option<Sniffer>) -> Self {
         Self {
             listeners,
             guard,
-            overheard,
+            sniffer,
             connections: Vec::new(),
             vanished: Vec::new(),
             gone: Vec::new(),
@@ -333,7 +333,7 @@ impl Network {
                 arrived: &mut self.arrived,
                 scratch,
                 guard: &self.guard,
-                overheard: self.overheard.as_ref(),
+                sniffer: self.sniffer.as_ref(),
             };
             moved += connection.turn(now, surroundings);
             !connection.is_over(ways)
@@ -416,7 +416,7 @@ struct Surroundings<'a> {
     arrived: &'a mut ReceivedBytes,
     scratch: &'a mut [u8],
     guard: &'a Guard,
-    overheard: Option<&'a Overheard>,
+    sniffer: Option<&'a Sniffer>,
 }
 
 impl Connection {
@@ -433,7 +433,7 @@ impl Connection {
             arrived,
             scratch,
             guard,
-            overheard,
+            sniffer,
         } = with;
         let mut moved = 0;
         let at = now + LATENCY;
@@ -449,8 +449,8 @@ impl Connection {
         if !bytes.is_empty() {
             moved += bytes.len();
             self.sent.check_bytes(guard, self.from, &bytes);
-            if let Some(overheard) = overheard {
-                overheard.hear_stream(self.from, false, &bytes);
+            if let Some(sniffer) = sniffer {
+                sniffer.record_stream(self.from, false, &bytes);
             }
             self.to_initiator.push(at + late(), bytes);
         }
@@ -464,8 +464,8 @@ impl Connection {
                 Ok(len) => {
                     moved += len;
                     self.to_target.push(at + late(), scratch[..len].to_vec());
-                    if let Some(overheard) = overheard {
-                        overheard.hear_stream(self.from, true, &scratch[..len]);
+                    if let Some(sniffer) = sniffer {
+                        sniffer.record_stream(self.from, true, &scratch[..len]);
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {

@@ -213,7 +213,7 @@ pub struct Watcher {
     tag: u32,
     cmd_sn: CmdSn,
     task: Option<Task>,
-    heard: Vec<ReportedCause>,
+    reported: Vec<ReportedCause>,
     /// The backend that each LUN is expected to use.
     taken: BTreeMap<u16, &'static str>,
     /// The backends of each LUN during its logins since it was last identified.
@@ -248,7 +248,7 @@ impl Watcher {
             tag: 1,
             cmd_sn: CmdSn(1),
             task: None,
-            heard: Vec::new(),
+            reported: Vec::new(),
             taken: BTreeMap::new(),
             led_to: BTreeMap::new(),
             missing: None,
@@ -311,7 +311,7 @@ impl Watcher {
         match event {
             Event::Ready(..) => {
                 (self.is_up, self.next) = (true, now);
-                self.heard.clear();
+                self.reported.clear();
                 self.take_units(now);
                 // Changes since the start of the login may or may not be reported.
                 for lun in [0, SIDE, RAM, ADDED] {
@@ -504,12 +504,12 @@ impl Watcher {
                     task.data.extend_from_slice(data);
                 }
                 if let Some(with) = header.status {
-                    self.on_answer(header.itt.0, with.status, None, now);
+                    self.on_status(header.itt.0, with.status, None, now);
                 }
             }
             FromTarget::ScsiResponse(response) => {
                 let sense = ScsiResponse::sense_of(data).ok().and_then(Sense::parse);
-                self.on_answer(response.itt.0, response.status, sense, now);
+                self.on_status(response.itt.0, response.status, sense, now);
             }
             FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => {
                 let connection = self.connection.as_mut().expect("it sent this");
@@ -527,7 +527,7 @@ impl Watcher {
         }
     }
 
-    fn on_answer(&mut self, tag: u32, status: u8, sense: Option<Sense>, now: Instant) {
+    fn on_status(&mut self, tag: u32, status: u8, sense: Option<Sense>, now: Instant) {
         let Some(task) = self.task.take_if(|task| task.tag == tag) else {
             return self.fail(&format!("status {status:#04x} for nothing"));
         };
@@ -543,7 +543,7 @@ impl Watcher {
         {
             missing.remove(&task.lun);
         }
-        let judged = match (status, sense) {
+        let result = match (status, sense) {
             (GOOD, _) => self.on_success(&task, now),
             (CHECK_CONDITION, Some(sense)) => self.on_sense(&task, sense, now),
             _ => Ok(()),
@@ -554,7 +554,7 @@ impl Watcher {
         {
             self.ledger.borrow_mut().ram.push(byte);
         }
-        if let Err(why) = judged {
+        if let Err(why) = result {
             self.fail(&format!("LUN {}: {:?}: {why}", task.lun, task.look));
         }
     }
@@ -610,7 +610,7 @@ impl Watcher {
         let all: Vec<_> = all.collect();
         let fresh = all.iter().filter(|(_, begin, _)| {
             let place = self.find_attention(task.lun, kind, *begin);
-            place.is_none_or(|at| self.heard[at].is_excused)
+            place.is_none_or(|at| self.reported[at].is_excused)
         });
         if fresh.count() == 0 {
             return Err(format!("UNIT ATTENTION {kind:02x?} without a cause"));
@@ -643,7 +643,7 @@ impl Watcher {
 
     /// Checks a successful command: it must have been executed by the backend that the initiator
     /// expects.
-    fn judge_identity(&mut self, task: &Task, now: Instant) -> Result<(), String> {
+    fn check_identity(&mut self, task: &Task, now: Instant) -> Result<(), String> {
         let ledger = self.ledger.borrow();
         let units = ledger.during(task.begin, now);
         let units = units.filter_map(|period| period.unit(task.lun));
@@ -663,13 +663,13 @@ impl Watcher {
 
     fn find_attention(&self, lun: u16, kind: Kind, begin: Instant) -> Option<usize> {
         let is_it = |one: &ReportedCause| (one.lun, one.kind, one.begin) == (lun, kind, begin);
-        self.heard.iter().position(is_it)
+        self.reported.iter().position(is_it)
     }
 
     fn record_attention(&mut self, lun: u16, kind: Kind, begin: Instant, is_excused: bool) {
         match self.find_attention(lun, kind, begin) {
-            Some(at) => self.heard[at].is_excused &= is_excused,
-            None => self.heard.push(ReportedCause {
+            Some(at) => self.reported[at].is_excused &= is_excused,
+            None => self.reported.push(ReportedCause {
                 lun,
                 kind,
                 begin,
@@ -695,7 +695,7 @@ impl Watcher {
             task.look,
             WatcherCommand::SerialNumber | WatcherCommand::ReportLuns
         ) {
-            self.judge_identity(task, now)?;
+            self.check_identity(task, now)?;
             let causes = ledger.borrow().causes(task.lun, self.since);
             for (kind, begin, certain) in causes {
                 let is_certain = certain.is_some_and(|at| at < task.begin);
@@ -764,7 +764,7 @@ impl Watcher {
             return Err(format!("no layout explains GOOD with {data:02x?}"));
         }
         if task.lun == RAM {
-            return judge_memory(&mut ledger, task, self.since);
+            return check_memory(&mut ledger, task, self.since);
         }
         Ok(())
     }
@@ -772,7 +772,7 @@ impl Watcher {
 
 /// Compares data from the RAM disk with its possible contents. If the session started before the
 /// contents were lost, its writes may still go to the old contents.
-fn judge_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), String> {
+fn check_memory(ledger: &mut Ledger, task: &Task, since: Instant) -> Result<(), String> {
     match task.look {
         WatcherCommand::Write(byte) => {
             ledger.ram = vec![byte];

@@ -6,8 +6,8 @@ use riser_sim::{Plan, run};
 
 #[test]
 fn corpus_plans_pass() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
-    let files = std::fs::read_dir(folder).unwrap();
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+    let files = std::fs::read_dir(directory).unwrap();
     let mut files: Vec<_> = files.map(|entry| entry.unwrap().path()).collect();
     files.sort();
     assert!(!files.is_empty());

@@ -10,7 +10,7 @@
 //! evenly spaced).
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints figures")]
+#![allow(clippy::print_stdout, reason = "prints results")]
 
 use std::time::Duration;
 
@@ -70,7 +70,7 @@ fn enumerate(protocol: Protocol, place: Place) -> usize {
 fn target_survives_any_failed_call() {
     for protocol in [Protocol::Srp, Protocol::Iser] {
         let runs = enumerate(protocol, Place::Path(0));
-        println!("figure: {runs} failures at a target, over {protocol:?}");
+        println!("result: {runs} failures at a target, over {protocol:?}");
     }
 }
 
@@ -78,6 +78,6 @@ fn target_survives_any_failed_call() {
 fn initiator_survives_any_failed_call() {
     for protocol in [Protocol::Srp, Protocol::Iser] {
         let runs = enumerate(protocol, Place::Initiator(0));
-        println!("figure: {runs} failures at an initiator, over {protocol:?}");
+        println!("result: {runs} failures at an initiator, over {protocol:?}");
     }
 }

@@ -192,9 +192,9 @@ impl State {
         for entry in all.filter(|e| is_covered(e)) {
             (entry.is_certain, entry.is_durable) = (true, true);
         }
-        let is_answered =
+        let is_acknowledged =
             |r: &mut Risk| (r.version.writer == port || r.is_of_all) && r.acknowledged < begin;
-        let risks = kept.risks.extract_if(.., is_answered);
+        let risks = kept.risks.extract_if(.., is_acknowledged);
         for risk in risks.filter(|r| r.is_of_all || is_alone && r.acknowledged > failed) {
             let is_older = |zone: (u64, u64)| zone.1 < risk.zone.0;
             let mut survivors = kept.survivors.iter();

@@ -134,7 +134,7 @@ fn an_acknowledgement_can_be_what_does_not_fit() {
 }
 
 #[test]
-fn a_lost_write_may_come_late_until_its_port_is_answered() {
+fn lost_write_may_execute_until_port_responds() {
     let mut disk = Disk::new();
     let one = disk.begin(A);
     disk.history.lose(one);
@@ -149,7 +149,11 @@ fn a_lost_write_may_come_late_until_its_port_is_answered() {
     disk.history.lose(one);
     let two = disk.write(B);
     disk.read(A, Some(two)).unwrap();
-    assert_eq!(disk.history.lost(), 0, "a command of its port was answered");
+    assert_eq!(
+        disk.history.lost(),
+        0,
+        "a command of its port has a response"
+    );
     let three = disk.write(B);
     disk.read(B, Some(three)).unwrap();
     assert!(
@@ -170,7 +174,7 @@ fn a_lost_write_that_took_effect_is_there_until_it_is_overwritten() {
 
 /// A command that was sent before the loss must not be treated as a fence.
 #[test]
-fn an_answer_to_an_earlier_command_is_no_fence() {
+fn earlier_command_response_is_no_fence() {
     let mut disk = Disk::new();
     let read = disk.history.begin_read(A, 1..2);
     let one = disk.begin(A);
@@ -238,7 +242,7 @@ fn a_refused_write_may_have_taken_effect_but_does_not_later() {
 /// A write that is retried can be returned again until it's acknowledged, but not while the block
 /// must contain a different version.
 #[test]
-fn a_repeated_write_may_come_back_until_it_ends() {
+fn repeated_write_may_reappear_until_completion() {
     let story = |history: History| {
         let mut disk = Disk {
             history,
@@ -453,7 +457,7 @@ fn a_flush_covers_only_what_was_acknowledged_before_it_began() {
 }
 
 #[test]
-fn a_write_that_was_answered_across_a_power_cut_may_be_lost_unless_it_is_durable() {
+fn write_acknowledged_across_power_cut_may_be_lost() {
     for is_durable in [false, true] {
         let mut disk = Disk::with_power_cuts();
         let old = disk.write(A);
@@ -738,7 +742,7 @@ struct Cached {
     /// Pending flushes, whether they were executed, and whether they should fail.
     flushes: Vec<(FlushId, Port, bool, bool)>,
     /// Ports with acknowledged writes in the cache.
-    unsettled: HashMap<Port, bool>,
+    uncertain: HashMap<Port, bool>,
     /// Ports for which the next flush should fail.
     lost: HashMap<Port, bool>,
     state: u64,
@@ -768,11 +772,11 @@ impl Cached {
         let (id, is_durable) = (write.id, write.is_durable);
         self.dirty.push(Some(id));
         if is_durable {
-            self.settle_writes();
+            self.stabilize_writes();
         }
     }
 
-    fn settle_writes(&mut self) {
+    fn stabilize_writes(&mut self) {
         self.stable = self.content();
         self.dirty.clear();
     }
@@ -794,7 +798,7 @@ impl Cached {
         for write in &mut self.writes {
             write.is_done_now = false;
         }
-        let ports: Vec<_> = self.unsettled.drain().map(|(port, _)| port).collect();
+        let ports: Vec<_> = self.uncertain.drain().map(|(port, _)| port).collect();
         ports.into_iter().for_each(|port| self.lose(port));
     }
 
@@ -810,7 +814,7 @@ impl Cached {
             (_, false) => {
                 self.disk.history.acknowledge(write.id).unwrap();
                 match write.is_done_now {
-                    true => drop(self.unsettled.insert(write.port, true)),
+                    true => drop(self.uncertain.insert(write.port, true)),
                     // The response was sent before the power failure.
                     false => self.lose(write.port),
                 }
@@ -822,7 +826,7 @@ impl Cached {
         let at = self.draw(self.flushes.len());
         let (id, port, is_done, fails) = self.flushes.remove(at);
         if !is_done {
-            self.settle_writes();
+            self.stabilize_writes();
         }
         if self.lost.remove(&port).is_some() || fails {
             self.disk.history.fail_flush(id);
@@ -858,7 +862,7 @@ impl Cached {
             6 if !self.flushes.is_empty() => {
                 let at = self.draw(self.flushes.len());
                 if self.draw(2) == 0 {
-                    self.settle_writes();
+                    self.stabilize_writes();
                     self.flushes[at].2 = true;
                 } else {
                     return self.end_flush();
@@ -883,7 +887,7 @@ fn a_cache_that_loses_only_what_it_may_is_never_found_fault_with() {
             dirty: Vec::new(),
             writes: Vec::new(),
             flushes: Vec::new(),
-            unsettled: HashMap::new(),
+            uncertain: HashMap::new(),
             lost: HashMap::new(),
             state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15),
         };

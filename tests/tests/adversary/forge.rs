@@ -130,7 +130,7 @@ impl Seen {
     }
 
     /// Returns true if this is a full READ response with [`READ_LEN`] bytes.
-    fn answers_stranger(&self) -> bool {
+    fn responds_to_stranger(&self) -> bool {
         let padded = READ_LEN.next_multiple_of(4);
         let pad = usize::from(self.body[1] >> 4 & 3);
         // Includes the BTH, AETH and ICRC in addition to the data.
@@ -161,7 +161,7 @@ pub(crate) struct Forger {
     logins: Vec<Login>,
     pub(crate) sent: u64,
     /// Number of our READ requests for which the response contained data.
-    pub(crate) answered: u64,
+    pub(crate) responses: u64,
 }
 
 impl Forger {
@@ -182,7 +182,7 @@ impl Forger {
             requests,
             logins,
             sent: 0,
-            answered: 0,
+            responses: 0,
         }
     }
 
@@ -230,7 +230,7 @@ impl Forger {
     /// Processes all packets captured by the sniffer since the last call.
     pub(crate) fn learn(&mut self, sniffer: &mut Sniffer) {
         while let Some(seen) = sniffer.next() {
-            self.answered += u64::from(seen.answers_stranger());
+            self.responses += u64::from(seen.responds_to_stranger());
             if self.seen.len() == Self::KEPT {
                 self.seen.pop_front();
             }

@@ -13,7 +13,7 @@ use riser_transport::verbs::{
 use super::net::{STRANGER, TARGET};
 
 /// Timeout for responses that are needed to select the next message.
-pub(crate) const ANSWER: Duration = Duration::from_secs(2);
+pub(crate) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of connections at the same time.
 pub(crate) const PARALLEL: usize = 32;
 
@@ -47,7 +47,7 @@ pub(crate) struct Connection {
     /// number of messages received from the target.
     pub(crate) sent: u64,
     pub(crate) acknowledged: u64,
-    pub(crate) came: u64,
+    pub(crate) received: u64,
     /// Index of its memory.
     place: usize,
     private_data: Vec<u8>,
@@ -77,12 +77,14 @@ impl Host {
     pub(crate) fn begin(&mut self, place: usize, port: u16, private_data: Vec<u8>) -> Connection {
         let cm = self.dev.create_id(PortSpace::Tcp).unwrap();
         let to = SocketAddr::new(TARGET.into(), port);
-        self.dev.resolve_addr(cm, None, to, ANSWER).unwrap();
+        self.dev
+            .resolve_addr(cm, None, to, RESPONSE_TIMEOUT)
+            .unwrap();
         Connection {
             state: State::Connecting,
             sent: 0,
             acknowledged: 0,
-            came: 0,
+            received: 0,
             place,
             private_data,
             cm,
@@ -94,7 +96,7 @@ impl Host {
     /// Tries to connect. There must not be any other connection.
     pub(crate) fn connect(&mut self, port: u16, private_data: Vec<u8>) -> Connection {
         let mut connection = self.begin(0, port, private_data);
-        let until = Instant::now() + ANSWER;
+        let until = Instant::now() + RESPONSE_TIMEOUT;
         while connection.state == State::Connecting && Instant::now() < until {
             self.drive(&mut [&mut connection]);
         }
@@ -120,7 +122,7 @@ impl Host {
                 if !completion.status.is_ok() {
                     connection.state = State::Ended;
                 } else if completion.opcode.is_recv() {
-                    connection.came += 1;
+                    connection.received += 1;
                     self.post_recv(connection, completion.wr_id.0 as usize);
                 } else {
                     connection.acknowledged += 1;
@@ -131,8 +133,11 @@ impl Host {
 
     fn heed(&mut self, connection: &mut Connection, event: &CmEventKind) {
         match event {
-            CmEventKind::AddrResolved => self.dev.resolve_route(connection.cm, ANSWER).unwrap(),
-            CmEventKind::RouteResolved => self.ask(connection),
+            CmEventKind::AddrResolved => self
+                .dev
+                .resolve_route(connection.cm, RESPONSE_TIMEOUT)
+                .unwrap(),
+            CmEventKind::RouteResolved => self.send_request(connection),
             CmEventKind::Established { .. } => connection.state = State::Open,
             CmEventKind::TimewaitExit => {}
             _ => connection.state = State::Ended,
@@ -140,7 +145,7 @@ impl Host {
     }
 
     /// Sends the connection request.
-    fn ask(&mut self, connection: &mut Connection) {
+    fn send_request(&mut self, connection: &mut Connection) {
         let cap = QpCap::new(SENDS as u32, RECEIVES as u32);
         let init = QpInitAttr::new(self.pd, connection.cq, QpType::Rc, cap);
         connection.qp = Some(self.dev.create_cm_qp(connection.cm, &init).unwrap());
@@ -205,7 +210,7 @@ impl Host {
         let request = SendWr::new(7, op, &sge);
         let qp = connection.qp.expect("a queue pair");
         self.dev.post_send(qp, &[request]).unwrap();
-        let until = Instant::now() + ANSWER;
+        let until = Instant::now() + RESPONSE_TIMEOUT;
         let mut done = Vec::new();
         while done.is_empty() && Instant::now() < until {
             self.drive(&mut []);

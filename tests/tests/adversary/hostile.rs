@@ -24,7 +24,7 @@ use riser_tests::seeds;
 
 use super::METRICS_PORT;
 use super::forge::{Forger, Sniffer};
-use super::host::{ANSWER, Connection, Host, PARALLEL, State};
+use super::host::{Connection, Host, PARALLEL, RESPONSE_TIMEOUT, State};
 use super::net::{STRANGER, TARGET};
 
 /// Target that the attacker is allowed to use.
@@ -255,17 +255,17 @@ impl Stream {
     }
 
     /// Receives data and sends any pending data.
-    fn go_on(&mut self, sink: &mut [u8]) -> Flow {
-        let mut came = false;
+    fn advance(&mut self, sink: &mut [u8]) -> Flow {
+        let mut received = false;
         loop {
             match self.socket.read(sink) {
                 Ok(0) => return Flow::Closed,
-                Ok(_) => came = true,
+                Ok(_) => received = true,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(_) => return Flow::Reset,
             }
         }
-        if came {
+        if received {
             self.unproven = std::mem::take(&mut self.latest);
         }
         while !self.pending.is_empty() {
@@ -275,7 +275,7 @@ impl Stream {
                 Err(_) => return Flow::Reset,
             }
         }
-        Flow::Came(came)
+        Flow::Came(received)
     }
 }
 
@@ -289,10 +289,10 @@ fn over_tcp(mut mutator: Mutator, wire: Wire, count: u64, mut pace: Pace) -> Tal
     let unproven = |streams: &[Stream]| streams.iter().map(|s| s.unproven).sum::<u64>();
     while tally.messages - unproven(&streams) < count {
         for stream in &mut streams {
-            let flow = stream.go_on(&mut sink);
-            let is_stuck = stream.since.elapsed() > ANSWER;
+            let flow = stream.advance(&mut sink);
+            let is_stuck = stream.since.elapsed() > RESPONSE_TIMEOUT;
             match flow {
-                Flow::Came(came) if stream.logs_in && !is_stuck => stream.logs_in = !came,
+                Flow::Came(received) if stream.logs_in && !is_stuck => stream.logs_in = !received,
                 Flow::Came(_) if !stream.pending.is_empty() && !is_stuck => {}
                 Flow::Came(_) if stream.left > 0 && !pace.is_due() => {}
                 Flow::Came(_) if stream.left > 0 && !is_stuck => {
@@ -421,9 +421,9 @@ impl Raid {
     }
 
     /// Sends the next messages on a connection. Returns false if it was closed.
-    fn go_on(&mut self, line: &mut Line) -> bool {
+    fn advance(&mut self, line: &mut Line) -> bool {
         let connection = &mut line.connection;
-        let is_stuck = line.since.elapsed() > ANSWER;
+        let is_stuck = line.since.elapsed() > RESPONSE_TIMEOUT;
         match (connection.state, line.logs_in) {
             (State::Ended, _) => false,
             (State::Connecting, _) => !is_stuck,
@@ -437,7 +437,7 @@ impl Raid {
                 true
             }
             (State::Open, Login::Sent) => {
-                if connection.came > 0 {
+                if connection.received > 0 {
                     line.logs_in = Login::Over;
                 }
                 !is_stuck
@@ -475,15 +475,15 @@ fn over_rdma(mutator: Mutator, wire: Wire, count: u64, pace: Pace, requests: &[V
         let mut connections: Vec<_> = lines.iter_mut().map(|l| &mut l.connection).collect();
         raid.host.drive(&mut connections);
         for (place, line) in lines.iter_mut().enumerate() {
-            if raid.go_on(line) {
+            if raid.advance(line) {
                 continue;
             }
             let next = raid.open(place);
             let over = std::mem::replace(line, next);
             // If there was a response to the connection request, it must have been received.
-            let is_answered = over.connection.state != State::Connecting;
+            let has_response = over.connection.state != State::Connecting;
             tally.messages += over.connection.acknowledged.saturating_sub(over.valid);
-            tally.messages += u64::from(over.is_changed && is_answered);
+            tally.messages += u64::from(over.is_changed && has_response);
             tally.ended += u64::from(over.connection.state == State::Ended);
             tally.connections += 1;
             raid.host.close(over.connection);
@@ -539,10 +539,10 @@ fn packets(
         sniffer.skip();
         host.send(&mut open, &command);
         let until = Instant::now() + UNSPOILT;
-        while open.state == State::Open && open.came < open.sent && Instant::now() < until {
+        while open.state == State::Open && open.received < open.sent && Instant::now() < until {
             host.drive(&mut [&mut open]);
         }
-        if open.came < open.sent {
+        if open.received < open.sent {
             open.state = State::Ended;
             continue;
         }

@@ -21,7 +21,7 @@
 //! 10), and `RISER_ADVERSARY_SEED` the random seed.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(clippy::print_stdout, reason = "prints seeds and results")]
 #![allow(unsafe_code, reason = "a network namespace of a thread's own")]
 
 mod forge;
@@ -238,7 +238,7 @@ fn serve(world: &World, workers: u32) -> Pair {
 /// Returns the total of all metrics with this prefix and, if set, with this reason or kind.
 fn metric(world: &World, name: &'static str, label: &'static str) -> u64 {
     // The daemon opens its portals first, and all of its connections may be in use.
-    let text = eventually_some("a daemon that answers", PATIENCE, || {
+    let text = eventually_some("a responding daemon", PATIENCE, || {
         world.target.run(|| get(METRICS, "/metrics"))
     });
     let lines = text.lines().filter(|l| l.starts_with(name));
@@ -315,13 +315,13 @@ impl Scene {
             ("riser_device_cm_messages_total", "illegal"),
         ] {
             let count = metric(&self.world, name, label);
-            println!("figure: {label}: {count}");
+            println!("result: {label}: {count}");
             assert!(count > 0, "nothing was refused as {label}");
         }
     }
 
     /// Waits until every honest thread has completed `more` operations, but not less than `span`.
-    fn go_on(&mut self, what: &str, more: u64, span: Duration) {
+    fn wait_progress(&mut self, what: &str, more: u64, span: Duration) {
         let now = |workers: &[(Arc<AtomicU64>, JoinHandle<()>)]| -> Vec<u64> {
             workers
                 .iter()
@@ -348,7 +348,7 @@ impl Scene {
     ///
     /// # Panics
     /// Panics if a command was lost.
-    fn figures(&self, what: &str, span: Duration) -> (u64, [u64; 3]) {
+    fn print_results(&self, what: &str, span: Duration) -> (u64, [u64; 3]) {
         let taken = |n: &AtomicU64| n.swap(0, Ordering::Relaxed);
         let (count, total) = (taken(&self.shared.count), taken(&self.shared.total));
         let longest = taken(&self.shared.longest);
@@ -356,7 +356,7 @@ impl Scene {
         let each = times.each_mut().map(|times| p99_of(times));
         let all = p99_of(&mut times.concat());
         println!(
-            "figure: {what}: {:.0} operations/s, mean {} us, p99 {all} us ({each:?} of {SCHEMES:?}), \
+            "result: {what}: {:.0} operations/s, mean {} us, p99 {all} us ({each:?} of {SCHEMES:?}), \
              longest {} ms, daemon {} MiB",
             count as f64 / span.as_secs_f64(),
             total / count.max(1),
@@ -405,7 +405,7 @@ impl Scene {
                     thread::sleep(PAUSE);
                 }
                 forger.learn(&mut sniffer);
-                (forger.sent, forger.answered)
+                (forger.sent, forger.responses)
             }
         });
         Attack {
@@ -463,8 +463,8 @@ fn attacker_does_not_affect_hosts() {
     let mut sniffer = world.switch.run(Sniffer::new);
     let mut scene = Scene::new(world, seed, Duration::ZERO);
     let turn = Duration::from_secs(seconds) / (Reach::ALL.len() * Trick::ALL.len()) as u32;
-    scene.go_on("before", 20, turn);
-    scene.figures("before", turn);
+    scene.wait_progress("before", 20, turn);
+    scene.print_results("before", turn);
     let at_work = sniffer.logins();
     assert_eq!(at_work.len(), 2, "SRP and iSER");
     // Capture a login, because the attacker could also try to log in.
@@ -488,24 +488,24 @@ fn attacker_does_not_affect_hosts() {
             attack.change(trick);
             let begun = Instant::now();
             let is_on_path = reach == Reach::OnPath;
-            scene.go_on(&what, if is_on_path { 0 } else { 10 }, turn);
-            scene.figures(&what, begun.elapsed());
+            scene.wait_progress(&what, if is_on_path { 0 } else { 10 }, turn);
+            scene.print_results(&what, begun.elapsed());
             if !is_on_path {
-                println!("figure: {what}: logins took {:?} at most", later());
+                println!("result: {what}: logins took {:?} at most", later());
                 assert_eq!(scene.reconnects(), [0; 3], "{what}: {:?}", scene.downs());
             }
         }
-        let (sent, answered) = attack.end();
+        let (sent, responses) = attack.end();
         assert_eq!(
-            answered, 0,
-            "READs with wrong keys were answered, {reach:?}"
+            responses, 0,
+            "READs with wrong keys got responses, {reach:?}"
         );
-        scene.go_on("afterwards", 20, Duration::ZERO);
+        scene.wait_progress("afterwards", 20, Duration::ZERO);
         println!(
-            "figure: {reach:?}: {sent} packets forged, reconnects {:?}",
+            "result: {reach:?}: {sent} packets forged, reconnects {:?}",
             scene.reconnects()
         );
-        println!("figure: after it, logins took {:?} at most", later());
+        println!("result: after it, logins took {:?} at most", later());
         let live = scene.sessions.iter().map(|s| s.status().link());
         assert_eq!(live.collect::<Vec<_>>(), [LinkState::Live; 3]);
         if reach == Reach::OneNumberOff {

@@ -28,7 +28,7 @@ pub(crate) struct Network {
 impl Network {
     pub(crate) fn new() -> Result<Self, String> {
         let (jobs, waiting) = channel::<Job>();
-        let (answer, entered) = channel();
+        let (sender, entered) = channel();
         let thread = thread::spawn(move || {
             // SAFETY: this flag only affects the network namespace, which can be different for each
             // thread.
@@ -39,12 +39,12 @@ impl Network {
                 _ => Err(std::io::Error::last_os_error()),
             };
             let is_inside = result.is_ok();
-            let _ = answer.send(result);
+            let _ = sender.send(result);
             while is_inside && let Ok(job) = waiting.recv() {
                 job();
             }
         });
-        let result = entered.recv().expect("the thread answers");
+        let result = entered.recv().expect("the thread responds");
         let id = result.map_err(|e| format!("a network namespace: {e}"))?;
         Ok(Self {
             jobs: Some(jobs),
@@ -55,9 +55,9 @@ impl Network {
 
     /// Runs `job` in this namespace. If it panics, we also panic.
     pub(crate) fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
-        let (answer, result) = channel();
+        let (sender, result) = channel();
         let jobs = self.jobs.as_ref().expect("a running thread");
-        let job = Box::new(move || drop(answer.send(job())));
+        let job = Box::new(move || drop(sender.send(job())));
         jobs.send(job).expect("a running thread");
         result.recv().expect("the job did not panic")
     }

@@ -84,8 +84,11 @@ fn datagrams(world: &World) -> (u64, u64) {
     let counted = counted.map(|(name, label)| metric(world, name, label));
     // There is no counter for device management. Because the attacker has no socket for the
     // responses, we can use its kernel counter.
-    let answers = world.stranger.run(|| kernel_counter("Udp:", "NoPorts"));
-    (counted.iter().sum::<u64>() + answers, by_kernel + by_daemon)
+    let closed_ports = world.stranger.run(|| kernel_counter("Udp:", "NoPorts"));
+    (
+        counted.iter().sum::<u64>() + closed_ports,
+        by_kernel + by_daemon,
+    )
 }
 
 /// Returns the median for an odd number of values.
@@ -102,7 +105,7 @@ pub(crate) struct Rounds {
     took: Duration,
     /// 99th percentiles for the parts of each round in microseconds, for each of [`SCHEMES`].
     alone: Vec<[u64; 3]>,
-    beside: Vec<[u64; 3]>,
+    other_daemon: Vec<[u64; 3]>,
     attacked: Vec<[u64; 3]>,
 }
 
@@ -116,11 +119,11 @@ impl Rounds {
                 median(pairs.map(|(a, q)| a[at] as f64 / q[at] as f64).collect())
             })
         };
-        (to(&self.alone), to(&self.beside))
+        (to(&self.alone), to(&self.other_daemon))
     }
 
     fn report(&self, wire: Wire) -> String {
-        let (alone, beside) = self.ratios();
+        let (alone, other_daemon) = self.ratios();
         let Tally {
             messages,
             connections,
@@ -128,9 +131,9 @@ impl Rounds {
             unproven,
         } = self.sum;
         format!(
-            "figure: {wire:?}: {messages} messages have arrived ({unproven} may not have been read, {} were \
+            "result: {wire:?}: {messages} messages have arrived ({unproven} may not have been read, {} were \
              dropped), {connections} connections ({ended} ended by the target), {:.0}/s; p99 of {SCHEMES:?} \
-             {alone:.2?} times that alone, {beside:.2?} times that beside the same attack at another daemon\n",
+             {alone:.2?} times that alone, {other_daemon:.2?} times that beside the same attack at another daemon\n",
             self.lost,
             messages as f64 / self.took.as_secs_f64(),
         )
@@ -157,7 +160,7 @@ impl Scene {
                 "{wire:?}: {count} messages took more than {most:?}"
             );
             // All honest threads must make progress during this time, even if they are slow.
-            self.go_on(&format!("{wire:?}"), 1, Duration::from_millis(100));
+            self.wait_progress(&format!("{wire:?}"), 1, Duration::from_millis(100));
         }
         let tally = attack.join().expect("the stranger does not fail");
         (tally, begun.elapsed())
@@ -176,21 +179,21 @@ impl Scene {
     ) {
         let done = rounds.attacked.len() as u32;
         let span = (rounds.took / done.max(1)).max(ALONE);
-        self.go_on("alone", 20, span);
+        self.wait_progress("alone", 20, span);
         rounds
             .alone
-            .push(self.figures(&format!("{wire:?}, alone"), span).1);
+            .push(self.print_results(&format!("{wire:?}, alone"), span).1);
         let attack = begin_attack(elsewhere, wire, count, !seed, requests);
         let (_, took) = self.while_attacked(wire, (attack, count));
-        let beside = self.figures(&format!("{wire:?}, at another daemon"), took);
-        rounds.beside.push(beside.1);
+        let other_daemon = self.print_results(&format!("{wire:?}, at another daemon"), took);
+        rounds.other_daemon.push(other_daemon.1);
         let world = self.world.clone();
         let (counted, dropped) = datagrams(&world);
         let attack = begin_attack(&world, wire, count, seed, requests);
         let (mut tally, took) = self.while_attacked(wire, (attack, count));
         rounds
             .attacked
-            .push(self.figures(&format!("{wire:?}"), took).1);
+            .push(self.print_results(&format!("{wire:?}"), took).1);
         if wire.is_of_datagrams() {
             let (counted_now, dropped_now) = datagrams(&world);
             let lost = dropped_now - dropped;
@@ -203,7 +206,7 @@ impl Scene {
             rounds.lost += lost;
             let counted = counted_now - counted;
             println!(
-                "figure: {wire:?}: the daemon has counted or answered {counted} of {}",
+                "result: {wire:?}: the daemon has counted or acknowledged {counted} of {}",
                 tally.messages
             );
             // About a third of these messages get a response, and errors in the rest are not
@@ -211,7 +214,7 @@ impl Scene {
             let share = if wire == Wire::DeviceManagement { 8 } else { 2 };
             assert!(
                 counted >= tally.messages / share,
-                "{wire:?}: the daemon has counted or answered {counted} of {} that were sent",
+                "{wire:?}: the daemon has counted or acknowledged {counted} of {} packets",
                 tally.messages
             );
         }
@@ -255,8 +258,8 @@ fn almost_valid_messages_spare_other_sessions() {
     drop(sniffer);
     let elsewhere = Arc::new(World::new().unwrap());
     let mut other: Pair = serve(&elsewhere, 2);
-    scene.go_on("before", 20, ALONE);
-    scene.figures("before", ALONE);
+    scene.wait_progress("before", 20, ALONE);
+    scene.print_results("before", ALONE);
     let is_wanted = |w: &Wire| only.is_empty() || format!("{w:?}").eq_ignore_ascii_case(&only);
     let wires: Vec<_> = Wire::ALL.into_iter().filter(is_wanted).collect();
     assert!(!wires.is_empty(), "there is no protocol {only}");
@@ -282,7 +285,7 @@ fn almost_valid_messages_spare_other_sessions() {
                     grown < GROWTH + GROWTH_OF_MESSAGE * rounds.sum.messages,
                     "{wire:?}: the daemon has grown by {grown} bytes in the first round"
                 );
-                println!("figure: {wire:?}: grown by {grown} bytes in the first round");
+                println!("result: {wire:?}: grown by {grown} bytes in the first round");
             }
             memory.get_or_insert(now);
         }
@@ -298,10 +301,10 @@ fn almost_valid_messages_spare_other_sessions() {
         }
         report += &line;
     }
-    scene.go_on("afterwards", 20, ALONE);
-    scene.figures("afterwards", ALONE);
+    scene.wait_progress("afterwards", 20, ALONE);
+    scene.print_results("afterwards", ALONE);
     print!("{report}");
-    println!("figure: after it, logins took {:?} at most", {
+    println!("result: after it, logins took {:?} at most", {
         let shared = scene.shared.clone();
         world.hosts.run(move || others_log_in(shared))
     });
@@ -326,7 +329,7 @@ mod tests {
         let of = |p99s: [u64; 3]| p99s.map(|p99| [100, p99, 100]).to_vec();
         Rounds {
             alone: of(alone),
-            beside: of(alone),
+            other_daemon: of(alone),
             attacked: of(attacked),
             ..Rounds::default()
         }

@@ -143,7 +143,7 @@ impl Scene {
         attack(&mut forger, &mut self.chance);
         eventually(what, SOON, || self.metric(name, label) >= before + least);
         let grown = self.metric(name, label) - before;
-        println!("figure: {what}: {grown} counted as {name}, {label}");
+        println!("result: {what}: {grown} counted as {name}, {label}");
         self.check();
         assert_eq!(self.reconnects(), [0; 2], "{what}");
     }
@@ -164,11 +164,11 @@ impl Scene {
         let next = self.learn(at);
         forger.send_body(next.from, roce(TARGET), forged(next), true);
         eventually(what, SOON, || self.metric(NAKS, kind) > before);
-        println!("figure: {what}: counted as {NAKS}, {kind}");
+        println!("result: {what}: counted as {NAKS}, {kind}");
         eventually("the session is made again", LATER_ON, || {
             self.reconnects()[at] > was
         });
-        self.come_back(what);
+        self.wait_recovered(what);
     }
 
     fn reconnects(&self) -> [u64; 2] {
@@ -176,7 +176,7 @@ impl Scene {
     }
 
     /// Waits until both sessions have reconnected.
-    fn come_back(&mut self, what: &str) {
+    fn wait_recovered(&mut self, what: &str) {
         let sessions = &self.sessions;
         let is_live =
             |(session, ..): &(Session, Lun, Ipv4Addr)| session.status().link() == LinkState::Live;
@@ -262,7 +262,7 @@ fn foreign_memory_is_rejected_and_counted() {
 }
 
 #[test]
-fn sessions_come_back_after_claimed_addresses() {
+fn sessions_recover_after_claimed_addresses() {
     attack(
         "sessions_come_back_after_claimed_addresses",
         &[claimed_addresses],
@@ -496,7 +496,7 @@ fn icmp(scene: &mut Scene) {
     let arrived = || counted(scene) > before + N;
     eventually("ICMP has arrived", SOON, arrived);
     println!(
-        "figure: ICMP: {} counted by the kernel",
+        "result: ICMP: {} counted by the kernel",
         counted(scene) - before
     );
     let now = packets(scene);
@@ -572,7 +572,7 @@ fn claimed_addresses(scene: &mut Scene) {
             .run(|| super::net::sh("ip neigh flush all"))
             .unwrap();
     }
-    scene.come_back("sessions after claimed addresses");
+    scene.wait_recovered("sessions after claimed addresses");
 }
 
 /// On-path, with all correct values except for the key. The connection must be closed (IBTA
@@ -586,10 +586,10 @@ fn guessed_keys(scene: &mut Scene) {
             true => read(next, va, key),
             false => write(Opcode::RcWriteOnly, next, va, key),
         });
-        let answers = scene.sniffer.bodies_from(TARGET);
+        let responses = scene.sniffer.bodies_from(TARGET);
         // READ responses with 64 bytes.
         assert!(
-            answers
+            responses
                 .iter()
                 .all(|b| b[0] != 0x10 || b.len() != 12 + 4 + 64 + 4)
         );
@@ -726,11 +726,11 @@ fn memory_of_initiators(scene: &mut Scene) {
             refused += bodies.iter().filter(|body| is_refusal(body)).count();
             refused > 0
         });
-        println!("figure: a key of the initiator's that is over: refused {refused} times");
+        println!("result: a key of the initiator's that is over: refused {refused} times");
         eventually("the session is made again", LATER_ON, || {
             scene.reconnects()[at] > was
         });
-        scene.come_back("sessions after forged accesses");
+        scene.wait_recovered("sessions after forged accesses");
     }
 }
 
@@ -758,13 +758,13 @@ fn connections_without_end(scene: &mut Scene) {
     });
     let counted = now(scene);
     println!(
-        "figure: connections without end: of {} dropped {}, displaced by newer ones {}",
+        "result: connections without end: of {} dropped {}, displaced by newer ones {}",
         forger.sent,
         counted[0] - was[0],
         counted[1] - was[1]
     );
     let (session, _, took) = world.hosts.run(|| log_in(&client("srp", LATER), "srp"));
-    println!("figure: a login took {took:?} then");
+    println!("result: a login took {took:?} then");
     block_on(session.close());
     scene.check();
     assert_eq!(scene.reconnects(), [0; 2]);

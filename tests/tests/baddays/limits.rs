@@ -97,7 +97,7 @@ fn logins(daemon: &Daemon) -> u64 {
 }
 
 fn set(daemon: &Daemon, path: &str, key: &str) {
-    let (code, _, errors) = daemon.ask(&["set", path, key]);
+    let (code, _, errors) = daemon.run_command(&["set", path, key]);
     assert_eq!(code, 0, "{errors}");
 }
 
@@ -115,7 +115,7 @@ fn check_live(daemon: &Daemon, url: &str, options: &[&str], path: &str, slow: &s
     let before = logins(daemon);
     set(daemon, path, &format!("limits/{fast}"));
     assert_free(1.0, load.join().unwrap());
-    assert_eq!(logins(daemon), before, "{url}: the session goes on");
+    assert_eq!(logins(daemon), before, "{url}: the session continues");
 }
 
 #[test]

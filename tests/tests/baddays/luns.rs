@@ -67,7 +67,7 @@ fn hosts_have_separate_luns() {
     }
     // Numbers are changed at run time, using both a command and the file.
     let path = "/targets/t/access/1/luns/9";
-    let (code, _, errors) = daemon.ask(&["create", path, "backend=a", "read_only=true"]);
+    let (code, _, errors) = daemon.run_command(&["create", path, "backend=a", "read_only=true"]);
     assert_eq!(code, 0, "{errors}");
     let [url, ..] = urls(9);
     assert_eq!(first_byte(&daemon, 3, &url), Some(0xa2));
@@ -79,7 +79,7 @@ fn hosts_have_separate_luns() {
         serde_json::json!({ "0": { "backend": "b" }, "9": { "backend": "a", "read_only": true } })
     );
     daemon.write(&config_of_file());
-    let (code, _, errors) = daemon.ask(&["reload"]);
+    let (code, _, errors) = daemon.run_command(&["reload"]);
     assert_eq!(code, 0, "{errors}");
     for url in urls(0) {
         eventually("the number leads to the other disk", || {

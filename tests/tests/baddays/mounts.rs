@@ -147,7 +147,7 @@ fn dead_mount_delays_no_other_disk() {
         let fault = "riser_backend_fault{backend=\"dead\",cause=\"hanging\"} 1";
         assert!(bench.get("/metrics").contains(fault));
         bench.daemon.write_block(&iscsi, 6);
-        let (code, _, error) = bench.daemon.ask(&["upgrade"]);
+        let (code, _, error) = bench.daemon.run_command(&["upgrade"]);
         assert_eq!(code, 1, "{error}");
         assert!(error.contains("nothing has changed"), "{error}");
         assert_eq!(bench.daemon.read_block(&iser), [6; 4096], "the RAM disk");

@@ -158,7 +158,7 @@ fn wildcard_portals_follow_host_addresses() {
     let expected = ["0.0.0.0:3260", "[::]:3260", "0.0.0.0:5555", "wild1:3261"];
     assert_eq!(listens, expected);
     let file = daemon.path("riserd.yaml");
-    let (code, out, errors) = daemon.ask(&["diff", file.to_str().unwrap(), "-o", "json"]);
+    let (code, out, errors) = daemon.run_command(&["diff", file.to_str().unwrap(), "-o", "json"]);
     assert_eq!(code, 0, "{errors}");
     let difference: Value = serde_json::from_str(&out).unwrap();
     assert_eq!(difference["changes"], serde_json::json!([]));
@@ -176,7 +176,7 @@ fn wildcard_portals_follow_host_addresses() {
         ];
         has_new.into_iter().all(has) && !has("iscsi 10.0.201.1:3260") && !has("srp 10.0.201.1:5555")
     });
-    let (code, _, missing) = daemon.ask(&["status"]);
+    let (code, _, missing) = daemon.run_command(&["status"]);
     assert_eq!(code, 0, "{missing}");
     for url in [
         format!("iscsi://10.0.202.7/{IQN}/0"),
@@ -188,9 +188,11 @@ fn wildcard_portals_follow_host_addresses() {
 
     // The listeners are passed to another process.
     let before = portals(&daemon);
-    let (code, _, errors) = daemon.ask(&["upgrade"]);
+    let (code, _, errors) = daemon.run_command(&["upgrade"]);
     assert_eq!(code, 0, "{errors}");
-    eventually("the successor answers", || daemon.ask(&["status"]).0 == 0);
+    eventually("the successor responds", || {
+        daemon.run_command(&["status"]).0 == 0
+    });
     assert_eq!(portals(&daemon), before);
     assert_eq!(read(&daemon, &format!("iscsi://10.0.202.7/{IQN}/0")), 1);
 }
@@ -258,7 +260,7 @@ fn interface_may_appear_after_start() {
     // missing.
     let wrong = config(&format!("{all}, {{ protocol: iscsi, listen: lat0 }}"));
     daemon.write(&wrong);
-    let (code, _, errors) = daemon.ask(&["reload"]);
+    let (code, _, errors) = daemon.run_command(&["reload"]);
     assert!(
         code != 0 && errors.contains("cannot listen on lat0:3260"),
         "{errors}"

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use riser_testkit::programs::{folder, give, succeeded, without_rights};
+use riser_testkit::programs::{change_owner, directory, succeeded, without_rights};
 use serde_json::Value;
 
 use crate::{ended, eventually};
@@ -67,13 +67,13 @@ impl Daemon {
 
     /// Returns a command to run the daemon with the prefix [`WITHOUT_RIGHTS`], same as the service.
     pub(crate) fn command(&self) -> Command {
-        give(&self.dir);
+        change_owner(&self.dir);
         let log = File::options()
             .create(true)
             .append(true)
             .open(self.dir.join("log"))
             .unwrap();
-        let riserd = folder().join("riserd");
+        let riserd = directory().join("riserd");
         let without_rights = without_rights(riserd);
         let mut command = self.inside(without_rights.get_program());
         command
@@ -89,7 +89,9 @@ impl Daemon {
     /// Starts the daemon and waits until it responds.
     pub(crate) fn serve(&mut self) {
         self.process = Some(self.command().spawn().unwrap());
-        eventually("the daemon answers", || self.ask(&["status"]).0 == 0);
+        eventually("the daemon responds", || {
+            self.run_command(&["status"]).0 == 0
+        });
     }
 
     /// Sends a signal to the daemon if it's running.
@@ -117,8 +119,8 @@ impl Daemon {
         }
     }
 
-    pub(crate) fn ask(&self, args: &[&str]) -> (i32, String, String) {
-        let mut command = Command::new(folder().join("riserd"));
+    pub(crate) fn run_command(&self, args: &[&str]) -> (i32, String, String) {
+        let mut command = Command::new(directory().join("riserd"));
         ended(
             command
                 .args(args)
@@ -127,13 +129,13 @@ impl Daemon {
     }
 
     fn json_or_nothing(&self, args: &[&str]) -> Option<Value> {
-        let (code, out, _) = self.ask(&[args, &["-o", "json"]].concat());
+        let (code, out, _) = self.run_command(&[args, &["-o", "json"]].concat());
         (code == 0).then(|| serde_json::from_str(&out).unwrap())
     }
 
     /// Runs a command and returns its JSON output.
     pub(crate) fn json(&self, args: &[&str]) -> Value {
-        let (code, out, errors) = self.ask(&[args, &["-o", "json"]].concat());
+        let (code, out, errors) = self.run_command(&[args, &["-o", "json"]].concat());
         assert_eq!(code, 0, "{args:?}: {errors}");
         serde_json::from_str(&out).unwrap()
     }
@@ -148,7 +150,7 @@ impl Daemon {
 
     /// Returns a `riser` command with these arguments.
     pub(crate) fn riser(&self, args: &[&str]) -> Command {
-        let mut command = self.inside(folder().join("riser"));
+        let mut command = self.inside(directory().join("riser"));
         command
             .args(args)
             .env("RISER_STATE_DIR", self.dir.join("riser"))
@@ -228,7 +230,7 @@ fn missing_parts_do_not_affect_others() {
         found[0]["error"].as_str().unwrap().contains("No such file"),
         "{found}"
     );
-    let (_, text, _) = daemon.ask(&["status"]);
+    let (_, text, _) = daemon.run_command(&["status"]);
     assert!(text.contains("NOT SERVED: backend gone: "), "{text}");
     let log = daemon.log();
     assert_eq!(log.matches("not served").count(), 3, "a line for each");
@@ -247,8 +249,8 @@ fn missing_parts_do_not_affect_others() {
             "{errors}"
         );
         // The unit exists and returns its identity.
-        let answer = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
-        assert!(answer.contains("RISER"), "{answer}");
+        let response = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
+        assert!(response.contains("RISER"), "{response}");
     }
     let get =
         |path: &str| ended(Command::new("curl").args(["-s", &format!("127.0.186.1:9909{path}")])).1;
@@ -261,7 +263,7 @@ fn missing_parts_do_not_affect_others() {
 
     // A change to another setting is applied, but a change that adds another missing disk is
     // rejected completely.
-    let (code, _, errors) = daemon.ask(&["set", "/limits", "queue_depth=64"]);
+    let (code, _, errors) = daemon.run_command(&["set", "/limits", "queue_depth=64"]);
     assert_eq!(code, 0, "{errors}");
     let new = daemon.path("new.yaml");
     let text = fs::read_to_string(daemon.path("riserd.yaml")).unwrap();
@@ -270,7 +272,7 @@ fn missing_parts_do_not_affect_others() {
         "  bad: { kind: file, path: /nonexistent }\n  good:",
     );
     fs::write(&new, text.replace("1: gone", "1: gone, 2: bad")).unwrap();
-    let (code, _, errors) = daemon.ask(&["apply", new.to_str().unwrap()]);
+    let (code, _, errors) = daemon.run_command(&["apply", new.to_str().unwrap()]);
     assert_ne!(code, 0);
     assert!(
         errors.contains("backend bad") && errors.contains("nothing was applied"),
@@ -280,7 +282,7 @@ fn missing_parts_do_not_affect_others() {
 
     // The disk must be detected when it's available again, and must still have its data.
     set_len(&daemon.path("gone"), 32 << 20);
-    give(&daemon.path("gone"));
+    change_owner(&daemon.path("gone"));
     eventually("the disk is found", || named(&problems()).len() == 2);
     let url = "srp://127.0.186.1/1";
     daemon.write_block(url, 9);
@@ -309,14 +311,14 @@ fn metrics_address_in_use_is_retried() {
     assert_eq!(problems[0]["name"], "127.0.188.9:9909");
     daemon.write_block("iscsi://127.0.188.9/iqn.2026-01.com.example:t/0", 1);
     // All other parts must not be blocked by this.
-    let (code, _, errors) = daemon.ask(&["set", "/limits", "queue_depth=64"]);
+    let (code, _, errors) = daemon.run_command(&["set", "/limits", "queue_depth=64"]);
     assert_eq!(code, 0, "{errors}");
     drop(taken);
     eventually("metrics are served", || {
         daemon.json(&["status"])["problems"].is_null()
     });
-    let answer = ended(Command::new("curl").args(["-s", "127.0.188.9:9909/readyz"])).1;
-    assert!(answer.contains("ok"), "{answer}");
+    let response = ended(Command::new("curl").args(["-s", "127.0.188.9:9909/readyz"])).1;
+    assert!(response.contains("ok"), "{response}");
 }
 
 #[test]
@@ -401,32 +403,32 @@ targets:
     let file = daemon.path("riserd.yaml");
     let file = file.to_str().unwrap();
     assert_eq!(size(&daemon), 64 * MIB);
-    assert_eq!(daemon.ask(&["diff", file]).0, 0);
+    assert_eq!(daemon.run_command(&["diff", file]).0, 0);
 
     // Change the size manually and rescan.
     set_len(&daemon.path("disk"), 128 * MIB);
-    assert_eq!(daemon.ask(&["rescan"]).0, 0);
+    assert_eq!(daemon.run_command(&["rescan"]).0, 0);
     assert_eq!(size(&daemon), 128 * MIB);
-    let (code, text, _) = daemon.ask(&["diff", file]);
+    let (code, text, _) = daemon.run_command(&["diff", file]);
     assert_eq!(code, 3, "{text}");
     assert!(text.contains("/backends/d/size"), "{text}");
-    let (code, _, errors) = daemon.ask(&["reload"]);
+    let (code, _, errors) = daemon.run_command(&["reload"]);
     assert_eq!(code, 0, "{errors}");
     assert_eq!(size(&daemon), 128 * MIB);
     daemon.kill();
     daemon.serve();
     assert_eq!(size(&daemon), 128 * MIB);
-    let (_, text, _) = daemon.ask(&["status"]);
+    let (_, text, _) = daemon.run_command(&["status"]);
     assert!(text.contains("/backends/d/size"), "{text}");
 
     // Change the configuration, but not the file.
-    let (code, _, errors) = daemon.ask(&["set", "/backends/d", "size=256MiB"]);
+    let (code, _, errors) = daemon.run_command(&["set", "/backends/d", "size=256MiB"]);
     assert_eq!(code, 0, "{errors}");
     assert_eq!(size(&daemon), 256 * MIB);
     daemon.kill();
     daemon.serve();
     assert_eq!(size(&daemon), 256 * MIB);
-    let (code, _, errors) = daemon.ask(&["apply", file]);
+    let (code, _, errors) = daemon.run_command(&["apply", file]);
     assert_eq!(code, 0, "{errors}");
     assert_eq!(size(&daemon), 256 * MIB);
 }
@@ -570,7 +572,7 @@ fn unreadable_reservations_affect_one_disk() {
     assert!(problem(&daemon, "gone").is_some());
     let log = daemon.log();
     assert!(!log.contains("cannot retry unavailable objects"), "{log}");
-    let (code, _, errors) = daemon.ask(&["reload"]);
+    let (code, _, errors) = daemon.run_command(&["reload"]);
     assert_eq!(code, 0, "{errors}");
     fs::remove_file(&file).unwrap();
     eventually("the disk is served", || {

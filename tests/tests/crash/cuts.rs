@@ -259,7 +259,7 @@ impl Model {
         self.waiting.push(renaming);
     }
 
-    fn go_on(&mut self, call: &Call) {
+    fn apply(&mut self, call: &Call) {
         match call {
             Call::Open { path, flags, fd } => {
                 self.open.remove(fd);
@@ -407,7 +407,7 @@ impl Recorded {
         let mut daemon = Daemon::new("cuts");
         let backends = "{ disk: { kind: ram, size: 1MiB } }";
         daemon.configure(ADDRESS, backends, "{ 0: disk }");
-        let file = daemon.folder.join("trace");
+        let file = daemon.directory.join("trace");
         let calls = "trace=%file,write,pwrite64,writev,pwritev,fsync,fdatasync,ftruncate,fallocate";
         let args = [
             "-y",
@@ -426,11 +426,11 @@ impl Recorded {
             let show = |kept| states.push((fs::metadata(&file).unwrap().len(), kept));
             kept = change(&daemon, ADDRESS, kept, show);
         }
-        assert_eq!(states.len(), 7, "all is answered");
+        assert_eq!(states.len(), 7, "all commands have responses");
         daemon.kill();
         let trace = fs::read(&file).unwrap();
         let trace = String::from_utf8(trace).expect("strace writes ASCII");
-        let mut events = events(&trace, &daemon.folder);
+        let mut events = events(&trace, &daemon.directory);
         // The log has been opened before.
         events.retain(|event| !matches!(event.call, Call::Write { fd: ..=2, .. }));
         let recorded = Self {
@@ -439,7 +439,7 @@ impl Recorded {
             states,
         };
         let mut model = recorded.model();
-        recorded.events.iter().for_each(|e| model.go_on(&e.call));
+        recorded.events.iter().for_each(|e| model.apply(&e.call));
         let mut content = model.content();
         let state = recorded.daemon.state();
         content.retain(|path, _| path.starts_with(&state));
@@ -454,7 +454,7 @@ impl Recorded {
     }
 
     fn model(&self) -> Model {
-        Model::new(&self.daemon.folder)
+        Model::new(&self.daemon.directory)
     }
 
     /// Returns the last state that was acknowledged before this trace size.
@@ -498,7 +498,7 @@ impl Recorded {
             let until = self.states[acknowledged].0;
             for event in self.events.iter().filter(|event| event.end <= until) {
                 if !is_missing(&model, &event.call) {
-                    model.go_on(&event.call);
+                    model.apply(&event.call);
                 }
             }
             let violation = self.violation(&model.cut(Luck::Nothing), acknowledged);
@@ -522,7 +522,7 @@ fn power_cut_keeps_state_consistent() {
     let step = events.len().div_ceil(most.max(1));
     let (mut model, mut seen, mut points) = (recorded.model(), BTreeSet::new(), 0);
     for (at, event) in events.iter().enumerate() {
-        model.go_on(&event.call);
+        model.apply(&event.call);
         let next = events.get(at + 1).map_or(u64::MAX, |next| next.end);
         if at % step != step - 1 && at + 1 != events.len() {
             continue;
@@ -540,7 +540,7 @@ fn power_cut_keeps_state_consistent() {
         }
     }
     println!(
-        "figure: {points} of {} points, {} states of the directory",
+        "result: {points} of {} points, {} states of the directory",
         events.len(),
         seen.len()
     );
@@ -552,7 +552,7 @@ fn power_cut_keeps_state_consistent() {
     let file = recorded.without(is_of_file);
     let names = recorded
         .without(|model, call| matches!(call, Call::Sync { .. }) && !is_of_file(model, call));
-    println!("figure: without fsync of files {file:?}, of directories {names:?}");
+    println!("result: without fsync of files {file:?}, of directories {names:?}");
     assert!(file.is_some() && names.is_some(), "{file:?}, {names:?}");
 }
 
@@ -592,7 +592,7 @@ mod model {
     /// Returns all possible final contents of a name.
     fn possible(calls: &[Call]) -> BTreeSet<Option<Vec<u8>>> {
         let mut model = Model::new(Path::new("/d"));
-        calls.iter().for_each(|call| model.go_on(call));
+        calls.iter().for_each(|call| model.apply(call));
         let mut chance = Chance::new(3, 3);
         let mut some = || model.cut(Luck::Some(&mut chance));
         let content = (0..200).map(|_| some().remove(Path::new("/d/f")).flatten());

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use riser_test_peers::tcp::Client;
 use riser_testkit::eventually;
-use riser_testkit::programs::{folder, give, without_rights};
+use riser_testkit::programs::{change_owner, directory, without_rights};
 use riser_tests::contest::IQN;
 
 use crate::inject::{self, Watch, Watcher};
@@ -30,7 +30,7 @@ const KIND: u8 = 5;
 
 /// A directory with a configuration, and the daemon that is using it.
 pub(crate) struct Daemon {
-    pub(crate) folder: PathBuf,
+    pub(crate) directory: PathBuf,
     process: Option<Child>,
 }
 
@@ -38,10 +38,10 @@ impl Daemon {
     /// Creates a directory for a test.
     pub(crate) fn new(name: &str) -> Self {
         let name = format!("riser-crash-{name}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        fs::create_dir(&folder).unwrap();
+        let directory = std::env::temp_dir().join(name);
+        fs::create_dir(&directory).unwrap();
         Self {
-            folder,
+            directory,
             process: None,
         }
     }
@@ -63,22 +63,22 @@ impl Daemon {
             self.socket().display(),
             self.state().display()
         );
-        fs::write(self.folder.join("riserd.yaml"), text).unwrap();
+        fs::write(self.directory.join("riserd.yaml"), text).unwrap();
     }
 
     pub(crate) fn socket(&self) -> PathBuf {
-        self.folder.join("admin")
+        self.directory.join("admin")
     }
 
     pub(crate) fn state(&self) -> PathBuf {
-        self.folder.join("state")
+        self.directory.join("state")
     }
 
     /// Starts the daemon, using strace if there are arguments for it, and waits until it's ready or
     /// has exited.
     pub(crate) fn start(&mut self, strace: Option<&[String]>) {
-        let riserd = folder().join("riserd");
-        give(&self.folder);
+        let riserd = directory().join("riserd");
+        change_owner(&self.directory);
         let command = match strace {
             None => without_rights(riserd),
             Some(args) => {
@@ -92,7 +92,7 @@ impl Daemon {
 
     /// Starts the daemon while watching its system calls, and waits until it's ready or has exited.
     pub(crate) fn start_watched(&mut self, watch: Watch) -> Watcher {
-        let mut command = Command::new(folder().join("riserd"));
+        let mut command = Command::new(directory().join("riserd"));
         let watcher = inject::watch(&mut command, watch);
         self.run(command);
         watcher
@@ -100,11 +100,11 @@ impl Daemon {
 
     fn run(&mut self, mut command: Command) {
         let _ = fs::remove_file(self.socket());
-        let log = self.folder.join("log");
+        let log = self.directory.join("log");
         let log = File::options().create(true).append(true).open(log).unwrap();
         let process = command
             .args(["run", "--restore", "--config"])
-            .arg(self.folder.join("riserd.yaml"))
+            .arg(self.directory.join("riserd.yaml"))
             .env_remove("RUST_LOG")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -176,7 +176,7 @@ impl Daemon {
     }
 
     pub(crate) fn riserd(&self, args: &[&str]) -> Option<String> {
-        let output = Command::new(folder().join("riserd"))
+        let output = Command::new(directory().join("riserd"))
             .args(args)
             .arg("--socket")
             .arg(self.socket())
@@ -192,11 +192,11 @@ impl Drop for Daemon {
         if std::thread::panicking() {
             println!(
                 "{}",
-                fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+                fs::read_to_string(self.directory.join("log")).unwrap_or_default()
             );
         }
         self.kill();
-        let _ = fs::remove_dir_all(&self.folder);
+        let _ = fs::remove_dir_all(&self.directory);
     }
 }
 

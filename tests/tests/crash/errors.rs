@@ -270,7 +270,7 @@ fn is_there(process: u32) -> bool {
 
 /// Drives a device in real time until the daemon exits. With RDMA, we would not notice this
 /// otherwise.
-fn beside(process: u32) -> impl FnMut(&mut Roce) {
+fn pump_process(process: u32) -> impl FnMut(&mut Roce) {
     move |device| {
         assert!(is_there(process), "the connection ended");
         real(device);
@@ -287,7 +287,7 @@ impl Peer {
             return Some(Self::Iscsi(client));
         }
         let device = Roce::open(&RoceConfig::new(protocol.address(2))).unwrap();
-        let mut pump = beside(process);
+        let mut pump = pump_process(process);
         let attempt = move || match protocol {
             Protocol::Srp => {
                 let guid = IOC_GUID.to_be_bytes();
@@ -323,9 +323,9 @@ impl Peer {
                     (_, true) => (DataBuffer::None, DataBuffer::Direct(all)),
                     (_, false) => (DataBuffer::Direct(all), DataBuffer::None),
                 };
-                let answer = mini.command(cdb, to, from, &mut beside(*process));
-                if answer.status != GOOD {
-                    return (answer.status, answer.sense);
+                let response = mini.command(cdb, to, from, &mut pump_process(*process));
+                if response.status != GOOD {
+                    return (response.status, response.sense);
                 }
                 let mut data = vec![0; len as usize];
                 mini.data.read(0, &mut data);
@@ -333,7 +333,7 @@ impl Peer {
             }
             Self::Iser(iser, process) => {
                 let len = if out.is_empty() { len } else { 0 };
-                iser.command(cdb, out, len, &mut beside(*process))
+                iser.command(cdb, out, len, &mut pump_process(*process))
             }
         }
     }
@@ -342,8 +342,8 @@ impl Peer {
     fn leave(self) {
         match self {
             Self::Iscsi(_) => {}
-            Self::Srp(mini, process) => drop(mini.disconnect(&mut beside(process))),
-            Self::Iser(iser, process) => iser.disconnect(&mut beside(process)),
+            Self::Srp(mini, process) => drop(mini.disconnect(&mut pump_process(process))),
+            Self::Iser(iser, process) => iser.disconnect(&mut pump_process(process)),
         }
     }
 }
@@ -356,7 +356,7 @@ fn command(client: &mut Tcp, cdb: &[u8], len: u32, out: &[u8]) -> (u8, Vec<u8>) 
     loop {
         let Some((pdu, _, bytes)) = client.receive() else {
             // The socket uses the same timeout for reads.
-            assert!(begun.elapsed() < PATIENCE, "a command is not answered");
+            assert!(begun.elapsed() < PATIENCE, "a command has no response");
             panic!("the connection ended");
         };
         match pdu {
@@ -472,7 +472,7 @@ fn is_carried_through(
     result.unwrap_or_else(|panic| {
         let text = text_of(&*panic);
         let ends = [
-            "an answer",
+            "response",
             "the connection ended",
             "Broken pipe",
             "Connection reset",
@@ -494,7 +494,7 @@ fn text_of(panic: &(dyn Any + Send)) -> Option<&str> {
 
 /// State reached by the daemon in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Came {
+enum Reached {
     /// It failed to start.
     NotUp,
     /// It was running until it was stopped.
@@ -559,7 +559,7 @@ const SWAY: u64 = 4 << 20;
 /// Result of a round.
 #[derive(Debug)]
 struct Life {
-    came: Came,
+    reached: Reached,
     held: Option<Held>,
     seen: Seen,
 }
@@ -573,7 +573,7 @@ fn live(
     known: &mut Known,
     (value, most): (u8, Option<Held>),
 ) -> Result<Life, String> {
-    let log = daemon.folder.join("log");
+    let log = daemon.directory.join("log");
     File::create(&log).unwrap();
     known.failures.clear();
     configure(daemon, protocol, false);
@@ -611,10 +611,16 @@ fn live(
     };
     let seen = watcher.seen();
     let log = fs::read_to_string(log).unwrap();
-    let life = |came| Life { came, held, seen };
+    let life = |reached| Life {
+        reached,
+        held,
+        seen,
+    };
     match status.signal() {
         // The Rust runtime allocates a signal stack for each thread and can't handle a failure.
-        Some(_) if log.contains("failed to allocate an alternative stack") => Ok(life(Came::NotUp)),
+        Some(_) if log.contains("failed to allocate an alternative stack") => {
+            Ok(life(Reached::NotUp))
+        }
         Some(signal) => Err(format!("it ended by signal {signal}\n{log}")),
         None if log.contains("panicked") => Err(format!("it panicked\n{log}")),
         // The socket already exists before everything has been opened, so a session may start
@@ -627,7 +633,7 @@ fn live(
             // behalf.
             let says_why = log.lines().any(|line| line.contains("riserd: "));
             match !status.success() && says_why {
-                true => Ok(life(Came::NotUp)),
+                true => Ok(life(Reached::NotUp)),
                 false => Err(format!("it did not start, with {status}\n{log}")),
             }
         }
@@ -637,7 +643,7 @@ fn live(
             (Some(held), Some(most)) if !held.is_within(&most) => Err(format!(
                 "it holds {held:?}, and without the failure {most:?}\n{log}"
             )),
-            _ => Ok(life(Came::Through)),
+            _ => Ok(life(Reached::Through)),
         },
     }
 }
@@ -647,9 +653,10 @@ const REST: Duration = Duration::from_secs(20);
 
 /// Writes one of two configurations.
 fn configure(daemon: &Daemon, protocol: Protocol, more: bool) {
-    let folder = daemon.folder.display();
-    let disk =
-        |name| format!("{name}: {{ kind: file, path: {folder}/{name}, size: 1MiB, create: true }}");
+    let directory = daemon.directory.display();
+    let disk = |name| {
+        format!("{name}: {{ kind: file, path: {directory}/{name}, size: 1MiB, create: true }}")
+    };
     let (disk, other) = (disk("disk"), disk("other"));
     let portal = protocol.portal();
     let (backends, luns) = match more {
@@ -661,7 +668,7 @@ fn configure(daemon: &Daemon, protocol: Protocol, more: bool) {
 
 /// Starts the daemon without failures and checks that its state is possible. This is then used as
 /// the known state.
-fn settle(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
+fn clear_failures(daemon: &mut Daemon, protocol: Protocol, known: &mut Known) {
     configure(daemon, protocol, false);
     daemon.start(None);
     assert!(!daemon.has_ended(), "it starts without failures");
@@ -703,7 +710,7 @@ fn sample(count: usize, most: usize) -> impl Iterator<Item = usize> {
 }
 
 /// Runs a round with the daemon in this directory. If this times out, the test process exits.
-fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T + Send) -> T {
+fn within_patience<T: Send>(what: &str, directory: &Path, run: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         let (done, is_done) = channel();
         let runner = scope.spawn(move || {
@@ -713,11 +720,11 @@ fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T +
         });
         if is_done.recv_timeout(5 * PATIENCE).is_err() && !runner.is_finished() {
             // We can't panic here, because the scope would have to wait for the thread.
-            let log = fs::read_to_string(folder.join("log")).unwrap_or_default();
+            let log = fs::read_to_string(directory.join("log")).unwrap_or_default();
             println!("a round hangs: {what}\n{log}");
             let _ = Command::new("kill")
                 .arg("-KILL")
-                .args(children_in(folder))
+                .args(children_in(directory))
                 .status();
             std::process::abort();
         }
@@ -728,17 +735,17 @@ fn within_patience<T: Send>(what: &str, folder: &Path, run: impl FnOnce() -> T +
 }
 
 /// Returns the IDs of child processes with this directory in their command line.
-fn children_in(folder: &Path) -> Vec<String> {
+fn children_in(directory: &Path) -> Vec<String> {
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten();
     let children =
         tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok());
     let children: Vec<_> = children.collect();
     let numbers = children.iter().flat_map(|list| list.split_whitespace());
-    let is_of_folder = |number: &&str| {
+    let is_in_directory = |number: &&str| {
         let line = fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
-        String::from_utf8_lossy(&line).contains(&*folder.to_string_lossy())
+        String::from_utf8_lossy(&line).contains(&*directory.to_string_lossy())
     };
-    numbers.filter(is_of_folder).map(str::to_owned).collect()
+    numbers.filter(is_in_directory).map(str::to_owned).collect()
 }
 
 /// Calls that can fail, and the number of times they are used.
@@ -763,12 +770,15 @@ impl Points {
                 calls: calls.clone(),
                 fails: None,
             };
-            let folder = daemon.folder.clone();
+            let directory = daemon.directory.clone();
             let run = || live(daemon, protocol, watch, known, (value, None));
-            let life = within_patience(&what, &folder, run);
+            let life = within_patience(&what, &directory, run);
             let life = life.unwrap_or_else(|why| panic!("a run without failures: {why}"));
-            assert_eq!((life.came, &known.failures[..]), (Came::Through, &[][..]));
-            settle(daemon, protocol, known);
+            assert_eq!(
+                (life.reached, &known.failures[..]),
+                (Reached::Through, &[][..])
+            );
+            clear_failures(daemon, protocol, known);
             life
         });
         // To measure its resources, the daemon must run at normal speed.
@@ -776,12 +786,12 @@ impl Points {
             calls: Vec::new(),
             fails: None,
         };
-        let folder = daemon.folder.clone();
+        let directory = daemon.directory.clone();
         let run = || live(daemon, protocol, none, known, (5, None));
-        let usual = within_patience(&what, &folder, run);
+        let usual = within_patience(&what, &directory, run);
         let held = usual.map(|life| life.held.expect("it has served"));
         let held = held.unwrap_or_else(|why| panic!("a run without failures: {why}"));
-        settle(daemon, protocol, known);
+        clear_failures(daemon, protocol, known);
         let [first, life] = &mut lives;
         for (count, other) in life.seen.counts.iter_mut().zip(&first.seen.counts) {
             *count = (*count).min(*other);
@@ -807,7 +817,7 @@ impl Fault {
     fn watched(&self, daemon: &Daemon) -> Watched {
         let below = match self.at {
             At::Anything => None,
-            At::Files => Some(daemon.folder.clone()),
+            At::Files => Some(daemon.directory.clone()),
         };
         Watched {
             call: self.call,
@@ -825,7 +835,7 @@ fn each_call_fails_once(protocol: Protocol) {
         "RISER_CRASH_ERRORS={most} RISER_CRASH_CALLS={calls} cargo test -p riser-tests --test crash {test}"
     );
     let mut daemon = Daemon::new(&format!("errors-{protocol:?}").to_lowercase());
-    let folder = daemon.folder.clone();
+    let directory = daemon.directory.clone();
     let mut known = Known::new();
     let points = Points::of(&mut daemon, protocol, &mut known);
     let mut failures = Vec::new();
@@ -847,22 +857,22 @@ fn each_call_fails_once(protocol: Protocol) {
                 live(&mut daemon, protocol, watch, &mut known, bounds)
             }));
             life.unwrap_or_else(|panic| {
-                let log = fs::read_to_string(daemon.folder.join("log")).unwrap_or_default();
+                let log = fs::read_to_string(daemon.directory.join("log")).unwrap_or_default();
                 Err(format!("{}\n{log}", text_of(&*panic).unwrap_or("?")))
             })
         };
         let what = format!("{} of {} number {number}", fault.error, fault.call.name);
-        match within_patience(&format!("{what}, over {protocol:?}"), &folder, round) {
-            Ok(Life { came, seen, .. }) => {
+        match within_patience(&format!("{what}, over {protocol:?}"), &directory, round) {
+            Ok(Life { reached, seen, .. }) => {
                 let named = seen.failed.as_deref();
                 println!(
-                    "{what}: {came:?}, {:?} {}",
+                    "{what}: {reached:?}, {:?} {}",
                     known.failures,
                     named.unwrap_or("not reached")
                 );
                 // Threads may use fewer calls in some of the runs.
                 missed += usize::from(named.is_none());
-                *ends.entry(came).or_insert(0) += 1;
+                *ends.entry(reached).or_insert(0) += 1;
                 let named = named.unwrap_or_default();
                 for (command, sense) in &known.failures {
                     if may(command, fault.call.name, named).contains(sense) {
@@ -878,11 +888,11 @@ fn each_call_fails_once(protocol: Protocol) {
                 daemon.kill();
             }
         }
-        settle(&mut daemon, protocol, &mut known);
+        clear_failures(&mut daemon, protocol, &mut known);
         rounds += 1;
     }
     let all = points.all.len();
-    println!("figure: {rounds} of {all} failures, {missed} not reached; it came {ends:?}");
+    println!("result: {rounds} of {all} failures, {missed} not reached; outcomes {ends:?}");
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
     assert!(missed <= rounds / 4, "few calls fail");
 }

@@ -8,7 +8,7 @@ use riser_block::task::block_on;
 use riser_initiator::engine::Client;
 use riser_initiator::url::TargetUrl;
 use riser_testkit::eventually_ok;
-use riser_testkit::programs::{Pair, give};
+use riser_testkit::programs::{Pair, change_owner};
 use riser_tests::contest::{IQN, portals};
 use riser_tests::history::BLOCK;
 
@@ -42,7 +42,7 @@ impl Images {
         let name = format!("riser-image-{}-{network}", std::process::id());
         let file = std::env::temp_dir().join(name);
         fs::write(&file, Image::new(blocks).0).unwrap();
-        give(&file);
+        change_owner(&file);
         let backend = format!("{{ kind: file, path: {}, {keys} }}", file.display());
         let mut pair = Pair::with_target(network, &backend, &portals(network));
         pair.kill();
@@ -60,7 +60,7 @@ impl Images {
     /// Panics if an initiator reads different data.
     pub(crate) fn check(&mut self, image: &Image) {
         fs::write(&self.file, &image.0).unwrap();
-        give(&self.file);
+        change_owner(&self.file);
         self.pair.serve();
         let scheme = ["srp", "iser", "iscsi"][self.count % 3];
         self.count += 1;

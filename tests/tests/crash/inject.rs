@@ -77,7 +77,7 @@ pub(crate) struct Seen {
 impl Watcher {
     /// Waits until the child has exited.
     pub(crate) fn seen(self) -> Seen {
-        self.thread.join().expect("the watch goes on")
+        self.thread.join().expect("the watch continues")
     }
 }
 
@@ -195,13 +195,13 @@ pub(crate) fn watch(command: &mut Command, watch: Watch) -> Watcher {
         let listener = listener.unwrap().expect("a filter's descriptor");
         // SAFETY: this descriptor was just created by the kernel for us.
         let listener = unsafe { OwnedFd::from_raw_fd(listener) };
-        answer_all(&listener, &watch)
+        respond_to_all(&listener, &watch)
     });
     Watcher { thread }
 }
 
 /// Responds to all notifications until all processes have exited.
-fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
+fn respond_to_all(listener: &OwnedFd, watch: &Watch) -> Seen {
     let mut seen = Seen {
         counts: vec![0; watch.calls.len()],
         ..Seen::default()
@@ -237,8 +237,10 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
         }
         // Ignore calls made before this, because the process has not executed the program yet.
         has_begun |= is_program(question.pid);
-        let errno = has_begun.then(|| seen.judge(watch, &question)).flatten();
-        let mut answer = libc::seccomp_notif_resp {
+        let errno = has_begun
+            .then(|| seen.count_call(watch, &question))
+            .flatten();
+        let mut response = libc::seccomp_notif_resp {
             id: question.id,
             val: 0,
             error: errno.map_or(0, |errno| -errno),
@@ -249,7 +251,7 @@ fn answer_all(listener: &OwnedFd, watch: &Watch) -> Seen {
         };
         // SAFETY: the response is valid during this call. If the caller has exited, this returns an
         // error.
-        unsafe { libc::ioctl(fd, libc::SECCOMP_IOCTL_NOTIF_SEND, &raw mut answer) };
+        unsafe { libc::ioctl(fd, libc::SECCOMP_IOCTL_NOTIF_SEND, &raw mut response) };
     }
 }
 
@@ -261,17 +263,17 @@ fn is_program(process: u32) -> bool {
 
 impl Seen {
     /// Counts a call. If it should fail, returns the error.
-    fn judge(&mut self, watch: &Watch, question: &libc::seccomp_notif) -> Option<i32> {
+    fn count_call(&mut self, watch: &Watch, question: &libc::seccomp_notif) -> Option<i32> {
         let mut errno = None;
         for (at, Watched { call, below }) in watch.calls.iter().enumerate() {
             if call.number != libc::c_long::from(question.data.nr) {
                 continue;
             }
             let named = named(call.names, question);
-            let is_below = below.as_ref().is_none_or(|folder| {
+            let is_below = below.as_ref().is_none_or(|directory| {
                 named
                     .as_deref()
-                    .is_some_and(|path| Path::new(path).starts_with(folder))
+                    .is_some_and(|path| Path::new(path).starts_with(directory))
             });
             if !is_below {
                 continue;

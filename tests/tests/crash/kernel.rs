@@ -56,7 +56,7 @@ impl KernelDisk {
 fn failed(error: io::Error) -> Failed {
     Failed {
         errno: error.raw_os_error().unwrap_or(0),
-        is_answered: false,
+        has_response: false,
         text: error.to_string(),
     }
 }
@@ -147,7 +147,7 @@ fn kernel_disks_keep_acknowledged_data() {
     }
     let total: u64 = counts().sum();
     println!(
-        "figure: {total} operations on {} disks of the kernel",
+        "result: {total} operations on {} disks of the kernel",
         disks.len()
     );
 }

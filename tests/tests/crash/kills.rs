@@ -51,13 +51,13 @@ fn killed(case: &Case) {
     let mut chance = Chance::new(seed, 0);
     let (mut round, mut kills) = (0, 0);
     while kills < rounds {
-        contest.go_on(&format!("before restart {round}"), 8);
+        contest.wait_progress(&format!("before restart {round}"), 8);
         thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(10)));
         // A kill can also happen while the daemon is starting, or while it's stopping.
         match chance.below(4) {
             0 => pair.terminate(),
             1 => {
-                pair.ask_to_end();
+                pair.send_sigterm();
                 thread::sleep(chance.between(Duration::ZERO, Duration::from_millis(20)));
                 kills += u64::from(pair.kill());
             }
@@ -72,13 +72,13 @@ fn killed(case: &Case) {
         pair.serve();
         round += 1;
         if chance.below(3) == 0 {
-            contest.go_on(&format!("after restart {round}"), 2);
+            contest.wait_progress(&format!("after restart {round}"), 2);
             contest.initiators[chance.below(2) as usize].replace();
         }
     }
-    contest.go_on("at the end", 8);
+    contest.wait_progress("at the end", 8);
     let work = contest.end();
-    println!("figure: {kills} kills in {round} rounds, during {work}");
+    println!("result: {kills} kills in {round} rounds, during {work}");
 }
 
 #[test]

@@ -15,7 +15,7 @@
 //! Use `cargo xtask crash` for longer runs.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(clippy::print_stdout, reason = "prints seeds and results")]
 
 mod cuts;
 mod daemon;

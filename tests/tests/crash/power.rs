@@ -211,7 +211,7 @@ struct Disk {
 }
 
 impl Disk {
-    fn go_on(&mut self, event: &Event) {
+    fn apply(&mut self, event: &Event) {
         match event {
             Event::Written { blocks, is_stable } => {
                 for (&block, &version) in blocks {
@@ -290,7 +290,7 @@ impl Disk {
 
 /// Number of points where power could be lost, and the checks done for them.
 #[derive(Default)]
-struct Figures {
+struct Totals {
     cuts: usize,
     flushes: usize,
     promises: usize,
@@ -302,18 +302,18 @@ struct Figures {
 ///
 /// # Panics
 /// Panics if a block could be older than guaranteed.
-fn check(events: &[Event], mut show: impl FnMut(&Disk) -> usize) -> Figures {
-    let mut figures = Figures::default();
+fn check(events: &[Event], mut show: impl FnMut(&Disk) -> usize) -> Totals {
+    let mut totals = Totals::default();
     let mut disk = Disk::default();
     for (at, event) in events.iter().enumerate() {
-        figures.cuts += 1;
-        figures.flushes += usize::from(matches!(event, Event::Flushed));
-        figures.promises += usize::from(matches!(event, Event::Promised(_)));
-        disk.go_on(event);
+        totals.cuts += 1;
+        totals.flushes += usize::from(matches!(event, Event::Flushed));
+        totals.promises += usize::from(matches!(event, Event::Promised(_)));
+        disk.apply(event);
         disk.check(at);
-        figures.images += show(&disk);
+        totals.images += show(&disk);
     }
-    figures
+    totals
 }
 
 /// State known to the initiators, which is protected by a lock: the number of a write must be
@@ -471,8 +471,8 @@ impl User {
         buffer.slice().write(0, &bytes);
         let out = DataLen::Out(bytes.len() as u32);
         let cdb = Cdb::new(&cdb).expect("sixteen bytes");
-        let answer = block_on(self.lun.scsi(cdb, out, IoData::One(buffer)));
-        let status = answer.result.unwrap().status;
+        let response = block_on(self.lun.scsi(cdb, out, IoData::One(buffer)));
+        let status = response.result.unwrap().status;
         assert_eq!(status, if is_equal { GOOD } else { CHECK_CONDITION });
         if is_equal {
             self.acknowledged(&blocks, fua);
@@ -491,7 +491,7 @@ fn new_bytes(blocks: &Blocks) -> Vec<u8> {
 
 /// Mounts the recorder. The directory is removed on drop.
 struct Mounted {
-    folder: PathBuf,
+    directory: PathBuf,
     mount: Option<FuseMount>,
 }
 
@@ -502,15 +502,15 @@ impl Mounted {
             skip("crash power", "there is no /dev/fuse");
             return None;
         }
-        let folder =
+        let directory =
             std::env::temp_dir().join(format!("riser-power-{}-{name}", std::process::id()));
-        fs::create_dir(&folder).unwrap();
+        fs::create_dir(&directory).unwrap();
         let mut mounted = Self {
             mount: None,
-            folder,
+            directory,
         };
         let options = FuseOptions {
-            path: mounted.folder.clone(),
+            path: mounted.directory.clone(),
             name: "disk".into(),
             source: "riser:power".into(),
             caching: Caching::Direct,
@@ -534,7 +534,7 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         drop(self.mount.take());
-        let _ = fs::remove_dir(&self.folder);
+        let _ = fs::remove_dir(&self.directory);
     }
 }
 
@@ -554,7 +554,7 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
     };
     let backend = format!(
         "{{ kind: file, path: {}, write_cache: {write_cache}, block_size: {block_size}{keys} }}",
-        mounted.folder.join("disk").display()
+        mounted.directory.join("disk").display()
     );
     // The file on this disk is only accessible for the current user.
     let pair = Pair::with_rights(network, &backend, &portals(network));
@@ -564,7 +564,7 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
     let keys = format!("write_cache: {write_cache}, block_size: {block_size}");
     let mut started = Images::new(IMAGES + network, DISK, &keys);
     let mut chance = Chance::new(seed, 100);
-    let mut sum = Figures::default();
+    let mut sum = Totals::default();
     for run in seed..seed + runs {
         thread::scope(|scope| {
             for (stream, lun) in (0..).zip(&luns) {
@@ -588,7 +588,7 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
             false => (events.len() / images.max(1)).max(1),
         };
         let mut until_next = chance.below(step as u64) as usize;
-        let figures = check(&events, |disk| {
+        let totals = check(&events, |disk| {
             if until_next > 0 {
                 until_next -= 1;
                 return 0;
@@ -608,13 +608,13 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
             blocks: acknowledged,
             is_stable: true,
         });
-        sum.images += figures.images;
-        sum.cuts += figures.cuts;
-        sum.flushes += figures.flushes;
-        sum.promises += figures.promises;
+        sum.images += totals.images;
+        sum.cuts += totals.cuts;
+        sum.flushes += totals.flushes;
+        sum.promises += totals.promises;
     }
     println!(
-        "figure: {runs} loads, {} points at which power is lost, {} promises, {} flushes of the \
+        "result: {runs} loads, {} points at which power is lost, {} promises, {} flushes of the \
          daemon's, {} images that a daemon was started on",
         sum.cuts, sum.promises, sum.flushes, sum.images
     );
@@ -663,7 +663,7 @@ mod oracle {
     /// Returns all final states, using many attempts.
     fn states(events: &[Event]) -> BTreeSet<u64> {
         let mut disk = Disk::default();
-        events.iter().for_each(|event| disk.go_on(event));
+        events.iter().for_each(|event| disk.apply(event));
         let mut chance = Chance::new(1, 1);
         (0..100).map(|_| disk.cut(&mut chance)[&7]).collect()
     }

@@ -57,7 +57,7 @@ pub(crate) fn change(
     mut show: impl FnMut(Kept),
 ) -> Kept {
     let next = from.next();
-    let mut answered = from;
+    let mut acknowledged = from;
     // If the connection is closed, this causes a panic in the client.
     let _: Result<(), _> = catch_unwind(AssertUnwindSafe(|| {
         let mut client = try_log_in(address).expect("a daemon that lives");
@@ -65,20 +65,20 @@ pub(crate) fn change(
         if reserve_out(&mut client, REGISTER_AND_IGNORE, keys) != GOOD {
             return;
         }
-        answered.key = next.key;
-        show(answered);
+        acknowledged.key = next.key;
+        show(acknowledged);
         let action = if next.is_reserved { RESERVE } else { RELEASE };
         if reserve_out(&mut client, action, (next.key, 0)) == GOOD {
-            answered.is_reserved = next.is_reserved;
-            show(answered);
+            acknowledged.is_reserved = next.is_reserved;
+            show(acknowledged);
         }
     }));
     let limit = format!("limits/iops={}", next.iops);
     if daemon.riserd(&["set", "/backends/disk", &limit]).is_some() {
-        answered.iops = next.iops;
-        show(answered);
+        acknowledged.iops = next.iops;
+        show(acknowledged);
     }
-    answered
+    acknowledged
 }
 
 /// Returns the stored state after a start.
@@ -111,7 +111,7 @@ pub(crate) fn kept_by(daemon: &Daemon, address: &str) -> Kept {
 fn is_killed_at(daemon: &mut Daemon, strace: &[&str], kept: &mut Kept) -> (bool, bool) {
     let args: Vec<_> = strace.iter().map(|arg| (*arg).to_owned()).collect();
     daemon.start(Some(&args));
-    let answered = match daemon.has_ended() {
+    let acknowledged = match daemon.has_ended() {
         true => *kept,
         false => change(daemon, ADDRESS, *kept, |_| ()),
     };
@@ -119,20 +119,20 @@ fn is_killed_at(daemon: &mut Daemon, strace: &[&str], kept: &mut Kept) -> (bool,
     daemon.kill();
     daemon.start(None);
     let (found, next) = (kept_by(daemon, ADDRESS), kept.next());
-    let fits = |found: u64, old: u64, answered: u64, new: u64| match answered == new {
+    let fits = |found: u64, old: u64, acknowledged: u64, new: u64| match acknowledged == new {
         true => found == new,
         false => found == old || found == new,
     };
     assert!(
-        fits(found.key, kept.key, answered.key, next.key)
-            && fits(found.iops, kept.iops, answered.iops, next.iops)
+        fits(found.key, kept.key, acknowledged.key, next.key)
+            && fits(found.iops, kept.iops, acknowledged.iops, next.iops)
             && fits(
                 found.is_reserved.into(),
                 kept.is_reserved.into(),
-                answered.is_reserved.into(),
+                acknowledged.is_reserved.into(),
                 next.is_reserved.into()
             ),
-        "{strace:?}: there was {kept:?}, {answered:?} was answered, {found:?} is there"
+        "{strace:?}: found {found:?} after {kept:?}, acknowledged {acknowledged:?}"
     );
     daemon.kill();
     let is_half = found != *kept && found != next;
@@ -164,7 +164,7 @@ fn kill_keeps_state_consistent() {
         "{ 0: disk }",
     );
     // Run this once without a kill to get the names of the files.
-    let trace = daemon.folder.join("trace");
+    let trace = daemon.directory.join("trace");
     let args = [
         "-y",
         "-e",
@@ -174,7 +174,7 @@ fn kill_keeps_state_consistent() {
     ];
     daemon.start(Some(&args.map(str::to_owned)));
     let mut kept = change(&daemon, ADDRESS, Kept::FIRST, |_| ());
-    assert_eq!(kept, Kept::FIRST.next(), "all is answered");
+    assert_eq!(kept, Kept::FIRST.next(), "all commands have responses");
     daemon.kill();
     let trace = fs::read_to_string(&trace).unwrap();
     let mut paths = paths_in(&trace, &daemon.state());
@@ -201,7 +201,7 @@ fn kill_keeps_state_consistent() {
         }
     }
     println!(
-        "figure: {kills} kills at {struck:?} on {} of {} files, {halves} between two changes",
+        "result: {kills} kills at {struck:?} on {} of {} files, {halves} between two changes",
         paths.len().div_ceil(step),
         paths.len()
     );

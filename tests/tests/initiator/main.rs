@@ -49,10 +49,10 @@ scripts! {
 fn read_beyond_end(lun: &Lun) {
     let beyond = Cdb::new(&[0x88, 0, 0, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0, 1, 0, 0]).unwrap();
     let data = IoData::One(block_on(lun.buffers().take_buffer(512)));
-    let answer = block_on(lun.scsi(beyond, DataLen::In(512), data));
-    let answer = answer.result.unwrap();
-    assert_eq!((answer.status, answer.transferred), (2, 0));
-    assert_eq!(answer.sense().unwrap().additional.code, 0x21);
+    let response = block_on(lun.scsi(beyond, DataLen::In(512), data));
+    let response = response.result.unwrap();
+    assert_eq!((response.status, response.transferred), (2, 0));
+    assert_eq!(response.sense().unwrap().additional.code, 0x21);
 }
 
 fn disk_works(protocol: Protocol, number: u8) {

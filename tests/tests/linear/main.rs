@@ -24,7 +24,7 @@
 //! xtask linear` runs a million operations.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(clippy::print_stdout, reason = "prints seeds and results")]
 #![allow(unsafe_code, reason = "network namespaces and devices of its own")]
 
 #[path = "../adversary/net.rs"]
@@ -208,7 +208,7 @@ fn failing_networks_keep_blocks_linearizable() {
     while contest.done() < operations || troubles < KINDS {
         // If the delay is short, some hosts have not yet recovered from the previous fault.
         let calm = [1, 10, 50][chance.below(3) as usize];
-        contest.go_on(&format!("after trouble {troubles}, {last}"), calm);
+        contest.wait_progress(&format!("after trouble {troubles}, {last}"), calm);
         versions = versions.max(contest.versions());
         if reported.elapsed() > REPORT {
             let (done, seconds) = (contest.done(), started.elapsed().as_secs());
@@ -231,12 +231,12 @@ fn failing_networks_keep_blocks_linearizable() {
         };
         troubles += 1;
     }
-    contest.go_on("at the end", 8);
+    contest.wait_progress("at the end", 8);
     let (done, took) = (contest.done(), started.elapsed().as_secs_f64());
     let swapped = contest.swapped();
     assert!(swapped > 0, "no COMPARE AND WRITE has succeeded");
     println!(
-        "figure: {done} operations in {took:.0} s, {swapped} successful COMPARE AND WRITEs, {troubles} troubles, \
+        "result: {done} operations in {took:.0} s, {swapped} successful COMPARE AND WRITEs, {troubles} troubles, \
          {kills} of them kills, at most {versions} versions kept: {}",
         contest.end()
     );

@@ -117,7 +117,7 @@ pub(super) struct ReserveOut {
 
 /// Response to a command.
 #[derive(Debug, PartialEq)]
-pub(super) enum Answer {
+pub(super) enum ModelResponse {
     Good {
         data_in: Vec<u8>,
         /// Number of bytes that would be transferred if the buffers were large enough.
@@ -131,7 +131,7 @@ pub(super) enum Answer {
     Conflict,
 }
 
-impl Answer {
+impl ModelResponse {
     fn good(wanted_out: usize) -> Self {
         Self::data_in(Vec::new(), 0, wanted_out)
     }
@@ -193,30 +193,35 @@ impl Disk {
         }
     }
 
-    pub(super) fn run(&mut self, nexus: usize, command: &Command, offer: &Offer<'_>) -> Answer {
+    pub(super) fn run(
+        &mut self,
+        nexus: usize,
+        command: &Command,
+        offer: &Offer<'_>,
+    ) -> ModelResponse {
         if self.conflicts(nexus, command) {
-            return Answer::Conflict;
+            return ModelResponse::Conflict;
         }
         match command {
-            Command::TestUnitReady | Command::StartStop(_) => Answer::good(0),
+            Command::TestUnitReady | Command::StartStop(_) => ModelResponse::good(0),
             Command::Read(extent) => match Self::refuses(*extent) {
                 Some(refusal) => refusal,
                 None => {
                     let bytes = &self.bytes[extent.bytes(extent.blocks())];
                     let moved = bytes.len().min(offer.data_in);
-                    Answer::data_in(bytes[..moved].to_vec(), bytes.len(), 0)
+                    ModelResponse::data_in(bytes[..moved].to_vec(), bytes.len(), 0)
                 }
             },
             Command::Write(extent) => self.write(*extent, offer, |_, new| new),
             Command::OrWrite(extent) => self.write(*extent, offer, |old, new| old | new),
             Command::WriteAndVerify(extent, 0 | 1) => self.write(*extent, offer, |_, new| new),
-            Command::WriteAndVerify(..) => Answer::Check(vec![INVALID_FIELD, OUT_OF_RANGE]),
+            Command::WriteAndVerify(..) => ModelResponse::Check(vec![INVALID_FIELD, OUT_OF_RANGE]),
             Command::Verify(extent, compare) => self.verify(*extent, *compare, offer),
             Command::CompareAndWrite(extent) => self.compare_and_write(*extent, offer),
             Command::WriteSame(extent, flags) => self.write_same(*extent, *flags, offer),
             Command::Unmap(extents) => self.unmap(extents, offer),
-            Command::SynchronizeCache(extent) if extent.is_in_range() => Answer::good(0),
-            Command::SynchronizeCache(_) => Answer::Check(vec![OUT_OF_RANGE]),
+            Command::SynchronizeCache(extent) if extent.is_in_range() => ModelResponse::good(0),
+            Command::SynchronizeCache(_) => ModelResponse::Check(vec![OUT_OF_RANGE]),
             Command::ReadCapacity => {
                 let mut data = vec![0; 32];
                 data[7] = (BLOCKS - 1) as u8;
@@ -231,21 +236,21 @@ impl Disk {
                 Self::parameters(data, offer)
             }
             Command::ReportLuns(1) => Self::parameters(vec![0; 8], offer),
-            Command::ReportLuns(_) => Answer::Check(vec![INVALID_FIELD]),
+            Command::ReportLuns(_) => ModelResponse::Check(vec![INVALID_FIELD]),
             // The caller knows which condition was reported.
-            Command::RequestSense => Answer::good(0),
+            Command::RequestSense => ModelResponse::good(0),
             Command::Reserve => match self.reserved.is_none_or(|holder| holder == nexus) {
                 // If there is a registration, RESERVE returns a conflict (SPC-3 5.6.3).
                 true if self.registered.is_empty() => {
                     self.reserved = Some(nexus);
-                    Answer::good(0)
+                    ModelResponse::good(0)
                 }
-                _ => Answer::Conflict,
+                _ => ModelResponse::Conflict,
             },
-            Command::Release if !self.registered.is_empty() => Answer::Conflict,
+            Command::Release if !self.registered.is_empty() => ModelResponse::Conflict,
             Command::Release => {
                 self.reserved = self.reserved.filter(|holder| *holder != nexus);
-                Answer::good(0)
+                ModelResponse::good(0)
             }
             Command::ReserveIn(action) => Self::parameters(self.reservations(*action), offer),
             Command::ReserveOut(out) => self.reserve_out(nexus, out, offer),
@@ -253,14 +258,14 @@ impl Disk {
     }
 
     /// Returns parameter data, which is not truncated to the allocation length here.
-    fn parameters(mut data: Vec<u8>, offer: &Offer<'_>) -> Answer {
+    fn parameters(mut data: Vec<u8>, offer: &Offer<'_>) -> ModelResponse {
         let wanted = data.len();
         data.truncate(offer.data_in);
-        Answer::data_in(data, wanted, 0)
+        ModelResponse::data_in(data, wanted, 0)
     }
 
     /// Rejects blocks that are out of range, or a length larger than MAXIMUM TRANSFER LENGTH.
-    fn refuses(extent: Extent) -> Option<Answer> {
+    fn refuses(extent: Extent) -> Option<ModelResponse> {
         let mut codes = Vec::new();
         if !extent.is_in_range() {
             codes.push(OUT_OF_RANGE);
@@ -268,23 +273,23 @@ impl Disk {
         if extent.blocks() > MAX_TRANSFER {
             codes.push(INVALID_FIELD);
         }
-        (!codes.is_empty()).then_some(Answer::Check(codes))
+        (!codes.is_empty()).then_some(ModelResponse::Check(codes))
     }
 
     /// Returns the number of Data-Out blocks for a command. A partial block is rejected, but fewer
     /// blocks are accepted (this is our choice, based on FCP-4 9.4.2.9 and the libiscsi tests).
-    fn offered(wanted: u64, offer: &Offer<'_>) -> Result<u64, Answer> {
+    fn offered(wanted: u64, offer: &Offer<'_>) -> Result<u64, ModelResponse> {
         let len = offer.data_out.len();
         if len >= wanted as usize * BLOCK {
             return Ok(wanted);
         }
         match len % BLOCK {
             0 => Ok((len / BLOCK) as u64),
-            _ => Err(Answer::Check(vec![BUFFER])),
+            _ => Err(ModelResponse::Check(vec![BUFFER])),
         }
     }
 
-    fn write(&mut self, extent: Extent, offer: &Offer<'_>, how: fn(u8, u8) -> u8) -> Answer {
+    fn write(&mut self, extent: Extent, offer: &Offer<'_>, how: fn(u8, u8) -> u8) -> ModelResponse {
         if let Some(refusal) = Self::refuses(extent) {
             return refusal;
         }
@@ -296,18 +301,18 @@ impl Disk {
         for (old, new) in old.iter_mut().zip(offer.data_out) {
             *old = how(*old, *new);
         }
-        Answer::good(extent.bytes(extent.blocks()).len())
+        ModelResponse::good(extent.bytes(extent.blocks()).len())
     }
 
-    fn verify(&self, extent: Extent, compare: u8, offer: &Offer<'_>) -> Answer {
+    fn verify(&self, extent: Extent, compare: u8, offer: &Offer<'_>) -> ModelResponse {
         if compare == 2 {
-            return Answer::Check(vec![INVALID_FIELD, OUT_OF_RANGE]);
+            return ModelResponse::Check(vec![INVALID_FIELD, OUT_OF_RANGE]);
         }
         if let Some(refusal) = Self::refuses(extent) {
             return refusal;
         }
         let wanted = match compare {
-            0 => return Answer::good(0),
+            0 => return ModelResponse::good(0),
             1 => extent.blocks(),
             _ => extent.blocks().min(1),
         };
@@ -330,12 +335,12 @@ impl Disk {
                 .position(|(a, b)| a != b),
         };
         match difference {
-            Some(at) => Answer::Miscompare(at as u64),
-            None => Answer::good(wanted as usize * BLOCK),
+            Some(at) => ModelResponse::Miscompare(at as u64),
+            None => ModelResponse::good(wanted as usize * BLOCK),
         }
     }
 
-    fn compare_and_write(&mut self, extent: Extent, offer: &Offer<'_>) -> Answer {
+    fn compare_and_write(&mut self, extent: Extent, offer: &Offer<'_>) -> ModelResponse {
         let blocks = extent.blocks();
         let mut codes = Vec::new();
         if !extent.is_in_range() {
@@ -347,24 +352,24 @@ impl Disk {
             codes.push(INVALID_FIELD);
         }
         if !codes.is_empty() {
-            return Answer::Check(codes);
+            return ModelResponse::Check(codes);
         }
         let len = blocks as usize * BLOCK;
         if blocks > 0 && offer.data_out.len() != 2 * len {
-            return Answer::Check(vec![BUFFER]);
+            return ModelResponse::Check(vec![BUFFER]);
         }
         let (expected, new) = offer.data_out.split_at(len);
         let old = &mut self.bytes[extent.bytes(blocks)];
         match old.iter().zip(expected).position(|(a, b)| a != b) {
-            Some(at) => Answer::Miscompare(at as u64),
+            Some(at) => ModelResponse::Miscompare(at as u64),
             None => {
                 old.copy_from_slice(new);
-                Answer::good(2 * len)
+                ModelResponse::good(2 * len)
             }
         }
     }
 
-    fn write_same(&mut self, extent: Extent, flags: SameFlags, offer: &Offer<'_>) -> Answer {
+    fn write_same(&mut self, extent: Extent, flags: SameFlags, offer: &Offer<'_>) -> ModelResponse {
         let mut codes = Vec::new();
         if !extent.is_in_range() {
             codes.push(OUT_OF_RANGE);
@@ -374,27 +379,27 @@ impl Disk {
             codes.push(INVALID_FIELD);
         }
         if !codes.is_empty() {
-            return Answer::Check(codes);
+            return ModelResponse::Check(codes);
         }
         let blocks = &mut self.bytes[extent.bytes(extent.blocks())];
         if flags.no_data {
             blocks.fill(0);
-            return Answer::good(0);
+            return ModelResponse::good(0);
         }
         if offer.data_out.len() != BLOCK {
-            return Answer::Check(vec![BUFFER]);
+            return ModelResponse::Check(vec![BUFFER]);
         }
         for block in blocks.chunks_mut(BLOCK) {
             block.copy_from_slice(offer.data_out);
         }
-        Answer::good(BLOCK)
+        ModelResponse::good(BLOCK)
     }
 
     /// In this test, the disk can unmap any block, and unmapped blocks are zero (LBPRZ).
-    fn unmap(&mut self, extents: &[Extent], offer: &Offer<'_>) -> Answer {
+    fn unmap(&mut self, extents: &[Extent], offer: &Offer<'_>) -> ModelResponse {
         let len = unmap_list(extents).len();
         if offer.data_out.len() < len {
-            return Answer::Check(vec![BUFFER]);
+            return ModelResponse::Check(vec![BUFFER]);
         }
         let mut codes = Vec::new();
         let total: u64 = extents.iter().map(|extent| extent.blocks()).sum();
@@ -405,12 +410,12 @@ impl Disk {
             codes.push(OUT_OF_RANGE);
         }
         if !codes.is_empty() {
-            return Answer::Check(codes);
+            return ModelResponse::Check(codes);
         }
         for extent in extents {
             self.bytes[extent.bytes(extent.blocks())].fill(0);
         }
-        Answer::good(len)
+        ModelResponse::good(len)
     }
 }
 
@@ -503,13 +508,13 @@ impl Disk {
         data
     }
 
-    fn reserve_out(&mut self, nexus: usize, out: &ReserveOut, offer: &Offer<'_>) -> Answer {
+    fn reserve_out(&mut self, nexus: usize, out: &ReserveOut, offer: &Offer<'_>) -> ModelResponse {
         let is_type = matches!(out.kind, 1 | 3 | 5..=8);
         if matches!(out.action, 1 | 4 | 5) && !is_type {
-            return Answer::Check(vec![INVALID_FIELD]);
+            return ModelResponse::Check(vec![INVALID_FIELD]);
         }
         if offer.data_out.len() < RESERVE_LIST {
-            return Answer::Check(vec![BUFFER, LIST_LENGTH]);
+            return ModelResponse::Check(vec![BUFFER, LIST_LENGTH]);
         }
         let (key, new) = (u64::from(out.key), u64::from(out.action_key));
         let registers = matches!(out.action, 0 | 6);
@@ -520,7 +525,7 @@ impl Disk {
             _ => known == Some(key),
         };
         if !is_proved {
-            return Answer::Conflict;
+            return ModelResponse::Conflict;
         }
         let outcome = match out.action {
             _ if registers => self.register(nexus, new),
@@ -529,11 +534,11 @@ impl Disk {
             3 => self.clear(nexus),
             _ => self.preempt(nexus, new, out.kind),
         };
-        outcome.unwrap_or(Answer::good(RESERVE_LIST))
+        outcome.unwrap_or(ModelResponse::good(RESERVE_LIST))
     }
 
     /// REGISTER, and REGISTER AND IGNORE EXISTING KEY: SPC-4 5.13.7.
-    fn register(&mut self, nexus: usize, key: u64) -> Option<Answer> {
+    fn register(&mut self, nexus: usize, key: u64) -> Option<ModelResponse> {
         match (self.key(nexus), key) {
             // There is nothing to remove.
             (None, 0) => return None,
@@ -575,20 +580,20 @@ impl Disk {
     }
 
     /// SPC-4 5.13.9.
-    fn reserve(&mut self, nexus: usize, kind: u8) -> Option<Answer> {
+    fn reserve(&mut self, nexus: usize, kind: u8) -> Option<ModelResponse> {
         match self.held {
             None => self.held = Some((nexus, kind)),
             Some((_, held)) if held == kind && self.is_holder(nexus) => {}
-            Some(_) => return Some(Answer::Conflict),
+            Some(_) => return Some(ModelResponse::Conflict),
         }
         None
     }
 
     /// SPC-4 5.13.11.2.2.
-    fn release(&mut self, nexus: usize, kind: u8) -> Option<Answer> {
+    fn release(&mut self, nexus: usize, kind: u8) -> Option<ModelResponse> {
         let (_, held) = self.held.filter(|_| self.is_holder(nexus))?;
         if held != kind {
-            return Some(Answer::Check(vec![INVALID_RELEASE]));
+            return Some(ModelResponse::Check(vec![INVALID_RELEASE]));
         }
         self.held = None;
         if kind >= 5 {
@@ -598,7 +603,7 @@ impl Disk {
     }
 
     /// SPC-4 5.13.11.2.5.
-    fn clear(&mut self, nexus: usize) -> Option<Answer> {
+    fn clear(&mut self, nexus: usize) -> Option<ModelResponse> {
         self.raise_registered(RESERVATIONS_PREEMPTED, nexus);
         self.registered.clear();
         self.held = None;
@@ -608,10 +613,10 @@ impl Disk {
 
     /// PREEMPT, and PREEMPT AND ABORT: SPC-4 5.13.11.2.4. There are no pending commands from other
     /// nexuses here.
-    fn preempt(&mut self, nexus: usize, key: u64, kind: u8) -> Option<Answer> {
+    fn preempt(&mut self, nexus: usize, key: u64, kind: u8) -> Option<ModelResponse> {
         let is_of_all = self.held.is_some_and(|(_, kind)| matches!(kind, 7 | 8));
         if key == 0 && !is_of_all {
-            return Some(Answer::Check(vec![INVALID_PARAMETER]));
+            return Some(ModelResponse::Check(vec![INVALID_PARAMETER]));
         }
         let takes = match self.held {
             None => false,
@@ -624,7 +629,7 @@ impl Disk {
         };
         let removed: Vec<_> = self.registered.iter().copied().filter(is_removed).collect();
         if removed.is_empty() && !takes {
-            return Some(Answer::Conflict);
+            return Some(ModelResponse::Conflict);
         }
         self.registered.retain(|one| !removed.contains(one));
         self.generation += 1;

@@ -196,7 +196,7 @@ fn offer(settings: &Settings) -> Offer {
 }
 
 /// Returns the valid responses for a key, and the result of the negotiation.
-fn answers(row: &Row, ours: &str, theirs: &str) -> (Vec<String>, Option<String>) {
+fn expected_replies(row: &Row, ours: &str, theirs: &str) -> (Vec<String>, Option<String>) {
     let reject = (vec!["Reject".to_owned()], None);
     let agreed = |result: String| (vec![result.clone()], Some(result));
     let in_range = |low, high| number(theirs).filter(|n| (low..=high).contains(n));
@@ -282,8 +282,8 @@ struct Login {
 /// The response to each key must be as defined in RFC 7143, and the session must use the negotiated
 /// values.
 #[test]
-fn login_beside_rules() {
-    bolero::check!(name = "login_beside_rules")
+fn login_matches_rules() {
+    bolero::check!(name = "login_matches_rules")
         .with_type::<Login>()
         .for_each(log_in);
 }
@@ -330,7 +330,7 @@ fn log_in(login: &Login) {
             }
             // Each key may only be sent once per login (RFC 7143 6.3).
             fails |= !seen.insert(row.key);
-            let (mut right, result) = answers(row, &own_of(at), value);
+            let (mut right, result) = expected_replies(row, &own_of(at), value);
             if discovery && row.is_irrelevant {
                 right = vec!["Irrelevant".to_owned()];
             } else if let Some(result) = result {
@@ -340,15 +340,15 @@ fn log_in(login: &Login) {
                 expected.push((row.key, right));
             }
         }
-        let answer = ask(&mut machine, &text, is_last, joins, &mut gate);
+        let reply = send_request(&mut machine, &text, is_last, joins, &mut gate);
         let shown = String::from_utf8_lossy(&text).replace('\0', " ");
         if fails {
-            assert_eq!(answer.outcome, Outcome::Failed, "{shown}");
-            assert_eq!(answer.response.status.class, 2, "{shown}");
+            assert_eq!(reply.outcome, Outcome::Failed, "{shown}");
+            assert_eq!(reply.response.status.class, 2, "{shown}");
             return;
         }
-        check_text(&answer.text, expected, &mut declares, &shown);
-        match answer.outcome {
+        check_text(&reply.text, expected, &mut declares, &shown);
+        match reply.outcome {
             Outcome::Continue => assert!(!is_last, "{shown}"),
             Outcome::FullFeature(completed) if is_last => check(&completed, &results, login),
             other => panic!("{other:?} after {shown}"),
@@ -356,7 +356,7 @@ fn log_in(login: &Login) {
     }
 }
 
-fn ask(
+fn send_request(
     machine: &mut TargetLogin,
     text: &[u8],
     is_last: bool,
@@ -389,9 +389,9 @@ fn check_text(
     let text = std::str::from_utf8(text).expect("keys are UTF-8");
     for pair in text.split_terminator('\0') {
         let (key, value) = pair.split_once('=').expect("a pair");
-        let is_answer =
+        let is_reply =
             |(k, right): &(&str, Vec<String>)| *k == key && right.iter().any(|r| r == value);
-        match expected.iter().position(is_answer) {
+        match expected.iter().position(is_reply) {
             Some(at) => drop(expected.remove(at)),
             // Each declaration must be sent once.
             None => assert!(declares.remove(pair), "{pair:?} to {shown}"),

@@ -77,11 +77,11 @@ impl Question {
 }
 
 /// Returns the full response, or the error code.
-fn ask(device: &mut Device, question: Question) -> Result<Vec<u8>, Code> {
-    answer(device, &question.cdb(ENOUGH))
+fn query(device: &mut Device, question: Question) -> Result<Vec<u8>, Code> {
+    respond(device, &question.cdb(ENOUGH))
 }
 
-fn answer(device: &mut Device, cdb: &[u8]) -> Result<Vec<u8>, Code> {
+fn respond(device: &mut Device, cdb: &[u8]) -> Result<Vec<u8>, Code> {
     let offer = Offer {
         data_out: &[],
         data_in: ENOUGH.into(),
@@ -104,7 +104,7 @@ fn vital_pages(device: &mut Device) -> Vec<u8> {
         vital: true,
         page: 0,
     };
-    let data = ask(device, list).expect("a page that is mandatory");
+    let data = query(device, list).expect("a page that is mandatory");
     let pages = data[4..].to_vec();
     assert!(pages.is_sorted(), "{pages:02x?}");
     assert!(pages.contains(&0) && pages.contains(&0x83), "{pages:02x?}");
@@ -232,22 +232,22 @@ fn check_mode_sense(device: &mut Device, question: Question, result: Result<Vec<
         page: 0x3f,
         subpage: 0xff,
     };
-    let all = mode_pages(&ask(device, all).expect("all pages"), true, true);
-    let is_asked = |(p, s): &(u8, u8)| {
+    let all = mode_pages(&query(device, all).expect("all pages"), true, true);
+    let is_requested = |(p, s): &(u8, u8)| {
         (page == 0x3f || *p == page)
             && match subpage {
                 0xff => true,
                 subpage => *s == subpage,
             }
     };
-    let asked: Vec<_> = all.keys().copied().filter(is_asked).collect();
+    let requested: Vec<_> = all.keys().copied().filter(is_requested).collect();
     // For the page code of all pages, no other subpage is defined.
-    let is_there = !asked.is_empty() && (page != 0x3f || matches!(subpage, 0 | 0xff));
+    let is_there = !requested.is_empty() && (page != 0x3f || matches!(subpage, 0 | 0xff));
     match result {
         Ok(data) => {
             assert!(is_there && control != 3, "{question:02x?}");
             let pages = mode_pages(&data, is_long, no_descriptors);
-            assert_eq!(pages.keys().copied().collect::<Vec<_>>(), asked);
+            assert_eq!(pages.keys().copied().collect::<Vec<_>>(), requested);
             // Caching: WCE (SBC-3 6.5.5). The current and default values must match the settings.
             if let Some(caching) = pages.get(&(8, 0)).filter(|_| control != 1) {
                 assert_eq!((caching.len(), caching[0] & 4), (18, 4));
@@ -331,7 +331,7 @@ fn check_codes(device: &mut Device, question: Question, result: Result<Vec<u8>, 
         action: 0,
         timeouts: false,
     };
-    let all = listed(&ask(device, list).expect("all commands"), false);
+    let all = listed(&query(device, list).expect("all commands"), false);
     let has_actions = all.keys().any(|(c, action)| *c == code && action.is_some());
     let is_plain = all.contains_key(&(code, None));
     // A service action was requested for a code without service actions, or missing for a code that
@@ -385,19 +385,19 @@ fn check_codes(device: &mut Device, question: Question, result: Result<Vec<u8>, 
 /// All responses must use the format defined in the standards, must be consistent, and may only be
 /// truncated because of the allocation length.
 #[test]
-fn reports_beside_standards() {
-    bolero::check!(name = "reports_beside_standards")
+fn reports_match_standards() {
+    bolero::check!(name = "reports_match_standards")
         .with_type::<Vec<(Question, u16)>>()
         .for_each(|questions| {
             let mut device = Device::new();
             // Clears the unit attention of the new nexus.
-            let _ = answer(&mut device, &[0; 6]);
+            let _ = respond(&mut device, &[0; 6]);
             for (question, allocation) in questions {
-                let whole = ask(&mut device, *question);
+                let whole = query(&mut device, *question);
                 if let Ok(whole) = &whole {
                     // SPC-4 4.2.5.6. The length field in MODE SENSE (6) is a single byte, and the
                     // command must return an error if this is not enough.
-                    let cut = answer(&mut device, &question.cdb(*allocation)).expect("as before");
+                    let cut = respond(&mut device, &question.cdb(*allocation)).expect("as before");
                     let cdb = question.cdb(*allocation);
                     let field = if cdb[0] == 0x1a {
                         cdb[4].into()

@@ -19,8 +19,8 @@ use riser_scsi::step::{
 };
 
 use super::disk::{
-    Answer, BLOCK, BLOCKS, Code, Command, Disk, MAX_COMPARE, MAX_DESCRIPTORS, MAX_SAME,
-    MAX_TRANSFER, MAX_UNMAP, NEXUSES, Offer, RESERVE_LIST, ReserveOut, unmap_list,
+    BLOCK, BLOCKS, Code, Command, Disk, MAX_COMPARE, MAX_DESCRIPTORS, MAX_SAME, MAX_TRANSFER,
+    MAX_UNMAP, ModelResponse, NEXUSES, Offer, RESERVE_LIST, ReserveOut, unmap_list,
 };
 
 /// Accepts all changes to reservations.
@@ -184,7 +184,7 @@ impl Device {
             }
             BlockOp::Flush { .. } => self.flushes += 1,
             BlockOp::Status { .. } | BlockOp::ChangeReservations(_) => {
-                unreachable!("no command here asks for it")
+                unreachable!("not requested by any command here")
             }
         }
     }
@@ -468,7 +468,7 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
         return;
     }
     match model.run(nexus, command, &offer) {
-        Answer::Good {
+        ModelResponse::Good {
             data_in: expected,
             wanted_in,
             wanted_out,
@@ -489,10 +489,10 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
                 shown()
             );
         }
-        Answer::Conflict => {
+        ModelResponse::Conflict => {
             assert_eq!(response.status, Status::ReservationConflict, "{}", shown());
         }
-        Answer::Check(codes) => {
+        ModelResponse::Check(codes) => {
             assert_eq!(
                 response.status,
                 Status::CheckCondition,
@@ -502,7 +502,7 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
             let (code, _) = sense(&response.sense);
             assert!(codes.contains(&code), "{} {codes:02x?}", shown());
         }
-        Answer::Miscompare(at) => {
+        ModelResponse::Miscompare(at) => {
             assert_eq!(response.status, Status::CheckCondition, "{}", shown());
             let (code, information) = sense(&response.sense);
             assert_eq!(
@@ -519,8 +519,8 @@ fn act(device: &mut Device, model: &mut Disk, action: &Action) {
 /// Every command must return the status, sense data, data and residuals defined in the standards,
 /// and must have the same effect on the disk.
 #[test]
-fn unit_beside_model() {
-    bolero::check!(name = "unit_beside_model")
+fn unit_matches_model() {
+    bolero::check!(name = "unit_matches_model")
         .with_type::<Vec<Action>>()
         .for_each(|actions| {
             let (mut device, mut model) = (Device::new(), Disk::new());

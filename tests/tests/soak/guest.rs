@@ -171,7 +171,7 @@ impl Guest {
             return;
         }
         let mut mini = mini.map_err(|(_, why)| why).expect("a login");
-        mini.settle(&mut real);
+        mini.clear_unit_attention(&mut real);
         let mut second = (kind == Kind::Several).then(|| {
             request.multi_channel = MultiChannelAction::Multi;
             let device = self.device_at(100 + self.number);
@@ -181,8 +181,8 @@ impl Guest {
             second
         });
         if let Some(second) = &mut second {
-            let answer = second.command(&[0; 6], DataBuffer::None, DataBuffer::None, &mut real);
-            assert_eq!(answer.status, 0);
+            let response = second.command(&[0; 6], DataBuffer::None, DataBuffer::None, &mut real);
+            assert_eq!(response.status, 0);
         }
         match end {
             End::Logout => {
@@ -222,11 +222,11 @@ impl Guest {
         login.expect("a login");
         match kind {
             Kind::Discovery => assert_names_target(&client.send_targets(&mut real)),
-            _ => client.settle(&mut real),
+            _ => client.clear_unit_attention(&mut real),
         }
         match end {
             End::Logout => {
-                client.ask_for_logout(&mut real);
+                client.begin_logout(&mut real);
                 client.disconnect(&mut real);
             }
             End::Closed => client.disconnect(&mut real),
@@ -336,9 +336,9 @@ fn log_out(client: &mut Tcp) {
         exp_stat_sn: StatSn(0),
     };
     client.send(FromInitiator::LogoutRequest(request).header(), &[]);
-    let answer = client.receive();
-    let is_answer = matches!(answer, Some((FromTarget::LogoutResponse(_), ..)));
-    assert!(is_answer, "a logout is answered");
+    let response = client.receive();
+    let is_response = matches!(response, Some((FromTarget::LogoutResponse(_), ..)));
+    assert!(is_response, "expected a logout response");
 }
 
 /// Closes a socket without sending any packets.

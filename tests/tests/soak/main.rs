@@ -12,7 +12,7 @@
 //! `RISER_SOAK_SEED` sets the random seed. `cargo xtask soak` uses a million and a thousand.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
+#![allow(clippy::print_stdout, reason = "prints seeds and results")]
 #![allow(unsafe_code, reason = "a socket option")]
 
 mod guest;
@@ -131,11 +131,11 @@ impl Daemon {
     }
 
     fn held(&self) -> Held {
-        let folder = format!("/proc/{}/fd", self.process);
+        let directory = format!("/proc/{}/fd", self.process);
         // The report itself requires a connection, which is closed after the response was received.
         let report = eventually_some("a report", PATIENCE, || get(METRICS, "/metrics"));
         let mut held = Held {
-            descriptors: fs::read_dir(folder).unwrap().count(),
+            descriptors: fs::read_dir(directory).unwrap().count(),
             threads: fs::read_dir(format!("/proc/{}/task", self.process))
                 .unwrap()
                 .count(),
@@ -166,7 +166,7 @@ impl Daemon {
     }
 
     /// Waits until the daemon uses exactly these resources.
-    fn settle(&self, what: &str, expected: &Held) {
+    fn wait_released(&self, what: &str, expected: &Held) {
         let mut held = None;
         let until = Instant::now() + PATIENCE;
         while held.as_ref() != Some(expected) {
@@ -240,7 +240,7 @@ fn print_kinds(guests: &[Guest]) {
     }
     for ((protocol, kind, end), (count, took)) in all {
         let each = took.as_secs_f64() * 1e3 / count as f64;
-        println!("figure: {protocol:?} {kind:?} {end:?}: {count}, {each:.2} ms each");
+        println!("result: {protocol:?} {kind:?} {end:?}: {count}, {each:.2} ms each");
     }
 }
 
@@ -266,18 +266,18 @@ fn thousands_of_sessions_leave_nothing() {
     let mut staying: Vec<Lun> = (0..sessions)
         .map(|number| stay(&clients[number as usize / PER_CLIENT], number))
         .collect();
-    let settled = daemon.held();
-    assert_eq!(settled.sessions, sessions);
-    assert!(!settled.objects.is_empty(), "objects are not reported");
+    let idle = daemon.held();
+    assert_eq!(idle.sessions, sessions);
+    assert!(!idle.objects.is_empty(), "objects are not reported");
     let looks = (connects / 5_000).clamp(2, MOST_LOOKS);
     let mut guests: Vec<Guest> = (0..GUESTS).map(|number| Guest::new(number, seed)).collect();
     // After the first sessions, the buffers for the largest queues in this process have been
     // allocated.
     come_and_go(&mut guests, (connects / 5).max(600));
-    daemon.settle("after the first", &settled);
+    daemon.wait_released("after the first", &idle);
     let first = daemon.memory();
     println!(
-        "figure: {sessions} sessions stay: {} MiB resident, {settled:?}",
+        "result: {sessions} sessions stay: {} MiB resident, {idle:?}",
         first >> 20
     );
     let (begun, busy) = (
@@ -287,7 +287,7 @@ fn thousands_of_sessions_leave_nothing() {
     let mut largest = first;
     for look in 1..=looks {
         come_and_go(&mut guests, connects / looks);
-        daemon.settle(&format!("at look {look}"), &settled);
+        daemon.wait_released(&format!("at look {look}"), &idle);
         let now = daemon.memory();
         largest = largest.max(now);
         let done = look * connects / looks;
@@ -304,7 +304,7 @@ fn thousands_of_sessions_leave_nothing() {
         own_time() - busy[1],
     ];
     println!(
-        "figure: {connects} connects in {took:.0} s, {:.0} a second; the daemon was busy for {:.0} s of \
+        "result: {connects} connects in {took:.0} s, {:.0} a second; the daemon was busy for {:.0} s of \
          processor time, the guests for {:.0} s; memory {:+.2} % at most",
         connects as f64 / took,
         busy[0],
@@ -325,7 +325,7 @@ fn thousands_of_sessions_leave_nothing() {
         block_on(lun.session().close());
     }
     drop(clients);
-    daemon.settle("when all have gone", &empty);
+    daemon.wait_released("when all have gone", &empty);
     daemon.pair.terminate();
 }
 

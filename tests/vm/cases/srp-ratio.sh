@@ -66,5 +66,5 @@ def mean(who, what, key):
     return total / 3
 for what, key, unit in (("4 KiB random reads at depth 16", "iops", "IOPS"), ("128 KiB sequential reads", "bw", "KiB/s")):
     ours, theirs = mean("riserd", what.split()[2], key), mean("kernel", what.split()[2], key)
-    print(f"figure: {what}: riserd on rdma_core {ours:.0f} {unit}, ib_srpt {theirs:.0f} {unit}, ratio {ours / theirs:.2f}")
+    print(f"result: {what}: riserd on rdma_core {ours:.0f} {unit}, ib_srpt {theirs:.0f} {unit}, ratio {ours / theirs:.2f}")
 P

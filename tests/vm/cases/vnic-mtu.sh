@@ -26,7 +26,7 @@ round() { # MTU of the virtual Ethernet, addresses of both
     on a iperf3 -c 192.168.50.2 -t 2 -J >"$KEEP/tcp-${4//[ ,]/-}.json"
     python3 -c 'import json, sys
 rate = json.load(open(sys.argv[1]))["end"]["sum_received"]["bits_per_second"] / 1e6
-print(f"figure: {sys.argv[2]}: TCP {rate:.0f} Mbit/s")
+print(f"result: {sys.argv[2]}: TCP {rate:.0f} Mbit/s")
 assert rate > 10, rate' "$KEEP/tcp-${4//[ ,]/-}.json" "$4"
     leave b
     leave a

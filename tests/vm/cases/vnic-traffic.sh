@@ -56,7 +56,7 @@ def tagged():
         tags = [struct.unpack_from("IIIHHH", data)[5] for _, kind, data in beside if kind == AUXDATA]
         return frame[6:12], tags[0], frame[14:]
 
-if role == "answer":
+if role == "respond":
     print("ready", flush=True)
 for n in range(16):
     tci = (n % 8) << 13 | 7
@@ -66,15 +66,15 @@ for n in range(16):
         wire.send(frame)
     source, tag, got = tagged()
     assert (source, tag, got[: len(data)]) == (peer, tci, data), (n, source, tag, got[:4])
-    if role == "answer":
+    if role == "respond":
         wire.send(frame)
 PY
 mac() { on "$1" cat /sys/class/net/vnic0/address; }
-on b timeout 30 python3 "$KEEP/vlan.py" answer "$(mac a)" >"$KEEP/answering" &
-answering=$!
-wait_for 10 grep -q ready "$KEEP/answering"
+on b timeout 30 python3 "$KEEP/vlan.py" respond "$(mac a)" >"$KEEP/responder" &
+responder=$!
+wait_for 10 grep -q ready "$KEEP/responder"
 on a timeout 30 python3 "$KEEP/vlan.py" ask "$(mac b)"
-wait $answering
+wait $responder
 # The service class for a priority is a DSCP class selector.
 sleep 1
 tshark -r "$KEEP/a.pcap" -Y 'ip.dsfield.dscp == 40' 2>/dev/null | grep -q RRoCE ||
@@ -124,7 +124,7 @@ import json, sys
 tcp, udp = (json.load(open(path))["end"] for path in sys.argv[1:])
 rate = tcp["sum_received"]["bits_per_second"] / 1e6
 lost = udp["sum"]["lost_percent"]
-print(f"figure: TCP {rate:.0f} Mbit/s, UDP loss {lost:.1f} % at 20 Mbit/s")
+print(f"result: TCP {rate:.0f} Mbit/s, UDP loss {lost:.1f} % at 20 Mbit/s")
 assert rate > 10, rate
 assert lost < 20, lost
 PY

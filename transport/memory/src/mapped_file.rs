@@ -31,7 +31,7 @@ const BITS: usize = u64::BITS as usize;
 const GROUP: usize = 16;
 
 /// Maximum number of pages per query: an unaligned MiB, plus the rest of the groups at both ends.
-const ASKED: usize = 256 + 2 * GROUP;
+const MAX_QUERIED: usize = 256 + 2 * GROUP;
 
 /// Maximum number of pages of a mapping, 256 GiB. Their bits need 8 MiB. Without a limit, they
 /// could need much more, because a sparse file can have any length.
@@ -175,7 +175,7 @@ impl MappedFile {
     fn query_pages(&self, pages: Range<usize>) -> bool {
         let end = pages.end.next_multiple_of(GROUP).min(self.len / PAGE);
         let groups = pages.start / GROUP * GROUP..end;
-        let mut are_there = [0_u8; ASKED];
+        let mut are_there = [0_u8; MAX_QUERIED];
         let Some(are_there) = are_there.get_mut(..groups.len()) else {
             return false;
         };
@@ -204,8 +204,8 @@ impl MappedFile {
         if self.forgotten.load(Ordering::SeqCst) != forgotten {
             self.clear(groups.clone());
         }
-        let asked = pages.start - groups.start..pages.end - groups.start;
-        are_there[asked].iter().all(|page| page & 1 == 1)
+        let range = pages.start - groups.start..pages.end - groups.start;
+        are_there[range].iter().all(|page| page & 1 == 1)
     }
 }
 
@@ -326,12 +326,12 @@ mod tests {
         let map = mapped(&file);
         assert!(map.query_pages(0..1));
         assert_eq!(map.allocated[0].load(Ordering::SeqCst), 0b11);
-        let (is_over, asked) = (AtomicBool::new(false), AtomicU64::new(0));
+        let (is_over, queried) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
-            let asker = scope.spawn(|| {
+            let thread = scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
                     assert!(map.query_pages(0..1));
-                    asked.fetch_add(1, Ordering::SeqCst);
+                    queried.fetch_add(1, Ordering::SeqCst);
                 }
             });
             let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -341,8 +341,8 @@ mod tests {
                 fallocate(&file, punch, page(1), page(1)).unwrap();
                 map.forget(page(1)..page(2));
                 // A call that started earlier may set the bit, but clears it again.
-                let before = asked.load(Ordering::SeqCst);
-                while asked.load(Ordering::SeqCst) < before + 2 && !asker.is_finished() {
+                let before = queried.load(Ordering::SeqCst);
+                while queried.load(Ordering::SeqCst) < before + 2 && !thread.is_finished() {
                     std::thread::yield_now();
                 }
                 is_stale |= map.allocated[0].load(Ordering::SeqCst) & 0b10 != 0;
@@ -364,19 +364,19 @@ mod tests {
             map.read(file.as_fd(), page(8), &whole) && other.read(file.as_fd(), page(8), &whole)
         );
         file.set_len(page(9)).unwrap();
-        let beside = [room.slice(0..PAGE).unwrap()];
-        assert!(map.read(file.as_fd(), page(8), &beside));
+        let segments = [room.slice(0..PAGE).unwrap()];
+        assert!(map.read(file.as_fd(), page(8), &segments));
         assert!(
             !map.read(file.as_fd(), page(8), &whole),
             "its second page is gone"
         );
         assert!(
-            !map.read(file.as_fd(), page(8), &beside),
+            !map.read(file.as_fd(), page(8), &segments),
             "a page of the mapping is no longer the file's"
         );
         // Mappings are independent of each other.
         assert!(
-            other.read(file.as_fd(), page(8), &beside)
+            other.read(file.as_fd(), page(8), &segments)
                 && !other.read(file.as_fd(), page(8), &whole)
         );
     }

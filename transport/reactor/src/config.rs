@@ -24,11 +24,11 @@ impl RingConfig {
 
     /// Returns the number of slots: the configured capacity plus one for the waker.
     pub(crate) fn total(&self) -> Result<u32, RingError> {
-        let (asked, max) = (self.capacity, Self::MAX_CAPACITY);
-        if asked == 0 || asked > max {
-            return Err(RingError::Capacity { asked, max });
+        let (requested, max) = (self.capacity, Self::MAX_CAPACITY);
+        if requested == 0 || requested > max {
+            return Err(RingError::Capacity { requested, max });
         }
-        Ok(asked + 1)
+        Ok(requested + 1)
     }
 
     /// Returns the limit of kernel threads for file and block device operations: one for each

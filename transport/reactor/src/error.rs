@@ -40,10 +40,10 @@ pub enum RingError {
     #[error("cannot set up an io_uring: {0}")]
     Setup(#[source] io::Error),
     /// The requested capacity is zero or larger than the kernel's limit.
-    #[error("invalid io_uring capacity {asked}: must be between 1 and {max}")]
+    #[error("invalid io_uring capacity {requested}: must be between 1 and {max}")]
     Capacity {
         /// The requested capacity.
-        asked: u32,
+        requested: u32,
         /// The kernel's limit.
         max: u32,
     },

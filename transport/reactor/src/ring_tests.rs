@@ -254,7 +254,7 @@ fn empty_and_oversized_lists_are_refused() {
             capacity: 0,
             ..RingConfig::default()
         }),
-        Err(RingError::Capacity { asked: 0, .. })
+        Err(RingError::Capacity { requested: 0, .. })
     ));
 }
 

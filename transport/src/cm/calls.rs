@@ -146,7 +146,7 @@ impl Cm {
         conn.local_qpn = params.local_qpn;
         // Keep the REP: if we receive a duplicate REQ, the REP was lost and must be sent again.
         conn.req = None;
-        conn.answer = Some(Box::new(rep.emit(transaction)));
+        conn.last_response = Some(Box::new(rep.emit(transaction)));
         // This must be called first, since the first interval is limited by the lifetime of
         // a half-open connection.
         self.note_rep(now, id);
@@ -255,11 +255,11 @@ impl Cm {
         };
         let transaction = conn.transaction;
         // Long enough for the peer to send its message once more.
-        let asks_again = conn
+        let repeat_interval = conn
             .req
             .as_ref()
             .map_or(conn.interval, |req| self.interval(req.remote_cm_timeout));
-        let time = (2 * asks_again)
+        let time = (2 * repeat_interval)
             .max(conn.timewait)
             .min(self.config.max_timewait);
         self.send_response(id, transaction, &CmMessage::Rej(rej));

@@ -135,7 +135,7 @@ pub(super) struct Conn {
     /// Message waiting for a response.
     pub(super) pending: Option<Box<Pending>>,
     /// Last response, sent again if we receive a duplicate request.
-    pub(super) answer: Option<Box<Mad>>,
+    pub(super) last_response: Option<Box<Mad>>,
     pub(super) deadline: Option<Instant>,
     /// Time the peer needs to respond, followed by the maximum number of retries.
     pub(super) interval: Duration,
@@ -175,7 +175,7 @@ impl Conn {
             identity: None,
             req: None,
             pending: None,
-            answer: None,
+            last_response: None,
             deadline: None,
             interval: Duration::ZERO,
             max_retries: 0,

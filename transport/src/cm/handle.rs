@@ -86,7 +86,7 @@ impl Cm {
     }
 
     /// Checks if a REQ can be passed to a listener.
-    fn judge_req(&self, from: PeerAddr, req: &ReqMsg) -> Result<(QpType, Mtu), RejReason> {
+    fn check_req(&self, from: PeerAddr, req: &ReqMsg) -> Result<(QpType, Mtu), RejReason> {
         let qp_type = req.qp_type().ok_or(RejReason::InvalidTransportType)?;
         // On RoCE, a GID is an IP address. If it doesn't match the source address, it belongs to a
         // host that has not sent this request.
@@ -119,8 +119,8 @@ impl Cm {
         };
         // If the peer's adapter was restarted, the old connection is closed when the new one is
         // established. We must not close it here, since this REQ may be forged.
-        let (qp_type, path_mtu) = match self.judge_req(from, req) {
-            Ok(judged) => judged,
+        let (qp_type, path_mtu) = match self.check_req(from, req) {
+            Ok(accepted) => accepted,
             Err(reason) => return refuse(self, reason),
         };
         let identity = ReqIdentity::new(transaction, req);
@@ -201,22 +201,22 @@ impl Cm {
         let conn = &self.conns[&id];
         match conn.state {
             // MRA or REP: it was lost or hasn't been received by the peer yet.
-            CmState::MraReqSent => self.answer_again(id),
+            CmState::MraReqSent => self.repeat_response(id),
             CmState::RepSent => {
                 // Linux sends a duplicate REQ every four seconds, for more than a minute. We
                 // respond to each of them, which cannot be used for amplification since there is
                 // only one response per request.
                 self.renew_rep(now, id);
-                self.answer_again(id);
+                self.repeat_response(id);
             }
             // The REJ was lost, so we send it again while it is available.
             CmState::Timewait
                 if conn
-                    .answer
+                    .last_response
                     .as_deref()
                     .is_some_and(|a| is_message(a, CmAttribute::Rej)) =>
             {
-                self.answer_again(id);
+                self.repeat_response(id);
             }
             _ => self.counters.duplicates += 1,
         }
@@ -243,12 +243,12 @@ impl Cm {
             // The RTU or MRA was lost. Only the active side sends an RTU: the passive side has an
             // `identity`.
             CmState::MraRepSent | CmState::Established if self.conns[&id].identity.is_none() => {
-                self.answer_again(id);
+                self.repeat_response(id);
             }
             CmState::Timewait => {
-                let answer = self.conns[&id].answer.as_deref();
-                if answer.is_some_and(|mad| is_message(mad, CmAttribute::Rej)) {
-                    self.answer_again(id);
+                let last_response = self.conns[&id].last_response.as_deref();
+                if last_response.is_some_and(|mad| is_message(mad, CmAttribute::Rej)) {
+                    self.repeat_response(id);
                 }
             }
             CmState::RepRcvd => self.counters.duplicates += 1,
@@ -473,7 +473,7 @@ impl Cm {
                 // Send the previous response again, or create it now if the connection was closed
                 // by our own DREQ.
                 let kept = self.conns[&id]
-                    .answer
+                    .last_response
                     .as_deref()
                     .filter(|mad| is_message(mad, CmAttribute::Drep));
                 let mad = kept.copied().unwrap_or_else(|| drep.emit(transaction));

@@ -121,11 +121,11 @@ impl Cm {
         // Each LAP starts a new transaction, so the ID can be used to detect duplicates.
         let is_repeated = conn.transaction == transaction;
         let has_apr = conn
-            .answer
+            .last_response
             .as_deref()
             .is_some_and(|mad| is_message(mad, CmAttribute::Apr));
         match state {
-            CmState::Established if is_repeated && has_apr => self.answer_again(id),
+            CmState::Established if is_repeated && has_apr => self.repeat_response(id),
             CmState::Established => {
                 self.conn_mut(id).transaction = transaction;
                 self.become_state(id, CmState::LapRcvd);
@@ -136,7 +136,7 @@ impl Cm {
                     },
                 );
             }
-            CmState::MraLapSent if is_repeated => self.answer_again(id),
+            CmState::MraLapSent if is_repeated => self.repeat_response(id),
             CmState::LapRcvd if is_repeated => self.counters.duplicates += 1,
             // Both sides sent a LAP at the same time, so each will reject it.
             CmState::LapSent | CmState::MraLapRcvd => {

@@ -313,16 +313,16 @@ impl Cm {
         // UDP is not reliable, so we must send the same response for a duplicate request.
         let mad = message.emit(transaction);
         let conn = self.conn_mut(id);
-        conn.answer = Some(Box::new(mad));
+        conn.last_response = Some(Box::new(mad));
         let peer = conn.route().peer;
         self.send(peer, mad);
     }
 
     /// Sends the last response again.
-    pub(super) fn answer_again(&mut self, id: IbCmId) {
+    pub(super) fn repeat_response(&mut self, id: IbCmId) {
         self.counters.duplicates += 1;
         let conn = &self.conns[&id];
-        if let Some(mad) = conn.answer.as_deref() {
+        if let Some(mad) = conn.last_response.as_deref() {
             let (peer, mad) = (conn.route().peer, *mad);
             self.send(peer, mad);
         }

@@ -43,11 +43,11 @@ fn new_socket(at: SocketAddr, shares_port: bool) -> io::Result<Socket> {
     }
     socket.set_tcp_nodelay(true)?;
     // Use keepalive to find out if the host has crashed or a cable was unplugged.
-    let asks = TcpKeepalive::new()
+    let keepalive = TcpKeepalive::new()
         .with_time(PEER_TIME / 3)
         .with_interval(PEER_TIME / 6)
         .with_retries(4);
-    socket.set_tcp_keepalive(&asks)?;
+    socket.set_tcp_keepalive(&keepalive)?;
     socket.set_tcp_user_timeout(Some(PEER_TIME))?;
     socket.bind(&at.into())?;
     Ok(socket)
@@ -315,7 +315,7 @@ impl RdmaCm for Iwarp {
             // Requests using any other revision have already been rejected.
             .map_err(|_| CmError::InvalidState("accept"))?;
         let establishes = reply.enhanced.is_some_and(|said| said.peer_to_peer);
-        self.answer_request(id, token, qp, &reply, agreed, establishes)
+        self.respond_to_request(id, token, qp, &reply, agreed, establishes)
     }
 
     fn establish(&mut self, id: CmId) -> Result<(), CmError> {
@@ -425,7 +425,7 @@ impl RdmaCm for Iwarp {
             }
         }
         if let Some(listener) = entry.listener {
-            self.request_answered(listener);
+            self.on_request_completed(listener);
         }
         self.forget_listener(id, entry.listening);
         // Requests the application hasn't seen yet are destroyed with their listener.

@@ -99,13 +99,13 @@ mod tests {
     fn short_ack_timeout_sends_no_keepalive() {
         let peer = SocketAddr::from(([127, 0, 0, 1], 1));
         // 2.1 s and 34 s.
-        for (exponent, asks) in [(16, false), (20, true)] {
+        for (exponent, has_keepalive) in [(16, false), (20, true)] {
             let mut id = Id::new();
             id.set(CmOption::AckTimeout(exponent)).unwrap();
             let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
             socket.set_keepalive(true).unwrap();
             id.configure(&socket, peer).unwrap();
-            assert_eq!(socket.keepalive().unwrap(), asks, "{exponent}");
+            assert_eq!(socket.keepalive().unwrap(), has_keepalive, "{exponent}");
         }
     }
 }

@@ -403,9 +403,9 @@ impl Provider for Iwarp {
         // completions of the last call, it is sent immediately.
         let sent = self.send();
         let looked = self.poll_sockets();
-        let answered = self.send();
+        let replied = self.send();
         let fired = self.expire(now) + self.device.handle_timeouts(now);
-        sent + looked + answered + fired
+        sent + looked + replied + fired
     }
 
     fn deadline(&self) -> Option<Instant> {

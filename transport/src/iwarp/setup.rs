@@ -207,7 +207,7 @@ impl Iwarp {
     }
 
     /// Called when a pending request of a listener has been accepted, rejected or closed.
-    pub(super) fn request_answered(&mut self, listener: CmId) {
+    pub(super) fn on_request_completed(&mut self, listener: CmId) {
         let Ok(entry) = self.ids.get_mut(listener) else {
             return;
         };
@@ -230,7 +230,7 @@ impl Iwarp {
     fn leave_listener(&mut self, id: CmId) {
         let entry = self.ids.get_mut(id).ok();
         if let Some(listener) = entry.and_then(|entry| entry.listener.take()) {
-            self.request_answered(listener);
+            self.on_request_completed(listener);
         }
     }
 
@@ -252,7 +252,7 @@ impl Iwarp {
     }
 
     /// Sends a reply to accept a request, and starts the stream.
-    pub(super) fn answer_request(
+    pub(super) fn respond_to_request(
         &mut self,
         id: CmId,
         token: Token,
@@ -307,14 +307,17 @@ impl Iwarp {
             };
             return self.end_conn(token, kind);
         }
-        if reply.revision < request.revision && self.ask_as(token, reply.revision, &request) {
+        if reply.revision < request.revision
+            && self.retry_with_revision(token, reply.revision, &request)
+        {
             return;
         }
         let (mut agreed, disagreement) = setup::negotiate(&request, reply);
         if request.enhanced.is_none() {
             // In revision 1, each side uses its own limits without comparing them.
-            let asked = self.ids.get(id).ok().and_then(|entry| entry.param.as_ref());
-            let depths = asked.map(|asked| (asked.responder_resources, asked.initiator_depth));
+            let requested = self.ids.get(id).ok().and_then(|entry| entry.param.as_ref());
+            let depths = requested
+                .map(|requested| (requested.responder_resources, requested.initiator_depth));
             let (resources, depth) = depths.unwrap_or_default();
             let wishes = self.wishes(resources, depth);
             (agreed.ird, agreed.ord) = (wishes.ird, wishes.ord);
@@ -376,8 +379,8 @@ impl Iwarp {
         // If this message closes the connection, it was never established.
         if is_first && !self.device.has_stream_ended(qp) {
             let counters = self.device.qp_counters(qp).map(|counters| counters.rdmap);
-            let has_heard = counters.is_ok_and(|counters| counters.rx_segments > 0);
-            match (has_heard, id) {
+            let has_received = counters.is_ok_and(|counters| counters.rx_segments > 0);
+            match (has_received, id) {
                 (true, Some(id)) => {
                     self.set_due(token, None);
                     self.on_established(id, ConnParam::default());
@@ -412,7 +415,7 @@ impl Iwarp {
 
     /// Sends the request again with an older revision if not supported by the peer. Returns whether
     /// this is done. The private data always fits into the older request.
-    fn ask_as(&mut self, token: Token, revision: u8, request: &StartFrame) -> bool {
+    fn retry_with_revision(&mut self, token: Token, revision: u8, request: &StartFrame) -> bool {
         let Some(conn) = self.conns.get(&token) else {
             return false;
         };
@@ -474,8 +477,9 @@ impl Iwarp {
         // There was no reply, so the peer might require an older revision (RFC 5044 7.1.2 requires
         // closing the connection in this case).
         let is_closed = error.is_none_or(|e| e.kind() == io::ErrorKind::ConnectionReset);
-        let asked = conn.due.and_then(|due| due.checked_sub(SETUP_TIME));
-        let is_early = asked.is_some_and(|asked| self.device.now() < asked + OLDER_TIME);
+        let requested_at = conn.due.and_then(|due| due.checked_sub(SETUP_TIME));
+        let is_early =
+            requested_at.is_some_and(|requested_at| self.device.now() < requested_at + OLDER_TIME);
         let peer = self.per_peer.get(&conn.peer.ip());
         if conn.state == ConnState::AwaitsReply
             && is_closed
@@ -483,7 +487,7 @@ impl Iwarp {
             && conn.inbox.is_empty()
             && peer.is_none_or(|peer| !peer.knows_2)
             && let Some(request) = conn.request.take_if(|request| request.revision > 1)
-            && self.ask_as(token, request.revision - 1, &request)
+            && self.retry_with_revision(token, request.revision - 1, &request)
         {
             return;
         }

@@ -1098,7 +1098,7 @@ mod tests {
         let mut seen = std::collections::HashSet::new();
         for _ in 0..100_000 {
             let mr = mrs.reg(PD, &memory.whole(), Access::empty()).unwrap();
-            assert!(seen.insert(mr.rkey.0 >> 8), "an index came back");
+            assert!(seen.insert(mr.rkey.0 >> 8), "an index was reused");
             mrs.dereg(mr.id).unwrap();
         }
         let first = |seed| {

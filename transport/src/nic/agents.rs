@@ -14,7 +14,7 @@
 //! we store a separate base value for each counter, so that a reset does not affect the values
 //! returned to the device owner ([`Device::counters`]).
 //!
-//! Bounds: up to [`MAX_ANSWERS`] responses and [`MAX_RECEIVED`] datagrams for the program are
+//! Bounds: up to [`MAX_RESPONSES`] responses and [`MAX_RECEIVED`] datagrams for the program are
 //! queued. When a queue is full, further datagrams are dropped.
 
 use std::collections::VecDeque;
@@ -33,7 +33,7 @@ use crate::wire::mad::{
 use crate::wire::{perf, smp};
 
 /// Max number of queued responses to other hosts.
-const MAX_ANSWERS: usize = 16;
+const MAX_RESPONSES: usize = 16;
 
 /// Max number of queued datagrams for registered classes, both received and to be sent.
 const MAX_RECEIVED: usize = 256;
@@ -96,7 +96,7 @@ pub(super) struct Agents {
     /// Counter values at the time of the last reset.
     base: Counters,
     /// Responses to be sent, with their destination.
-    answers: VecDeque<(IpAddr, Mad)>,
+    responses: VecDeque<(IpAddr, Mad)>,
     /// Datagrams sent by the program, with their destination.
     sent: VecDeque<(IpAddr, Mad)>,
     /// Bit mask of the classes registered by the program.
@@ -107,16 +107,16 @@ pub(super) struct Agents {
 
 impl Agents {
     /// Returns whether there are datagrams to be sent.
-    pub(super) fn has_answers(&self) -> bool {
-        !self.answers.is_empty() || !self.sent.is_empty()
+    pub(super) fn has_responses(&self) -> bool {
+        !self.responses.is_empty() || !self.sent.is_empty()
     }
 
     fn register(&mut self, class: u8) {
         self.registered[usize::from(class >> 7)] |= 1 << (class & 0x7f);
     }
 
-    pub(super) fn poll_answer(&mut self) -> Option<(IpAddr, Mad)> {
-        self.answers.pop_front().or_else(|| self.sent.pop_front())
+    pub(super) fn poll_response(&mut self) -> Option<(IpAddr, Mad)> {
+        self.responses.pop_front().or_else(|| self.sent.pop_front())
     }
 
     fn is_registered(&self, class: u8) -> bool {
@@ -220,10 +220,10 @@ impl Agents {
         if !is_own {
             return false;
         }
-        if self.answers.len() == MAX_ANSWERS {
+        if self.responses.len() == MAX_RESPONSES {
             device.counters.rx_dropped_mads += 1;
-        } else if let Some(answer) = self.process(device, mad, false) {
-            self.answers.push_back((from, answer));
+        } else if let Some(response) = self.process(device, mad, false) {
+            self.responses.push_back((from, response));
         }
         true
     }
@@ -231,13 +231,13 @@ impl Agents {
     /// Returns the response to a MAD, which is a copy with a new header and attribute.
     fn process(&mut self, device: &Device, mad: &Mad, is_local: bool) -> Option<Mad> {
         const SUBNET: [u8; 2] = [MadClass::SubnLid as u8, MadClass::SubnDirected as u8];
-        const NO_ANSWER: [u8; 3] = [
+        const NO_RESPONSE: [u8; 3] = [
             MadMethod::Send as u8,
             MadMethod::Trap as u8,
             MadMethod::TrapRepress as u8,
         ];
         let header = MadHeader::of(mad);
-        if header.method() & RESPONSE != 0 || NO_ANSWER.contains(&header.method()) {
+        if header.method() & RESPONSE != 0 || NO_RESPONSE.contains(&header.method()) {
             return None;
         }
         let is_directed = header.class() == MadClass::SubnDirected as u8;
@@ -246,14 +246,14 @@ impl Agents {
         if is_directed && hops != 0 {
             return None;
         }
-        let mut answer = *mad;
+        let mut reply = *mad;
         let status = match (header.class(), header.class_version()) {
             _ if header.base_version() != BASE_VERSION => MadStatus::BadVersion,
             (class, perf::CLASS_VERSION) if class == MadClass::Performance as u8 => {
-                self.answer_performance(device.counters(), &header, &mut answer)
+                self.handle_performance(device.counters(), &header, &mut reply)
             }
             (class, smp::CLASS_VERSION) if is_local && SUBNET.contains(&class) => {
-                answer_subnet(device, &header, &mut answer)
+                handle_subnet(device, &header, &mut reply)
             }
             _ => MadStatus::BadVersion,
         };
@@ -261,11 +261,11 @@ impl Agents {
         if is_directed {
             response = response.with_status(status as u16 | smp::DIRECTION);
         }
-        answer[..size_of::<MadHeader>()].copy_from_slice(response.as_bytes());
-        Some(answer)
+        reply[..size_of::<MadHeader>()].copy_from_slice(response.as_bytes());
+        Some(reply)
     }
 
-    fn answer_performance(
+    fn handle_performance(
         &mut self,
         now: &NicCounters,
         header: &MadHeader,
@@ -284,8 +284,8 @@ impl Agents {
                 write_attribute(mad, perf::DATA, len, info.as_bytes());
                 MadStatus::Success
             }
-            (PORT_COUNTERS, _) => self.answer_counters(now, is_set, mad),
-            (PORT_COUNTERS_EXTENDED, _) => self.answer_extended(now, is_set, mad),
+            (PORT_COUNTERS, _) => self.handle_counters(now, is_set, mad),
+            (PORT_COUNTERS_EXTENDED, _) => self.handle_extended(now, is_set, mad),
             // This includes PortSamplesControl, because we don't support sampling.
             _ => MadStatus::UnsupportedAttribute,
         }
@@ -304,14 +304,14 @@ impl Agents {
         }
     }
 
-    fn answer_counters(&mut self, now: &NicCounters, is_set: bool, mad: &mut Mad) -> MadStatus {
-        let (asked, _) = perf::PortCounters::read_from_prefix(&mad[perf::DATA..])
+    fn handle_counters(&mut self, now: &NicCounters, is_set: bool, mad: &mut Mad) -> MadStatus {
+        let (request, _) = perf::PortCounters::read_from_prefix(&mad[perf::DATA..])
             .expect("a MAD has room for the attribute");
-        if !is_port(asked.port_select) {
+        if !is_port(request.port_select) {
             return MadStatus::InvalidField;
         }
         if is_set {
-            let select = asked.selected();
+            let select = request.selected();
             let chosen = SELECT.iter().filter(|(bit, _)| select & bit != 0);
             self.reset(now, chosen.map(|(_, counter)| *counter));
         }
@@ -325,19 +325,19 @@ impl Agents {
             rcv_data: wide(Counter::RcvData),
             xmit_packets: wide(Counter::XmitPackets),
             rcv_packets: wide(Counter::RcvPackets),
-            ..perf::PortCounters::of(asked.port_select, asked.selected())
+            ..perf::PortCounters::of(request.port_select, request.selected())
         };
         write_attribute(mad, perf::DATA, mad.len() - perf::DATA, counters.as_bytes());
         MadStatus::Success
     }
 
-    fn answer_extended(&mut self, now: &NicCounters, is_set: bool, mad: &mut Mad) -> MadStatus {
-        let (asked, _) = perf::PortCountersExtended::read_from_prefix(&mad[perf::DATA..])
+    fn handle_extended(&mut self, now: &NicCounters, is_set: bool, mad: &mut Mad) -> MadStatus {
+        let (request, _) = perf::PortCountersExtended::read_from_prefix(&mad[perf::DATA..])
             .expect("a MAD has room for the attribute");
-        if !is_port(asked.port_select) {
+        if !is_port(request.port_select) {
             return MadStatus::InvalidField;
         }
-        let select = asked.counter_select;
+        let select = request.counter_select;
         if is_set {
             let chosen = (0..EXTENDED.len()).filter(|bit| select.get() >> bit & 1 != 0);
             self.reset(now, chosen.map(|bit| EXTENDED[bit]));
@@ -345,7 +345,7 @@ impl Agents {
         let counted = self.counted(now);
         let value = |counter| U64::new(counted[counter as usize]);
         let counters = perf::PortCountersExtended {
-            port_select: asked.port_select,
+            port_select: request.port_select,
             counter_select: select,
             xmit_data: value(Counter::XmitData),
             rcv_data: value(Counter::RcvData),
@@ -363,7 +363,7 @@ impl Agents {
 }
 
 /// Subnet management is read-only, since there is no subnet manager that could set attributes.
-fn answer_subnet(device: &Device, header: &MadHeader, mad: &mut Mad) -> MadStatus {
+fn handle_subnet(device: &Device, header: &MadHeader, mad: &mut Mad) -> MadStatus {
     use smp::attribute::*;
     if header.method() == MadMethod::Set as u8 {
         return MadStatus::UnsupportedAttribute;

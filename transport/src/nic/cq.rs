@@ -158,7 +158,7 @@ impl Cq {
 
     /// Removes a work queue from the user count.
     pub fn remove_user(&mut self) {
-        debug_assert!(self.users > 0, "a queue left that never came");
+        debug_assert!(self.users > 0, "removed an unknown queue");
         self.users = self.users.saturating_sub(1);
     }
 

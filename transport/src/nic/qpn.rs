@@ -105,7 +105,7 @@ mod tests {
         for _ in 0..RESTING {
             let n = a.allocate(&mut random);
             assert!(n & 7 == 5 && (FIRST..=LAST).contains(&n));
-            assert!(seen.insert(n), "{n:#x} came back");
+            assert!(seen.insert(n), "{n:#x} was reused");
             a.release(n);
         }
     }

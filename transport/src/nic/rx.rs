@@ -25,7 +25,7 @@ struct Train<'a> {
     qp: Option<(Qpn, QpId)>,
     /// QP with pending events in `Device::out`, which may also have something to send. It must be
     /// settled before we change anything else on the device.
-    unsettled: Option<QpId>,
+    pending: Option<QpId>,
 }
 
 /// Result of processing a packet.
@@ -87,7 +87,7 @@ impl Nic {
             };
             is_peer |= self.handle_packet(&received, &mut train);
         }
-        self.settle_train(&mut train);
+        self.flush_train(&mut train);
         verifier.end_train();
         // Only store this for peers, so the table cannot be filled up by noise or strangers. For
         // most packets, there is nothing new to store.
@@ -144,7 +144,7 @@ impl Nic {
         };
         let mut train = Train::default();
         self.handle_packet(&received, &mut train);
-        self.settle_train(&mut train);
+        self.flush_train(&mut train);
     }
 
     /// Parses a packet and checks its partition key.
@@ -173,7 +173,7 @@ impl Nic {
         let verifier = train.verifier.as_deref_mut();
         if qpn == Qpn::GSI {
             if let Some(id) = self.verify(received, verifier) {
-                self.settle_train(train);
+                self.flush_train(train);
                 self.handle_gsi(received, &packet, id);
             }
             return false;
@@ -194,12 +194,12 @@ impl Nic {
             return false;
         };
         train.qp = Some((qpn, id));
-        if train.unsettled != Some(id) {
-            self.settle_train(train);
+        if train.pending != Some(id) {
+            self.flush_train(train);
         }
         if !is_plain {
             // Pending packets must be sent on the previous path.
-            self.settle_train(train);
+            self.flush_train(train);
             let is_accepted = self.device.follow_path(id, received, &packet);
             self.follow_migrations();
             if !is_accepted {
@@ -209,11 +209,11 @@ impl Nic {
         let Some(taken) = self.hand_over(id, received, &packet, ip_id) else {
             return false;
         };
-        train.unsettled = Some(id);
+        train.pending = Some(id);
         // Like an RTU, data indicates that the peer is ready. The RTU can be lost, and the peer
         // only retransmits it in response to another REP.
         if taken.is_first {
-            self.settle_train(train);
+            self.flush_train(train);
             self.cm.on_first_packet(&mut self.device, id);
         }
         taken.is_peer
@@ -289,8 +289,8 @@ impl Nic {
     }
 
     /// Settles the QP of the last packets in a train.
-    fn settle_train(&mut self, train: &mut Train<'_>) {
-        if let Some(id) = train.unsettled.take() {
+    fn flush_train(&mut self, train: &mut Train<'_>) {
+        if let Some(id) = train.pending.take() {
             self.device.finish_turn(id);
         }
     }
@@ -347,10 +347,10 @@ impl Nic {
             }
             return;
         }
-        let asker = packet.ext.deth.map(|deth| deth.src_qpn());
+        let source_qpn = packet.ext.deth.map(|deth| deth.src_qpn());
         // Agents always respond from the first address.
-        let is_asked = asker == Some(Qpn::GSI) && received.ip.gid_index == 0;
-        if is_asked
+        let is_request = source_qpn == Some(Qpn::GSI) && received.ip.gid_index == 0;
+        if is_request
             && self
                 .agents
                 .handle_mad(&mut self.device, received.src.ip(), mad)

@@ -373,8 +373,8 @@ fn budget_limit_does_not_delay_acks() {
     let (ack, read) = (0x11u8, 0x0cu8);
     let mut nic = nic();
     let qp = connected(&mut nic);
-    let asks = write_only(&nic, nic.qp_num(qp).unwrap(), 100);
-    receive(&mut nic, peer(), &asks);
+    let request = write_only(&nic, nic.qp_num(qp).unwrap(), 100);
+    receive(&mut nic, peer(), &request);
     let rkey = RKey(0);
     let remote = RemoteAddr { addr: 0, rkey };
     let reads = [1, 2].map(|n| SendWr::new(n, SendOp::Read(remote), &[]));
@@ -480,8 +480,8 @@ fn silent_peer_uses_separate_socket() {
         )),
         ..ExtHeaders::default()
     };
-    let answer = sealed(&nic, peer(), &bth, &ext, &[]);
-    receive(&mut nic, peer(), &answer);
+    let response = sealed(&nic, peer(), &bth, &ext, &[]);
+    receive(&mut nic, peer(), &response);
     let start = nic.device.now();
     let last = repeated(&mut nic, start, second / 5);
     assert!(!last.is_empty() && last.iter().all(|&sent| sent == (false, false)));
@@ -1284,49 +1284,49 @@ fn mad_of(class: u8, method: u8, attribute: u16, modifier: u32, data: &[u8]) -> 
 }
 
 /// Returns the status and attribute of the NIC's response.
-fn ask(nic: &mut Nic, mad: &[u8; 256]) -> Option<(u16, Vec<u8>)> {
-    let answer = nic.local_mad(1, mad).unwrap()?;
-    assert_eq!(answer[..3], mad[..3]);
+fn query_local(nic: &mut Nic, mad: &[u8; 256]) -> Option<(u16, Vec<u8>)> {
+    let response = nic.local_mad(1, mad).unwrap()?;
+    assert_eq!(response[..3], mad[..3]);
     // The response to both Set() and Get() is GetResp().
     let expected = if mad[3] == 0x02 { 0x81 } else { mad[3] | 0x80 };
-    assert_eq!(answer[3], expected, "a response");
-    assert_eq!(answer[8..24], mad[8..24]);
-    let status = u16::from_be_bytes([answer[4], answer[5]]);
-    Some((status, answer[64..].to_vec()))
+    assert_eq!(response[3], expected, "a response");
+    assert_eq!(response[8..24], mad[8..24]);
+    let status = u16::from_be_bytes([response[4], response[5]]);
+    Some((status, response[64..].to_vec()))
 }
 
 #[test]
 fn local_mad_returns_node_and_port_info() {
     let mut nic = nic();
     let get = |attribute, modifier| mad_of(0x01, 0x01, attribute, modifier, &[]);
-    let (status, name) = ask(&mut nic, &get(0x10, 0)).unwrap();
+    let (status, name) = query_local(&mut nic, &get(0x10, 0)).unwrap();
     assert_eq!((status, &name[..14]), (0, &b"roce-10.0.0.1\0"[..]));
     // A channel adapter with a single port. The GUID is the low half of ::ffff:10.0.0.1.
-    let (status, node) = ask(&mut nic, &get(0x11, 0)).unwrap();
+    let (status, node) = query_local(&mut nic, &get(0x11, 0)).unwrap();
     let guid = nic.device_attr().node_guid.to_be_bytes();
     assert_eq!((status, &node[..4]), (0, &[1, 1, 1, 1][..]));
     assert_eq!((&node[4..12], &node[12..20]), (&guid[..], &guid[..]));
     let port_guid = [0, 0, 0xff, 0xff, 10, 0, 0, 1];
     assert_eq!(node[20..28], port_guid);
     assert_eq!(node[28..40], [0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]);
-    let (status, guids) = ask(&mut nic, &get(0x14, 0)).unwrap();
+    let (status, guids) = query_local(&mut nic, &get(0x14, 0)).unwrap();
     assert_eq!(
         (status, &guids[..8], &guids[8..64]),
         (0, &port_guid[..], &[0; 56][..])
     );
     // Active and link up, 4096 bytes, single lane, 2.5 Gbit/s, single virtual lane, single GUID.
-    let (status, port) = ask(&mut nic, &get(0x15, 1)).unwrap();
+    let (status, port) = query_local(&mut nic, &get(0x15, 1)).unwrap();
     assert_eq!(
         (status, &port[8..16], &port[20..24]),
         (0, &[0; 8][..], &[0, 1, 0, 0][..])
     );
     assert_eq!(port[28..38], [1, 1, 1, 1, 0x14, 0x52, 0, 0x11, 0x50, 0x10]);
     assert_eq!((port[41], port[43], port[50], port[52]), (5, 0x10, 1, 18));
-    let (status, keys) = ask(&mut nic, &get(0x16, 0)).unwrap();
+    let (status, keys) = query_local(&mut nic, &get(0x16, 0)).unwrap();
     assert_eq!((status, &keys[..4]), (0, &[0xff, 0xff, 0, 0][..]));
     // Directed route with zero hops, so the response is already on its way back.
     let directed = mad_of(0x81, 0x01, 0x11, 0, &[]);
-    assert_eq!(ask(&mut nic, &directed).unwrap().0, 0x8000);
+    assert_eq!(query_local(&mut nic, &directed).unwrap().0, 0x8000);
 }
 
 #[test]
@@ -1358,22 +1358,25 @@ fn unsupported_mads_return_error_status() {
     ];
     for (class, method, attribute, modifier, status) in cases {
         let mad = mad_of(class, method, attribute, modifier, &[]);
-        let answer = ask(&mut nic, &mad).unwrap();
-        assert_eq!(answer.0, status, "{class:#x} {method:#x} {attribute:#x}");
+        let response = query_local(&mut nic, &mad).unwrap();
+        assert_eq!(response.0, status, "{class:#x} {method:#x} {attribute:#x}");
     }
     // Unsupported versions.
     for at in [0, 2] {
         let mut mad = mad_of(0x01, 0x01, 0x0011, 0, &[]);
         mad[at] = 2;
-        assert_eq!(ask(&mut nic, &mad).unwrap().0, 0x0004);
+        assert_eq!(query_local(&mut nic, &mad).unwrap().0, 0x0004);
     }
     // There is no response to responses and traps, or if there are more hops on a directed route.
     for method in [0x81, 0x03, 0x05, 0x07] {
-        assert_eq!(ask(&mut nic, &mad_of(0x04, method, 0x0012, 0, &[])), None);
+        assert_eq!(
+            query_local(&mut nic, &mad_of(0x04, method, 0x0012, 0, &[])),
+            None
+        );
     }
     let mut hops = mad_of(0x81, 0x01, 0x11, 0, &[]);
     hops[7] = 1;
-    assert_eq!(ask(&mut nic, &hops), None);
+    assert_eq!(query_local(&mut nic, &hops), None);
     let mad = mad_of(0x04, 0x01, 0x0001, 0, &[]);
     assert_eq!(nic.local_mad(2, &mad), Err(VerbsError::InvalidPort(2)));
 }
@@ -1404,13 +1407,13 @@ fn selected_port_counters_are_reset() {
         data[18] = select2;
         mad_of(0x04, method, 0x0012, 0, &data)
     };
-    let (status, data) = ask(&mut nic, &basic(0x01, 0, 0)).unwrap();
+    let (status, data) = query_local(&mut nic, &basic(0x01, 0, 0)).unwrap();
     assert_eq!((status, data[1], number(&data, 8, 2)), (0, 1, 1));
     assert_eq!((number(&data, 28, 4), number(&data, 36, 4)), (words, 3));
     let mut extended = [0; 8];
     extended[..4].copy_from_slice(&[0, 0xff, 0, 0]);
     let extended = mad_of(0x04, 0x01, 0x001d, 0, &extended);
-    let (status, data) = ask(&mut nic, &extended).unwrap();
+    let (status, data) = query_local(&mut nic, &extended).unwrap();
     assert_eq!((status, data[1], number(&data, 16, 8)), (0, 0xff, words));
     assert_eq!(
         (
@@ -1421,14 +1424,14 @@ fn selected_port_counters_are_reset() {
         (3, 3, 0)
     );
     // Only PortRcvPkts is reset, and the response already contains the new value.
-    let (status, data) = ask(&mut nic, &basic(0x02, 1 << 15, 0)).unwrap();
+    let (status, data) = query_local(&mut nic, &basic(0x02, 1 << 15, 0)).unwrap();
     assert_eq!(
         (status, number(&data, 28, 4), number(&data, 36, 4)),
         (0, words, 0)
     );
     assert_eq!(number(&data, 8, 2), 1);
     receive(&mut nic, peer(), &[1, 2]);
-    let (_, data) = ask(&mut nic, &basic(0x02, 1 << 3, 0)).unwrap();
+    let (_, data) = query_local(&mut nic, &basic(0x02, 1 << 3, 0)).unwrap();
     assert_eq!((number(&data, 8, 2), number(&data, 36, 4)), (0, 1));
     // The counters returned to the device owner are not reset.
     assert_eq!(
@@ -1459,10 +1462,10 @@ fn remote_hosts_can_only_query_counters() {
     // The packet uses QP1 as both source and destination.
     assert_eq!(sent[0][..8], [0x64, 0x40, 0xff, 0xff, 0, 0, 0, 1]);
     assert_eq!(sent[0][12..20], [0x80, 1, 0, 0, 0, 0, 0, 1]);
-    let answer = &sent[0][20..276];
-    assert_eq!(answer[..8], [1, 4, 1, 0x81, 0, 0, 0, 0]);
-    assert_eq!(number(answer, 64 + 36, 4), 1, "the question itself");
-    assert_eq!(number(answer, 64 + 28, 4), packet.len() as u64 / 4);
+    let response = &sent[0][20..276];
+    assert_eq!(response[..8], [1, 4, 1, 0x81, 0, 0, 0, 0]);
+    assert_eq!(number(response, 64 + 36, 4), 1, "the question itself");
+    assert_eq!(number(response, 64 + 28, 4), packet.len() as u64 / 4);
     // Subnet management is only available to the local program, and a response must have been
     // requested.
     for (class, method) in [(0x01, 0x01), (0x81, 0x01), (0x04, 0x81)] {
@@ -1498,14 +1501,15 @@ fn performance_responses_go_to_program() {
         ..ExtHeaders::default()
     };
     let question = mad_of(0x04, 0x01, 0x0001, 0, &[]);
-    let answer = mad_of(0x04, 0x81, 0x0001, 0, &[]);
-    let [asks, answers] = [question, answer].map(|mad| sealed(&nic, peer(), &bth, &ext, &mad));
-    receive(&mut nic, peer(), &answers);
+    let response = mad_of(0x04, 0x81, 0x0001, 0, &[]);
+    let [request_packet, response_packet] =
+        [question, response].map(|mad| sealed(&nic, peer(), &bth, &ext, &mad));
+    receive(&mut nic, peer(), &response_packet);
     assert_eq!(nic.device.counters().rx_dropped_mads, 1);
     nic.register_agent(MadClass::Performance).unwrap();
-    receive(&mut nic, peer(), &asks);
-    receive(&mut nic, peer(), &answers);
-    assert_eq!(nic.poll_mad(), Some((peer().ip(), answer)));
+    receive(&mut nic, peer(), &request_packet);
+    receive(&mut nic, peer(), &response_packet);
+    assert_eq!(nic.poll_mad(), Some((peer().ip(), response)));
     assert_eq!(nic.poll_mad(), None);
     // The request is handled by the device.
     let mut batch = TxBatch::new(1);
@@ -1539,17 +1543,17 @@ fn program_handles_registered_classes() {
     let taken: Vec<_> = std::iter::from_fn(|| nic.poll_mad()).collect();
     assert_eq!(taken, vec![(peer().ip(), question); 256]);
     // A response uses QP1 as both source and destination.
-    let answer = mad_of(0x03, 0x81, 0x0035, 0, &[]);
-    nic.send_mad(peer().ip(), &answer).unwrap();
+    let response = mad_of(0x03, 0x81, 0x0035, 0, &[]);
+    nic.send_mad(peer().ip(), &response).unwrap();
     let mut batch = TxBatch::new(1);
     let now = nic.device.now();
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let sent = batch.copy_packets(&batch.groups()[0]);
     assert_eq!(sent[0][12..20], [0x80, 1, 0, 0, 0, 0, 0, 1]);
-    assert_eq!(sent[0][20..276], answer);
+    assert_eq!(sent[0][20..276], response);
     batch.clear();
     for _ in 0..256 {
-        nic.send_mad(peer().ip(), &answer).unwrap();
+        nic.send_mad(peer().ip(), &response).unwrap();
     }
-    assert!(nic.send_mad(peer().ip(), &answer).is_err());
+    assert!(nic.send_mad(peer().ip(), &response).is_err());
 }

@@ -40,7 +40,7 @@ impl Nic {
         let before = self.collected(batch);
         // Send these before the CM message that closes the connection, because the peer won't
         // accept them after that.
-        while let Some((peer, headers)) = self.device.schedule.pop_answer() {
+        while let Some((peer, headers)) = self.device.schedule.pop_response() {
             self.device.tx.clear();
             self.device.tx.headers = headers;
             let flow = has_icrc.then_some(&peer.flow);
@@ -106,7 +106,7 @@ impl Nic {
         for id in self.device.qps.ids(|_| true) {
             let machine = self.device.qps.get_mut(id).map(|qp| &mut qp.machine);
             if let Ok(Machine::Rc(rc) | Machine::Xrc(rc)) = machine {
-                rc.lose_answers();
+                rc.lose_responses();
             }
         }
     }
@@ -272,13 +272,13 @@ impl Nic {
 
     /// Returns whether there may be a MAD to send.
     fn has_mads(&self) -> bool {
-        self.cm.may_send() || self.agents.has_answers()
+        self.cm.may_send() || self.agents.has_responses()
     }
 
     /// Returns the next MAD to send and its route.
     fn poll_outgoing(&mut self) -> Option<(CmRoute, Mad)> {
         self.cm.poll_transmit().or_else(|| {
-            let (peer, mad) = self.agents.poll_answer()?;
+            let (peer, mad) = self.agents.poll_response()?;
             let route = CmRoute {
                 peer,
                 gid_index: 0,

@@ -189,7 +189,12 @@ impl RcQp {
     /// Writes the next pending response to `tx` even though the QP is closed, or returns false if
     /// nothing is pending. This does not use registered memory. It should be called if the caller
     /// cannot wait for [`RcQp::poll_transmit`].
-    pub fn poll_last_answer(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
+    pub fn poll_last_response(
+        &mut self,
+        now: Instant,
+        env: &mut Env<'_>,
+        tx: &mut TxPacket,
+    ) -> bool {
         tx.clear();
         // READ responses use memory that may be freed right after this call, so we drop them here.
         // The remaining responses (acknowledgement, atomics or NAK) don't use any memory.
@@ -198,12 +203,12 @@ impl RcQp {
             return false;
         }
         // Only a READ can return an error.
-        let is_answer = self.responder.poll(&mut ctx!(self, now, env), tx);
-        let is_answer = is_answer.unwrap_or(false);
-        if is_answer {
+        let is_response = self.responder.poll(&mut ctx!(self, now, env), tx);
+        let is_response = is_response.unwrap_or(false);
+        if is_response {
             self.note_sent(Stream::Responses, tx);
         }
-        is_answer
+        is_response
     }
 
     /// Any state to RESET. All state is cleared without completing any requests. The caller must
@@ -345,8 +350,8 @@ impl RcQp {
     /// Discards the record of READ responses generated for the peer. This is used if they were lost
     /// before transmission because their memory was removed. A repeated request will then be
     /// rejected.
-    pub fn lose_answers(&mut self) {
-        self.responder.lose_answers();
+    pub fn lose_responses(&mut self) {
+        self.responder.lose_responses();
     }
 
     /// Returns whether a receive is bound to an incomplete message.
@@ -385,7 +390,7 @@ impl RcQp {
             // here. It doesn't indicate the direction, so we slow down both of them.
             self.counters.rx_packets += 1;
             self.counters.rx_cnps += 1;
-            self.requester.on_heard();
+            self.requester.on_received();
             self.requester.on_mark();
             self.responder.on_cnp(now);
             return;
@@ -404,7 +409,7 @@ impl RcQp {
         }
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += pkt.payload.len() as u64;
-        self.requester.on_heard();
+        self.requester.on_received();
         if pkt.op.is_request() {
             let result = self
                 .responder

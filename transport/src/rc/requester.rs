@@ -53,7 +53,7 @@ const TIMEOUTS_PER_RETRY: u32 = 3;
 /// Divisor for the time without progress if packets were received from the peer. On a slow link the
 /// acknowledgements are queued behind its data, so we only use retries at the full rate if the peer
 /// is silent.
-const HEARD_DIVISOR: u32 = 4;
+const RECEIVED_DIVISOR: u32 = 4;
 
 /// Time after a timeout before a peer is considered silent.
 const SILENCE: Duration = Duration::from_secs(1);
@@ -106,7 +106,7 @@ pub(super) struct Requester {
     /// Time without progress since a retry was last used.
     waited: Duration,
     /// Set if a packet was received from the peer since the last progress or timeout.
-    is_heard: bool,
+    has_received: bool,
     /// First interval, based on the measured round trip or initially on the configuration.
     first_retransmit: Duration,
     min_retransmit: Duration,
@@ -191,7 +191,7 @@ impl Requester {
             armed: Duration::ZERO,
             interval: Duration::ZERO,
             waited: Duration::ZERO,
-            is_heard: false,
+            has_received: false,
             first_retransmit: Duration::ZERO,
             min_retransmit: Duration::ZERO,
             round_trip: None,
@@ -257,8 +257,8 @@ impl Requester {
     }
 
     /// Called when a packet was received from the peer.
-    pub(super) fn on_heard(&mut self) {
-        self.is_heard = true;
+    pub(super) fn on_received(&mut self) {
+        self.has_received = true;
     }
 
     pub(super) fn set_armed(&mut self, is_armed: bool) {
@@ -397,8 +397,8 @@ impl Requester {
         ctx.counters.timeouts += 1;
         // We need to add up the time because the intervals increase. This is reset on any progress,
         // so only consecutive timeouts are counted.
-        self.waited += match std::mem::take(&mut self.is_heard) {
-            true => self.armed / HEARD_DIVISOR,
+        self.waited += match std::mem::take(&mut self.has_received) {
+            true => self.armed / RECEIVED_DIVISOR,
             false => self.armed,
         };
         let patience = self.ack_timeout.map(|timeout| timeout * TIMEOUTS_PER_RETRY);
@@ -577,7 +577,7 @@ impl Requester {
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
         self.waited = Duration::ZERO;
-        self.is_heard = false;
+        self.has_received = false;
         self.measure(now);
         // Any progress resets the backoff.
         self.interval = self.first_retransmit;
@@ -672,17 +672,17 @@ impl Requester {
         let is_begun = wqe.phase == Phase::Started;
         let first = if is_begun { wqe.first } else { self.nxt };
         wqe.phase = Phase::Failed(status);
-        self.ask_before(ctx.now, first);
+        self.request_ack_before(ctx.now, first);
         self.retire(ctx)
     }
 
     /// Sends the packet preceding a failed request again if it left the acknowledgement to that
     /// request. `first` is the first packet of the failed request.
-    fn ask_before(&mut self, now: Instant, first: u64) {
+    fn request_ack_before(&mut self, now: Instant, first: u64) {
         // Some packets of the failed request may also have been sent without requesting an
         // acknowledgement.
-        let has_asked = u64::from(self.since_ack_request) <= self.nxt - first;
-        if has_asked || self.una >= first {
+        let has_requested = u64::from(self.since_ack_request) <= self.nxt - first;
+        if has_requested || self.una >= first {
             return;
         }
         // Only send this packet, without starting the timer, as there is no indication of a loss.

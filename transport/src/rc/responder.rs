@@ -12,7 +12,7 @@
 //! READ does not need any buffers. There is at most one pending acknowledgement and one pending
 //! NAK, so duplicates cannot fill up a queue.
 
-mod answer;
+mod resource;
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -20,7 +20,7 @@ use std::time::Instant;
 use riser_memory::fault;
 use riser_state::become_state;
 
-use self::answer::{Resource, ResourceKind};
+use self::resource::{Resource, ResourceKind};
 use super::ctx::{Ctx, Fault};
 use super::message::{WritePart, payload_len, plan_packets};
 use super::pacing::Pacer;
@@ -148,7 +148,7 @@ impl Responder {
         self.max_resources = usize::from(count);
         let missing = self.max_resources.saturating_sub(self.resources.len());
         self.resources.reserve_exact(missing);
-        self.forget_answered(self.max_resources);
+        self.forget_completed(self.max_resources);
     }
 
     /// Handles a switch to a different path, for which nothing is known yet. We send an

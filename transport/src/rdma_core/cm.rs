@@ -187,7 +187,7 @@ impl Connections {
 
     /// Passes vendor options to the library if the QP is managed by the application. For its own
     /// QPs, the library gets the options from the QP.
-    fn give_ece(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<(), CmError> {
+    fn apply_ece(&self, id: CmId, param: &ConnParam, call: &'static str) -> Result<(), CmError> {
         let entry = self.id(id, call)?;
         // Otherwise, the library doesn't accept options, and does not set any by default.
         if entry.qp.is_some() || entry.qp_type == QpType::Ud || param.ece.vendor_id == 0 {
@@ -572,7 +572,7 @@ impl Connections {
             QpType::Ud => 0,
             _ => self.qpn(id, param, "connect")?,
         };
-        self.give_ece(id, param, "connect")?;
+        self.apply_ece(id, param, "connect")?;
         let mut theirs = convert::conn_param(param, qpn);
         // SAFETY: the id is alive, and the private data outlives the call.
         checked_cm(unsafe { (self.cm.rdma_connect)(ptr, &raw mut theirs) })?;
@@ -583,7 +583,7 @@ impl Connections {
     pub(super) fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
         let ptr = self.id_in(id, "accept", &[IdState::Requested])?;
         let most = match self.id(id, "accept")?.qp_type {
-            QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
+            QpType::Ud => MAX_DATAGRAM_REPLY_PRIVATE_DATA,
             _ => MAX_ACCEPT_PRIVATE_DATA,
         };
         fits(&param.private_data, most)?;
@@ -592,7 +592,7 @@ impl Connections {
             return Err(VerbsError::InvalidParameter("Q_Key").into());
         }
         let qpn = self.qpn(id, param, "accept")?;
-        self.give_ece(id, param, "accept")?;
+        self.apply_ece(id, param, "accept")?;
         let mut theirs = convert::conn_param(param, qpn);
         // The library limits the depth of the QP to the value from the request, but it doesn't
         // limit the value sent to the peer.
@@ -779,7 +779,7 @@ impl Connections {
     ) -> Result<(), CmError> {
         let ptr = self.id_in(id, "reject", &[IdState::Requested, IdState::Responded])?;
         let most = match self.id(id, "reject")?.qp_type {
-            QpType::Ud => MAX_DATAGRAM_ANSWER_PRIVATE_DATA,
+            QpType::Ud => MAX_DATAGRAM_REPLY_PRIVATE_DATA,
             _ => MAX_REJECT_PRIVATE_DATA,
         };
         fits(private_data, most)?;

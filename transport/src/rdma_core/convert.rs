@@ -421,8 +421,8 @@ pub fn qp_attr_from_mask(theirs: &ibv_qp_attr, mask: u32) -> Result<QpAttr, Verb
 /// Converts attributes returned by `ibv_query_qp`. This call also sets values for attributes that
 /// don't exist for this QP type.
 pub(super) fn qp_attr_of(theirs: &ibv_qp_attr, qp_type: QpType) -> QpAttr {
-    let asks = matches!(qp_type, QpType::Rc | QpType::XrcIni);
-    let answers = matches!(qp_type, QpType::Rc | QpType::XrcTgt);
+    let is_requester = matches!(qp_type, QpType::Rc | QpType::XrcIni);
+    let is_responder = matches!(qp_type, QpType::Rc | QpType::XrcTgt);
     QpAttr {
         state: Some(state_of(theirs.qp_state)),
         pkey_index: Some(theirs.pkey_index),
@@ -434,12 +434,12 @@ pub(super) fn qp_attr_of(theirs: &ibv_qp_attr, qp_type: QpType) -> QpAttr {
         dest_qp: Some(theirs.dest_qp_num),
         rq_psn: Some(theirs.rq_psn),
         sq_psn: Some(theirs.sq_psn),
-        max_dest_rd_atomic: answers.then_some(theirs.max_dest_rd_atomic),
-        max_rd_atomic: asks.then_some(theirs.max_rd_atomic),
-        min_rnr_timer: answers.then_some(theirs.min_rnr_timer),
-        timeout: (asks || answers).then_some(theirs.timeout),
-        retry_cnt: asks.then_some(theirs.retry_cnt),
-        rnr_retry: asks.then_some(theirs.rnr_retry),
+        max_dest_rd_atomic: is_responder.then_some(theirs.max_dest_rd_atomic),
+        max_rd_atomic: is_requester.then_some(theirs.max_rd_atomic),
+        min_rnr_timer: is_responder.then_some(theirs.min_rnr_timer),
+        timeout: (is_requester || is_responder).then_some(theirs.timeout),
+        retry_cnt: is_requester.then_some(theirs.retry_cnt),
+        rnr_retry: is_requester.then_some(theirs.rnr_retry),
         alt_path: alt_path_of(theirs).filter(|path| path.ah.dgid != Gid::default()),
         path_mig_state: mig_state_of(theirs.path_mig_state),
         en_sqd_async_notify: None,

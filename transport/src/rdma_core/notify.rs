@@ -429,7 +429,7 @@ mod tests {
     fn solicited_request_keeps_next_notification() {
         let (mut device, cq, qp) = watched();
         device.req_notify_cq(cq, Notify::Solicited).unwrap();
-        assert_eq!(arms(), 0, "any completion is asked for already");
+        assert_eq!(arms(), 0, "all completions are already requested");
         device.fake_message(cq, qp, 1);
         device.progress(Instant::now());
         assert_eq!(device.poll_cq_event(), Some(cq));

@@ -45,7 +45,7 @@ struct Stream {
     /// Set if nothing is processed or sent anymore, except for the Terminate message.
     is_over: bool,
     /// Set if a response was sent last, so that a request should be sent next.
-    answered_last: bool,
+    responded_last: bool,
 }
 
 /// QP using a stream. See the [module](super) documentation.
@@ -116,7 +116,7 @@ impl RdmapQp {
             awaits_first: agreed.awaits_first,
             terminate: None,
             is_over: false,
-            answered_last: false,
+            responded_last: false,
         }));
     }
 
@@ -414,18 +414,18 @@ impl RdmapQp {
         let may_start = self.state == QpState::Rts;
         // Messages can't be interleaved, so we alternate between READ responses and our own
         // requests.
-        let answers_first = !stream.answered_last && self.responder.has_answers();
-        let is_answer =
-            self.responder.is_sending() || answers_first && !self.requester.is_sending();
-        if !is_answer {
+        let responses_first = !stream.responded_last && self.responder.has_responses();
+        let is_response =
+            self.responder.is_sending() || responses_first && !self.requester.is_sending();
+        if !is_response {
             let sent = self.requester.poll(&mut tx, may_start);
             if sent.map_err(|Fault| Terminate::new(Reason::RdmapCatastrophic))? {
-                stream.answered_last = self.requester.is_sending() && stream.answered_last;
+                stream.responded_last = self.requester.is_sending() && stream.responded_last;
                 return Ok(true);
             }
         }
         let sent = self.responder.poll(&mut tx)?;
-        stream.answered_last = sent;
+        stream.responded_last = sent;
         Ok(sent)
     }
 }

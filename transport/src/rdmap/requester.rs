@@ -48,7 +48,7 @@ pub(super) struct Requester {
     send_msn: u32,
     read_msn: u32,
     /// Next expected number of an atomic response.
-    answer_msn: u32,
+    response_msn: u32,
 }
 
 /// Appends `len` bytes of request data, starting at `offset`.
@@ -115,7 +115,7 @@ impl Requester {
             ord: 0,
             send_msn: 1,
             read_msn: 1,
-            answer_msn: 1,
+            response_msn: 1,
         }
     }
 
@@ -123,7 +123,7 @@ impl Requester {
     pub(super) fn start(&mut self, ord: u16) {
         self.ord = ord;
         self.outstanding.clear();
-        (self.send_msn, self.read_msn, self.answer_msn) = (1, 1, 1);
+        (self.send_msn, self.read_msn, self.response_msn) = (1, 1, 1);
     }
 
     pub(super) fn reset(&mut self) {
@@ -503,14 +503,16 @@ impl Requester {
         msn: u32,
         payload: &[u8],
     ) -> Result<(), Reason> {
-        if msn != self.answer_msn {
+        if msn != self.response_msn {
             return Err(Reason::InvalidMsn);
         }
         let response = AtomicResponse::parse(payload).ok_or(Reason::Framing)?;
-        let asked = self.outstanding.front();
-        let asked = asked.filter(|it| it.is_atomic && it.number == response.id);
-        let at = asked.and_then(|it| it.at).ok_or(Reason::UnexpectedOpcode)?;
-        self.answer_msn = self.answer_msn.wrapping_add(1);
+        let requested = self.outstanding.front();
+        let requested = requested.filter(|it| it.is_atomic && it.number == response.id);
+        let at = requested
+            .and_then(|it| it.at)
+            .ok_or(Reason::UnexpectedOpcode)?;
+        self.response_msn = self.response_msn.wrapping_add(1);
         let value = response.original.to_ne_bytes();
         if scatter(self.sq.sges(at), cfg, mrs, 0, &value).is_err() {
             // See above.

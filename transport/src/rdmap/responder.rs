@@ -36,7 +36,7 @@ pub(super) struct Responder {
     /// Size of the last WRITE, needed for immediate data following it, and whether it is complete.
     written: (u32, bool),
     /// READs and atomics waiting for a response, oldest first. Limited to `ird`.
-    answers: VecDeque<PendingResponse>,
+    responses: VecDeque<PendingResponse>,
     /// Set if a READ response was started but is not complete.
     is_sending: bool,
     ird: u16,
@@ -45,7 +45,7 @@ pub(super) struct Responder {
     send_msn: u32,
     read_msn: u32,
     /// Next number for an atomic response.
-    answer_msn: u32,
+    response_msn: u32,
 }
 
 /// Returns the tagged buffer error for an invalid key.
@@ -102,13 +102,13 @@ impl Responder {
             receiving: None,
             offset: 0,
             written: (0, true),
-            answers: VecDeque::new(),
+            responses: VecDeque::new(),
             is_sending: false,
             ird: 0,
             access: Access::empty(),
             send_msn: 1,
             read_msn: 1,
-            answer_msn: 1,
+            response_msn: 1,
         }
     }
 
@@ -116,10 +116,10 @@ impl Responder {
     pub(super) fn start(&mut self, ird: u16, access: Access) {
         self.receiving = None;
         self.written = (0, true);
-        self.answers.clear();
+        self.responses.clear();
         self.is_sending = false;
         (self.ird, self.access) = (ird, access);
-        (self.send_msn, self.read_msn, self.answer_msn) = (1, 1, 1);
+        (self.send_msn, self.read_msn, self.response_msn) = (1, 1, 1);
     }
 
     pub(super) fn set_access(&mut self, access: Access) {
@@ -132,8 +132,8 @@ impl Responder {
     }
 
     /// Returns whether there are pending responses.
-    pub(super) fn has_answers(&self) -> bool {
-        !self.answers.is_empty()
+    pub(super) fn has_responses(&self) -> bool {
+        !self.responses.is_empty()
     }
 
     /// Flushes receives: the current receive, and the queue if it is not shared.
@@ -141,7 +141,7 @@ impl Responder {
         if self.receiving.take().is_some() {
             self.recv_failed(cfg, env, WcStatus::WrFlushErr);
         }
-        self.answers.clear();
+        self.responses.clear();
         self.is_sending = false;
         // Don't flush a shared queue, since it is still used by other QPs.
         if !cfg.has_srq {
@@ -338,7 +338,7 @@ impl Responder {
             return Err(Reason::TooLong);
         }
         // The peer knows this limit.
-        if self.answers.len() >= usize::from(self.ird) {
+        if self.responses.len() >= usize::from(self.ird) {
             return Err(Reason::NoBuffer);
         }
         Ok(())
@@ -372,7 +372,7 @@ impl Responder {
                 .map_err(|e| rdmap_reason(e, to, len))?;
         }
         let (msn, sent) = (self.read_msn, 0);
-        self.answers
+        self.responses
             .push_back(PendingResponse::Read { request, msn, sent });
         self.read_msn = msn.wrapping_add(1);
         Ok(())
@@ -411,7 +411,7 @@ impl Responder {
             return Err(Reason::RdmapBounds);
         }
         self.read_msn = self.read_msn.wrapping_add(1);
-        self.answers
+        self.responses
             .push_back(PendingResponse::Atomic(AtomicResponse {
                 id: request.id,
                 original,
@@ -424,14 +424,14 @@ impl Responder {
     /// # Errors
     /// Returns the Terminate message for a request that cannot be processed.
     pub(super) fn poll(&mut self, tx: &mut Tx<'_>) -> Result<bool, Terminate> {
-        let (request, msn, sent) = match self.answers.front_mut() {
+        let (request, msn, sent) = match self.responses.front_mut() {
             None => return Ok(false),
             Some(PendingResponse::Atomic(response)) => {
-                let (response, msn) = (*response, self.answer_msn);
+                let (response, msn) = (*response, self.response_msn);
                 let queue = Queue::AtomicResponse;
                 tx.message(Opcode::AtomicResponse, queue, msn, |out| response.emit(out));
-                self.answer_msn = msn.wrapping_add(1);
-                self.answers.pop_front();
+                self.response_msn = msn.wrapping_add(1);
+                self.responses.pop_front();
                 return Ok(true);
             }
             Some(PendingResponse::Read { request, msn, sent }) => (*request, *msn, sent),
@@ -462,7 +462,7 @@ impl Responder {
         *sent += len;
         self.is_sending = !header.last;
         if header.last {
-            self.answers.pop_front();
+            self.responses.pop_front();
         }
         Ok(true)
     }

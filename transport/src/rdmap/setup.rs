@@ -236,27 +236,27 @@ fn agree_on_resources(
             revision: reply.revision,
         });
     }
-    let Some(asked) = request.enhanced else {
+    let Some(requested) = request.enhanced else {
         return Ok(());
     };
     let Some(said) = reply.enhanced else {
         return Err(Disagreement::NoResources);
     };
-    if said.ord != ANY_DEPTH && said.ord > asked.ird {
+    if said.ord != ANY_DEPTH && said.ord > requested.ird {
         return Err(Disagreement::Depth);
     }
-    agreed.ird = asked.ird;
-    agreed.ord = at_most(asked.ord, said.ird);
-    agreed.rtr = match (asked.peer_to_peer && said.peer_to_peer, said) {
+    agreed.ird = requested.ird;
+    agreed.ord = at_most(requested.ord, said.ird);
+    agreed.rtr = match (requested.peer_to_peer && said.peer_to_peer, said) {
         (false, _) => None,
         (
             true,
             Enhanced {
                 write_rtr: true, ..
             },
-        ) if asked.write_rtr => Some(Rtr::Write),
-        (true, Enhanced { read_rtr: true, .. }) if asked.read_rtr => Some(Rtr::Read),
-        (true, Enhanced { send_rtr: true, .. }) if asked.send_rtr => Some(Rtr::Empty),
+        ) if requested.write_rtr => Some(Rtr::Write),
+        (true, Enhanced { read_rtr: true, .. }) if requested.read_rtr => Some(Rtr::Read),
+        (true, Enhanced { send_rtr: true, .. }) if requested.send_rtr => Some(Rtr::Empty),
         _ => return Err(Disagreement::Rtr),
     };
     // This uses a resource like any other READ.
@@ -282,9 +282,9 @@ mod tests {
 
     #[test]
     fn peers_use_smaller_limits() {
-        let asked = request(&wishes(3, 5), b"hello".to_vec());
-        let (said, passive) = reply(&asked, &wishes(4, 9), b"welcome".to_vec()).unwrap();
-        let (active, None) = negotiate(&asked, &said) else {
+        let requested = request(&wishes(3, 5), b"hello".to_vec());
+        let (said, passive) = reply(&requested, &wishes(4, 9), b"welcome".to_vec()).unwrap();
+        let (active, None) = negotiate(&requested, &said) else {
             panic!("the reply fits");
         };
         assert_eq!((active.ird, active.ord), (3, 4));
@@ -292,8 +292,8 @@ mod tests {
         assert_eq!(active.rtr, Some(Rtr::Write));
         assert!(passive.awaits_first && active.tx == passive.rx);
         // If one side leaves the choice to the peer, the peer's value is used.
-        let asked = request(&wishes(ANY_DEPTH, ANY_DEPTH), Vec::new());
-        let (_, passive) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
+        let requested = request(&wishes(ANY_DEPTH, ANY_DEPTH), Vec::new());
+        let (_, passive) = reply(&requested, &wishes(4, 9), Vec::new()).unwrap();
         assert_eq!((passive.ird, passive.ord), (4, 9));
     }
 
@@ -304,9 +304,9 @@ mod tests {
             crc: false,
             ..wishes(1, 1)
         };
-        let asked = request(&with, Vec::new());
-        let (said, passive) = reply(&asked, &wishes(1, 1), Vec::new()).unwrap();
-        let (active, None) = negotiate(&asked, &said) else {
+        let requested = request(&with, Vec::new());
+        let (said, passive) = reply(&requested, &wishes(1, 1), Vec::new()).unwrap();
+        let (active, None) = negotiate(&requested, &said) else {
             panic!("the reply fits");
         };
         assert!(active.rx.markers && passive.tx.markers);
@@ -321,11 +321,11 @@ mod tests {
             revision: 1,
             ..wishes(7, 8)
         };
-        let asked = request(&old, Vec::new());
-        let (said, passive) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
+        let requested = request(&old, Vec::new());
+        let (said, passive) = reply(&requested, &wishes(4, 9), Vec::new()).unwrap();
         assert_eq!((said.revision, said.enhanced), (1, None));
         assert_eq!((passive.ird, passive.ord), (4, 9));
-        let (active, None) = negotiate(&asked, &said) else {
+        let (active, None) = negotiate(&requested, &said) else {
             panic!("the reply fits");
         };
         assert_eq!((active.ird, active.ord, active.rtr), (0, 0, None));
@@ -333,13 +333,13 @@ mod tests {
 
     #[test]
     fn invalid_replies_are_detected() {
-        let asked = request(&wishes(3, 5), Vec::new());
-        let (said, _) = reply(&asked, &wishes(4, 9), Vec::new()).unwrap();
+        let requested = request(&wishes(3, 5), Vec::new());
+        let (said, _) = reply(&requested, &wishes(4, 9), Vec::new()).unwrap();
         let change = |change: fn(&mut StartFrame, &mut Enhanced)| {
             let (mut frame, mut enhanced) = (said.clone(), said.enhanced.unwrap());
             change(&mut frame, &mut enhanced);
             frame.enhanced = frame.enhanced.map(|_| enhanced);
-            let (agreed, disagreement) = negotiate(&asked, &frame);
+            let (agreed, disagreement) = negotiate(&requested, &frame);
             assert!(agreed.tx.crc, "the message about it has a CRC");
             disagreement
         };
@@ -353,8 +353,8 @@ mod tests {
             let mut frame = said.clone();
             frame.revision = revision;
             let refused = Some(Disagreement::Revision { revision });
-            assert_eq!(negotiate(&asked, &frame).1, refused);
-            let mut frame = asked.clone();
+            assert_eq!(negotiate(&requested, &frame).1, refused);
+            let mut frame = requested.clone();
             frame.revision = revision;
             let refused = Err(Disagreement::Revision { revision });
             assert_eq!(reply(&frame, &wishes(1, 1), Vec::new()).map(drop), refused);

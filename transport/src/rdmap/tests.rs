@@ -415,7 +415,7 @@ fn bad_local_key_fails_request_in_order() {
 }
 
 /// Returns the responder's reaction to invalid segments from a peer.
-fn answer(says: impl FnOnce(&mut Bench) -> Vec<Vec<u8>>) -> (Option<Terminate>, Bench) {
+fn exchange(says: impl FnOnce(&mut Bench) -> Vec<Vec<u8>>) -> (Option<Terminate>, Bench) {
     let mut b = Bench::new(agreed(PLAIN, None, true), 1024);
     let ulpdus = says(&mut b);
     let mut framer = Framer::new(PLAIN);
@@ -603,7 +603,7 @@ const MISTAKES: &[Case] = &[
 #[test]
 fn peer_errors_report_reason_without_side_effects() {
     for (n, (reason, says)) in MISTAKES.iter().enumerate() {
-        let (terminate, mut b) = answer(|b| {
+        let (terminate, mut b) = exchange(|b| {
             b.recv(1, 500, 64);
             // The last message would be accepted if there was no error before it.
             let mut all = says(b.mr.rkey.0, b.mr.addr);
@@ -645,7 +645,7 @@ fn qp_and_key_limit_access() {
         (PD, local, Reason::RdmapAccess, Reason::RdmapAccess),
     ] {
         for (reason, is_write) in [(of_write, true), (of_atomic, false)] {
-            let (terminate, b) = answer(|b| {
+            let (terminate, b) = exchange(|b| {
                 let mr = b.mrs.reg(pd, &b.memory.whole(), access).unwrap();
                 vec![match is_write {
                     true => write(mr.rkey.0, mr.addr),
@@ -658,7 +658,7 @@ fn qp_and_key_limit_access() {
     }
     // If the QP doesn't allow access, all keys are rejected.
     for is_write in [true, false] {
-        let (terminate, _) = answer(|b| {
+        let (terminate, _) = exchange(|b| {
             b.qp.set_access(Access::empty());
             vec![match is_write {
                 true => write(b.mr.rkey.0, b.mr.addr),
@@ -672,7 +672,7 @@ fn qp_and_key_limit_access() {
 #[test]
 fn unsupported_version_is_no_access_error() {
     for ulpdu in [b"\xc0\x40", b"\x42\x43"] {
-        let (_, b) = answer(|_| vec![ulpdu.to_vec()]);
+        let (_, b) = exchange(|_| vec![ulpdu.to_vec()]);
         let event = RcEvent::Async(AsyncEvent::QpReqError(QP));
         assert!(b.out.contains(&event));
     }
@@ -681,7 +681,7 @@ fn unsupported_version_is_no_access_error() {
 #[test]
 fn immediate_data_reports_write_length() {
     let imm = |msn| ulpdu(Opcode::Immediate, true, untagged(0, msn, 0), &[0; 8]);
-    let (terminate, mut b) = answer(|b| {
+    let (terminate, mut b) = exchange(|b| {
         b.recv(1, 500, 64);
         b.recv(2, 500, 64);
         vec![write(b.mr.rkey.0, b.mr.addr), imm(1), imm(2)]
@@ -694,7 +694,7 @@ fn immediate_data_reports_write_length() {
 #[test]
 fn reads_beyond_limit_are_rejected() {
     let reads = |count| {
-        answer(|b| {
+        exchange(|b| {
             let all = 1..=count;
             all.map(|msn| read(msn, 1, b.mr.rkey.0, b.mr.addr))
                 .collect()
@@ -789,8 +789,8 @@ fn random_streams_have_no_effect() {
             }
         }
         b.input(&bytes);
-        let answer = b.output(1 << 16);
-        assert!(answer.len() < 1000);
+        let output = b.output(1 << 16);
+        assert!(output.len() < 1000);
         assert!(b.bytes(16, 1000) == [0x55; 1000]);
     }
 }

@@ -356,7 +356,7 @@ impl Driver {
     ///
     /// # Errors
     /// Returns the errors of `epoll_ctl(2)`.
-    pub fn watch_beside(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn watch_fd(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let data = epoll::EventData::new_u64(0);
         Ok(epoll::add(&self.epoll, fd, data, EventFlags::IN)?)
     }

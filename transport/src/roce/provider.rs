@@ -289,7 +289,7 @@ impl Roce {
         );
         nic.set_stranger_port(driver.stranger_port());
         let watch = AddressWatch::open(config.addr)
-            .and_then(|watch| driver.watch_beside(watch.fd()).map(|()| watch));
+            .and_then(|watch| driver.watch_fd(watch.fd()).map(|()| watch));
         let watch = watch.inspect_err(|error| {
             info!(addr = %config.addr, %error, "cannot monitor the port state");
         });

@@ -208,15 +208,15 @@ mod tests {
 
     #[test]
     fn requests_go_to_first_worker() {
-        let (request, answer) = (0x1235, 0x7777_0002);
+        let (request, response) = (0x1235, 0x7777_0002);
         for (attribute, second, to) in [
-            (0x10, 0, 0),      // REQ
-            (0x10, answer, 0), // REQ with a reserved field set
-            (0x12, 0, 0),      // REJ without a reply
-            (0x12, answer, 2), // REJ after a REP
-            (0x13, answer, 2), // REP
-            (0x17, 0, 0),      // SIDR_REQ
-            (0x18, answer, 1), // SIDR_REP, using the id of the request
+            (0x10, 0, 0),        // REQ
+            (0x10, response, 0), // REQ with a reserved field set
+            (0x12, 0, 0),        // REJ without a reply
+            (0x12, response, 2), // REJ after a REP
+            (0x13, response, 2), // REP
+            (0x17, 0, 0),        // SIDR_REQ
+            (0x18, response, 1), // SIDR_REP, using the id of the request
         ] {
             let datagram = mad(attribute, request, second);
             assert_eq!(steer(&datagram, 2, ToFirst), Some(to), "{attribute:#x}");

@@ -541,8 +541,8 @@ mod tests {
             let holder = format!("process {} of user", std::process::id());
             assert!(text.contains(&holder), "{text}");
             // This connection was made to find out the process name.
-            let asked = accept(&listener, &users).unwrap().unwrap();
-            assert!(matches!(receive(&asked, &mut [0; 64]), Message::End));
+            let requested = accept(&listener, &users).unwrap().unwrap();
+            assert!(matches!(receive(&requested, &mut [0; 64]), Message::End));
         }
         assert!(accept(&listener, &users).unwrap().is_none());
         let client = connect(addr, own, &users).unwrap();

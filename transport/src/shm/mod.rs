@@ -61,4 +61,4 @@ pub use closer::check_closed;
 pub use descriptors::refuses_descriptors;
 pub use hello::{ListeningProcess, ShmUsers};
 pub use link::{GREETING, LinkCounters, MAX_GREETING, MAX_LINKS};
-pub use provider::{PROVIDER, Shm, ShmConfig, ShmListener, ask_listener, listening_process};
+pub use provider::{PROVIDER, Shm, ShmConfig, ShmListener, listening_process, query_listener};

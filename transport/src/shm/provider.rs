@@ -106,7 +106,7 @@ impl ShmListener {
 /// - [`io::ErrorKind::TimedOut`] if there is no response
 /// - [`io::ErrorKind::WouldBlock`] if there are too many pending connections
 /// - [`io::ErrorKind::ResourceBusy`] if sockets of other users are being closed
-pub fn ask_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
+pub fn query_listener(addr: IpAddr, users: &ShmUsers) -> io::Result<()> {
     hello::test_handshake(addr.to_canonical(), users)
 }
 

@@ -21,7 +21,7 @@ pub const MAX_REJECT_PRIVATE_DATA: usize = 148;
 pub const MAX_DATAGRAM_CONNECT_PRIVATE_DATA: usize = 180;
 
 /// Maximum size of private data in the response to a datagram request, in bytes.
-pub const MAX_DATAGRAM_ANSWER_PRIVATE_DATA: usize = 136;
+pub const MAX_DATAGRAM_REPLY_PRIVATE_DATA: usize = 136;
 
 /// Default Q_Key for datagram IDs (`RDMA_UDP_QKEY` in Linux).
 pub const DATAGRAM_QKEY: QKey = QKey(0x0123_4567);

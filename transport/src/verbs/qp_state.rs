@@ -427,7 +427,7 @@ mod tests {
                             && !(is_reliable(qp_type) && from == QpState::Sqe);
                     let found = rule(qp_type, from, to);
                     assert_eq!(found.is_some(), legal, "{qp_type:?} {from:?} → {to:?}");
-                    let answer = plan_modify(
+                    let result = plan_modify(
                         qp_type,
                         from,
                         &request(to, found.map_or(Attrs::empty(), |r| r.required)),
@@ -437,7 +437,7 @@ mod tests {
                     } else {
                         Err(VerbsError::InvalidTransition { from, to })
                     };
-                    assert_eq!(answer, want);
+                    assert_eq!(result, want);
                 }
             }
         }

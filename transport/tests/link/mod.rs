@@ -37,17 +37,17 @@ struct Network {
 impl Network {
     fn new() -> Result<Self, String> {
         let (jobs, waiting) = channel::<Job>();
-        let (answer, entered) = channel();
+        let (sender, entered) = channel();
         let thread = thread::spawn(move || {
             // SAFETY: the flag only affects the network, which may differ per thread.
             let result = unsafe { unshare_unsafe(UnshareFlags::NEWNET) };
             let is_inside = result.is_ok();
-            let _ = answer.send(result);
+            let _ = sender.send(result);
             while is_inside && let Ok(job) = waiting.recv() {
                 job();
             }
         });
-        let result = entered.recv().expect("the thread answers");
+        let result = entered.recv().expect("the thread responds");
         result.map_err(|e| format!("a network namespace: {e}"))?;
         Ok(Self {
             jobs: Some(jobs),
@@ -57,9 +57,9 @@ impl Network {
 
     /// Runs `job` in the namespace.
     fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
-        let (answer, result) = channel();
+        let (sender, result) = channel();
         let jobs = self.jobs.as_ref().expect("a running thread");
-        let job = Box::new(move || drop(answer.send(job())));
+        let job = Box::new(move || drop(sender.send(job())));
         jobs.send(job).expect("a running thread");
         result.recv().expect("the job did not panic")
     }

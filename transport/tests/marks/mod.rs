@@ -92,7 +92,7 @@ fn marked_write_narrows_requester_window() {
 }
 
 #[test]
-fn marked_read_responses_are_answered_too() {
+fn marked_read_responses_cause_cnps() {
     let mut w = devices();
     let (a, b) = connected(&mut w);
     mark_data_of(&w.b);

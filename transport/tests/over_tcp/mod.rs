@@ -72,20 +72,20 @@ fn crc32c(bytes: &[u8]) -> [u8; 4] {
 }
 
 /// Receives at least `len` bytes from the device, or fewer if it closes the connection.
-fn hear(w: &mut Streams, socket: &mut TcpStream, len: usize) -> Vec<u8> {
-    let mut heard = Vec::new();
+fn read_bytes(w: &mut Streams, socket: &mut TcpStream, len: usize) -> Vec<u8> {
+    let mut received = Vec::new();
     w.until("bytes of a peer", |_| {
         let mut bytes = [0; 256];
         match socket.read(&mut bytes) {
             Ok(0) => return Some(()),
-            Ok(n) => heard.extend_from_slice(&bytes[..n]),
+            Ok(n) => received.extend_from_slice(&bytes[..n]),
             Err(e) if e.kind() == ErrorKind::WouldBlock => {}
             // The socket was closed with unread data.
             Err(_) => return Some(()),
         }
-        (heard.len() >= len).then_some(())
+        (received.len() >= len).then_some(())
     });
-    heard
+    received
 }
 
 /// Checks that a regular connection works at the same time.
@@ -108,15 +108,15 @@ fn invalid_request_is_closed_without_event() {
     for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], b"MPA ID Rep Frame", &more] {
         let mut socket = dial(w);
         socket.write_all(bytes).unwrap();
-        assert!(hear(w, &mut socket, 1).is_empty());
+        assert!(read_bytes(w, &mut socket, 1).is_empty());
         assert_eq!(w.poll_cm_event(End::B), None);
     }
     // An unknown revision receives a reject reply.
     let mut socket = dial(w);
     socket.write_all(b"MPA ID Req Frame\0\x07\0\0").unwrap();
-    let heard = hear(w, &mut socket, 20);
+    let received = read_bytes(w, &mut socket, 20);
     assert_eq!(
-        (&heard[..16], heard[16] & 0x20),
+        (&received[..16], received[16] & 0x20),
         (&b"MPA ID Rep Frame"[..], 0x20)
     );
     assert_eq!(w.poll_cm_event(End::B), None);
@@ -129,7 +129,7 @@ fn silent_strangers_do_not_occupy_slots() {
     let _listener = listen(w, End::B, 4000);
     let mut strangers: Vec<_> = (0..MAX_STRANGERS + 1).map(|_| dial(w)).collect();
     // The newest replaces the oldest.
-    assert!(hear(w, &mut strangers[0], 1).is_empty());
+    assert!(read_bytes(w, &mut strangers[0], 1).is_empty());
     works(w);
     w.pass(Duration::from_millis(5));
     let left = strangers[MAX_STRANGERS].read(&mut [0; 1]).unwrap_err();
@@ -167,7 +167,7 @@ fn accepted(w: &mut Streams, request: &[u8; 20]) -> (TcpStream, Side) {
     let (mut socket, side) = requested(w, request);
     let p = w.provider(End::B);
     p.accept(side.id, &ConnParam::default()).unwrap();
-    let reply = hear(w, &mut socket, 20);
+    let reply = read_bytes(w, &mut socket, 20);
     assert_eq!(reply, [b"MPA ID Rep Frame", &request[16..]].concat());
     // Revision 1 has no confirmation message.
     let event = cm_event(w, End::B);
@@ -184,10 +184,10 @@ fn message_with_bad_crc_is_terminated() {
     let fpdu = b"\0\x0e\xc1\x40\0\0\0\0\0\0\0\0\0\0\0\0nope";
     socket.write_all(fpdu).unwrap();
     // The length, the first Terminate message of queue 2, MPA error 2, and a CRC.
-    let heard = hear(w, &mut socket, 28);
+    let received = read_bytes(w, &mut socket, 28);
     let body = b"\0\x16\x41\x47\0\0\0\0\0\0\0\x02\0\0\0\x01\0\0\0\0\x20\x02\0\0";
-    assert_eq!((heard.len(), &heard[..24]), (28, &body[..]));
-    assert!(hear(w, &mut socket, 1).is_empty());
+    assert_eq!((received.len(), &received[..24]), (28, &body[..]));
+    assert!(read_bytes(w, &mut socket, 1).is_empty());
     drop(socket);
     let event = cm_event(w, End::B);
     assert_eq!((event.id, event.kind), (side.id, CmEventKind::Disconnected));
@@ -243,7 +243,7 @@ fn connection_flood_displaces_own_connections() {
     let mut slow = dial_from(w, other);
     slow.write_all(&REQUEST[..7]).unwrap();
     let mut many: Vec<_> = (0..MAX_STRANGERS * 2).map(|_| dial(w)).collect();
-    assert!(hear(w, &mut many[0], 1).is_empty());
+    assert!(read_bytes(w, &mut many[0], 1).is_empty());
     slow.write_all(&REQUEST[7..]).unwrap();
     let event = cm_event(w, End::B);
     assert!(matches!(event.kind, CmEventKind::ConnectRequest { peer, .. } if peer.ip() == other));
@@ -283,7 +283,7 @@ fn invalid_first_message_establishes_no_connection() {
     let (mut socket, side) = requested(w, request);
     let p = w.provider(End::B);
     p.accept(side.id, &ConnParam::default()).unwrap();
-    let reply = hear(w, &mut socket, 24);
+    let reply = read_bytes(w, &mut socket, 24);
     assert_eq!(reply[..20], *b"MPA ID Rep Frame\x10\x02\0\x04");
     w.pass(Duration::from_millis(2));
     assert_eq!(w.poll_cm_event(End::B), None);
@@ -335,7 +335,7 @@ fn mismatched_reply_is_terminated_with_reason() {
     let listener = listener_at_b(w);
     let side = call(w);
     let (mut socket, _) = called(w, &listener);
-    let request = hear(w, &mut socket, 29);
+    let request = read_bytes(w, &mut socket, 29);
     assert_eq!(request[16..20], *b"\x50\x02\0\x09");
     assert_eq!(request[24..], *b"hello");
     // One RDMA READ more than allowed.
@@ -343,10 +343,10 @@ fn mismatched_reply_is_terminated_with_reason() {
     let mut reply = b"MPA ID Rep Frame\x50\x02\0\x04\0\x01".to_vec();
     reply.extend_from_slice(&(allowed + 1).to_be_bytes());
     socket.write_all(&reply).unwrap();
-    let heard = hear(w, &mut socket, 28);
+    let received = read_bytes(w, &mut socket, 28);
     let body = b"\0\x16\x41\x47\0\0\0\0\0\0\0\x02\0\0\0\x01\0\0\0\0\x20\x06\0\0";
-    assert_eq!((heard.len(), &heard[..24]), (28, &body[..]));
-    assert_eq!(heard[24..], crc32c(body));
+    assert_eq!((received.len(), &received[..24]), (28, &body[..]));
+    assert_eq!(received[24..], crc32c(body));
     let event = cm_event(w, End::A);
     assert_eq!(event.id, side.id);
     assert!(matches!(event.kind, CmEventKind::ConnectError(_)));
@@ -357,7 +357,7 @@ fn old_peer_is_retried_with_revision_1() {
     const OLDER: &[u8] = b"MPA ID Rep Frame\x40\x01\0\0";
     // The peer closes the connection, resets it because of unread data, or replies with its own
     // revision.
-    for (reads, answer) in [(29, &b""[..]), (1, b""), (29, OLDER)] {
+    for (reads, response) in [(29, &b""[..]), (1, b""), (29, OLDER)] {
         let w = &mut Streams::new();
         let listener = listener_at_b(w);
         let side = call(w);
@@ -366,15 +366,15 @@ fn old_peer_is_retried_with_revision_1() {
             let mut bytes = vec![0; reads];
             socket.read(&mut bytes).ok().filter(|len| *len == reads)
         });
-        socket.write_all(answer).unwrap();
-        if answer.is_empty() {
+        socket.write_all(response).unwrap();
+        if response.is_empty() {
             drop(socket);
         } else {
-            assert!(hear(w, &mut socket, 1).is_empty(), "it is left alone");
+            assert!(read_bytes(w, &mut socket, 1).is_empty(), "it is left alone");
         }
         let (mut socket, again) = called(w, &listener);
         assert_eq!(again, from);
-        let request = hear(w, &mut socket, 25);
+        let request = read_bytes(w, &mut socket, 25);
         assert_eq!(request, b"MPA ID Req Frame\x40\x01\0\x05hello");
         socket
             .write_all(b"MPA ID Rep Frame\x40\x01\0\x02ok")
@@ -387,7 +387,7 @@ fn old_peer_is_retried_with_revision_1() {
         assert_eq!(param.private_data, b"ok");
         // The connection transfers messages with CRCs.
         side.send(w, 1, SendOp::Send, 0, 4);
-        assert_eq!(hear(w, &mut socket, 28)[..2], *b"\0\x16");
+        assert_eq!(read_bytes(w, &mut socket, 28)[..2], *b"\0\x16");
     }
 }
 
@@ -398,7 +398,7 @@ fn peer_without_known_revision_is_not_retried() {
     let side = call(w);
     for len in [29, 25] {
         let (mut socket, _) = called(w, &listener);
-        assert_eq!(hear(w, &mut socket, len).len(), len);
+        assert_eq!(read_bytes(w, &mut socket, len).len(), len);
     }
     let event = cm_event(w, End::A);
     assert_eq!(event.id, side.id);
@@ -426,7 +426,7 @@ fn revision_1_rejection_is_final() {
     let listener = listener_at_b(w);
     let side = call(w);
     let (mut socket, _) = called(w, &listener);
-    assert_eq!(hear(w, &mut socket, 29).len(), 29);
+    assert_eq!(read_bytes(w, &mut socket, 29).len(), 29);
     let refusal = b"MPA ID Rep Frame\x60\x01\0\x02no";
     socket.write_all(refusal).unwrap();
     refused_for_good(w, &side, &listener);
@@ -439,14 +439,14 @@ fn late_close_or_revision_2_prevents_retry() {
     // Like an overloaded server that closes connections which have waited too long.
     let side = call(w);
     let (mut socket, _) = called(w, &listener);
-    assert_eq!(hear(w, &mut socket, 29).len(), 29);
+    assert_eq!(read_bytes(w, &mut socket, 29).len(), 29);
     w.pass(Duration::from_millis(5100));
     drop(socket);
     refused_for_good(w, &side, &listener);
     // Close immediately, but another connection has shown that the peer supports the revision.
     let side = call(w);
     let (mut open, _) = called(w, &listener);
-    assert_eq!(hear(w, &mut open, 29).len(), 29);
+    assert_eq!(read_bytes(w, &mut open, 29).len(), 29);
     let reply = b"MPA ID Rep Frame\x50\x02\0\x04\0\x01\0\x01";
     open.write_all(reply).unwrap();
     let event = cm_event(w, End::A);

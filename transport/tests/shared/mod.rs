@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::shared::SharedMemory;
 use riser_transport::shm::{
-    GREETING, MAX_GREETING, Shm, ShmConfig, ShmListener, ShmUsers, ask_listener, check_closed,
+    GREETING, MAX_GREETING, Shm, ShmConfig, ShmListener, ShmUsers, check_closed, query_listener,
     refuses_descriptors,
 };
 use riser_transport::verbs::{
@@ -142,7 +142,7 @@ fn request_fails_when_peer_process_exits() {
 fn address_resolution_requires_listener() {
     let w = &mut Shared::new();
     let (unused, also_unused) = addresses();
-    let refused = ask_listener(unused, &ShmUsers::default()).unwrap_err();
+    let refused = query_listener(unused, &ShmUsers::default()).unwrap_err();
     assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
     for to in [unused, also_unused] {
         let id = w.a.create_id(PortSpace::Tcp).unwrap();
@@ -166,11 +166,11 @@ fn address_resolution_requires_listener() {
 fn device_responds_to_probe() {
     let mut w = Shared::new();
     let addr = w.addr(End::B);
-    let asking = std::thread::spawn(move || ask_listener(addr, &ShmUsers::default()));
-    while !asking.is_finished() {
+    let requesting = std::thread::spawn(move || query_listener(addr, &ShmUsers::default()));
+    while !requesting.is_finished() {
         w.step();
     }
-    asking.join().unwrap().unwrap();
+    requesting.join().unwrap().unwrap();
     // The link of the probe has been closed.
     works_afterwards(&mut w);
 }

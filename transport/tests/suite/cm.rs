@@ -124,12 +124,12 @@ pub(crate) fn missing_listener_rejects_request<W: World>(mut w: W) {
     let w = &mut w;
     let id = resolve(w, 4001);
     create_cm_qp(w, End::A, id);
-    let asked = w.provider(End::A).connect(id, &param(b""));
-    if w.is_siw(End::A) && asked.is_err() {
+    let requested = w.provider(End::A).connect(id, &param(b""));
+    if w.is_siw(End::A) && requested.is_err() {
         // siw waits for the TCP connection inside the call.
         return;
     }
-    asked.unwrap();
+    requested.unwrap();
     let CmEventKind::Rejected { reason, .. } = cm_event(w, End::A).kind else {
         panic!("not refused");
     };
@@ -462,12 +462,12 @@ pub(crate) fn bare_service_id_allows_full_private_data<W: World>(mut w: W) {
     let listener = w.provider(End::B).create_id(space).unwrap();
     w.provider(End::B).listen(listener, 4).unwrap();
     let dst = SocketAddr::new(w.addr(End::B), 0);
-    let asked = PortSpace::Ib {
+    let requested = PortSpace::Ib {
         service_id: service | 0x42,
         mask: !0,
     };
     let p = w.provider(End::A);
-    let id = p.create_id(asked).unwrap();
+    let id = p.create_id(requested).unwrap();
     p.resolve_addr(id, None, dst, Duration::ZERO).unwrap();
     p.resolve_route(id, Duration::ZERO).unwrap();
     let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
@@ -686,17 +686,17 @@ pub(crate) fn vendor_options_reach_peer<W: World>(mut w: W) {
         panic!("{request:?}");
     };
     assert_eq!(said.ece, own.ece);
-    let answer = ConnParam {
+    let reply = ConnParam {
         qp_num: 78,
         ece: ece(1),
         ..param(b"")
     };
-    w.provider(End::B).accept(request.id, &answer).unwrap();
+    w.provider(End::B).accept(request.id, &reply).unwrap();
     let event = cm_event(w, End::A);
     let CmEventKind::ConnectResponse { param: said } = event.kind else {
         panic!("{event:?}");
     };
-    assert_eq!(said.ece, answer.ece);
+    assert_eq!(said.ece, reply.ece);
 }
 
 pub(crate) fn vendor_options_are_rejected_with_reason<W: World>(mut w: W) {
@@ -817,7 +817,7 @@ pub(crate) fn connections_come_and_go<W: World>(mut w: W) {
         let number = w.provider(End::A).qp_num(a.qp).unwrap();
         assert!(
             numbers.insert(number) || w.is_siw(End::A),
-            "a number came back"
+            "a number was reused"
         );
         b.recv(w, 1, 0, 64);
         a.send(w, 1, SendOp::Send, 0, 64);

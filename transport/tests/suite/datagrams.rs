@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use riser_transport::verbs::{
     AhAttr, CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, Gid,
-    MAX_DATAGRAM_ANSWER_PRIVATE_DATA, MAX_DATAGRAM_CONNECT_PRIVATE_DATA, PortSpace, QpInitAttr,
+    MAX_DATAGRAM_CONNECT_PRIVATE_DATA, MAX_DATAGRAM_REPLY_PRIVATE_DATA, PortSpace, QpInitAttr,
     QpState, QpType, RdmaCm as _, SendOp, SendWr, UdDest, Verbs as _, VerbsError, mgid,
 };
 
@@ -48,7 +48,7 @@ fn param(data: &[u8]) -> ConnParam {
 }
 
 /// Requests the queue pair for port 4000 of B; returns the identifier of the request there.
-fn ask<W: World>(w: &mut W, listener: CmId, id: CmId, data: &[u8]) -> CmId {
+fn send_request<W: World>(w: &mut W, listener: CmId, id: CmId, data: &[u8]) -> CmId {
     w.provider(End::A).connect(id, &param(data)).unwrap();
     let request = cm_event(w, End::B);
     let CmEventKind::ConnectRequest {
@@ -72,7 +72,7 @@ pub(crate) fn sidr_resolves_queue_pair<W: World>(mut w: W) {
     let listener = listen_in(w, PortSpace::Udp, End::B, 4000);
     let id = resolve_in(w, PortSpace::Udp, 4000);
     let a = with_qp(w, End::A, id);
-    let request = ask(w, listener, id, &[7; MAX_DATAGRAM_CONNECT_PRIVATE_DATA]);
+    let request = send_request(w, listener, id, &[7; MAX_DATAGRAM_CONNECT_PRIVATE_DATA]);
     let b = with_qp(w, End::B, request);
     b.recv(w, 1, 0, 100);
     w.provider(End::B)
@@ -81,7 +81,7 @@ pub(crate) fn sidr_resolves_queue_pair<W: World>(mut w: W) {
     let CmEventKind::Established { param: said } = cm_event(w, End::A).kind else {
         panic!("not established");
     };
-    assert_eq!(said.private_data.len(), MAX_DATAGRAM_ANSWER_PRIVATE_DATA);
+    assert_eq!(said.private_data.len(), MAX_DATAGRAM_REPLY_PRIVATE_DATA);
     assert_eq!(&said.private_data[..8], b"welcome\0");
     assert_eq!(said.qp_num, w.provider(End::B).qp_num(b.qp).unwrap());
     assert_eq!(said.qkey, Some(DATAGRAM_QKEY));
@@ -126,7 +126,7 @@ pub(crate) fn sidr_request_is_rejected<W: World>(mut w: W) {
     for by_call in [true, false] {
         let id = resolve_in(w, PortSpace::Udp, 4000);
         let a = with_qp(w, End::A, id);
-        let request = ask(w, listener, id, b"hello");
+        let request = send_request(w, listener, id, b"hello");
         let p = w.provider(End::B);
         if by_call {
             p.reject(request, b"no thanks").unwrap();
@@ -188,12 +188,12 @@ pub(crate) fn datagram_calls_out_of_turn_are_refused<W: World>(mut w: W) {
         p.connect(id, &param(&[0; MAX_DATAGRAM_CONNECT_PRIVATE_DATA + 1])),
         Err(CmError::PrivateDataTooLong { len, max: len - 1 })
     );
-    let request = ask(w, listener, id, b"");
+    let request = send_request(w, listener, id, b"");
     let p = w.provider(End::B);
     // A reply requires a queue pair.
     wrong(p.accept(request, &param(b"")));
-    let len = MAX_DATAGRAM_ANSWER_PRIVATE_DATA + 1;
-    let too_long = param(&[0; MAX_DATAGRAM_ANSWER_PRIVATE_DATA + 1]);
+    let len = MAX_DATAGRAM_REPLY_PRIVATE_DATA + 1;
+    let too_long = param(&[0; MAX_DATAGRAM_REPLY_PRIVATE_DATA + 1]);
     let b = with_qp(w, End::B, request);
     let p = w.provider(End::B);
     assert_eq!(

@@ -397,12 +397,12 @@ pub(crate) fn xrc_connects_through_cm<W: World>(mut w: W) {
     let target = QpInitAttr::xrc_target(xrcd);
     let target = w.provider(End::B).create_cm_qp(request, &target).unwrap();
     // The reply contains the queue number.
-    let answer = ConnParam {
+    let response = ConnParam {
         private_data: queue.number.to_be_bytes().to_vec(),
         rnr_retry_count: 6,
         ..param.clone()
     };
-    w.provider(End::B).accept(request, &answer).unwrap();
+    w.provider(End::B).accept(request, &response).unwrap();
     let CmEventKind::Established { param: said } = cm_event(w, End::A).kind else {
         panic!("not established");
     };

@@ -132,8 +132,8 @@ impl Link {
 
     fn bring_up<W: World>(&self, w: &mut W, own: usize) {
         let kind = self.kinds[own];
-        let asks = matches!(kind, QpType::Rc | QpType::XrcIni);
-        let answers = matches!(kind, QpType::Rc | QpType::XrcTgt);
+        let is_requester = matches!(kind, QpType::Rc | QpType::XrcIni);
+        let is_responder = matches!(kind, QpType::Rc | QpType::XrcTgt);
         let peer = &self.sides[1 - own];
         let dest_qp = w.provider(peer.end).qp_num(peer.qp).unwrap();
         let init = QpAttr {
@@ -147,16 +147,16 @@ impl Link {
             path_mtu: Some(Mtu::Mtu1024),
             dest_qp: Some(dest_qp),
             rq_psn: Some(PSN),
-            max_dest_rd_atomic: answers.then_some(4),
-            min_rnr_timer: answers.then_some(1),
+            max_dest_rd_atomic: is_responder.then_some(4),
+            min_rnr_timer: is_responder.then_some(1),
             ..QpAttr::to(QpState::Rtr)
         };
         let rts = QpAttr {
             sq_psn: Some(PSN),
-            timeout: (asks || answers).then_some(TIMEOUT),
-            retry_cnt: asks.then_some(7),
-            rnr_retry: asks.then_some(7),
-            max_rd_atomic: asks.then_some(4),
+            timeout: (is_requester || is_responder).then_some(TIMEOUT),
+            retry_cnt: is_requester.then_some(7),
+            rnr_retry: is_requester.then_some(7),
+            max_rd_atomic: is_requester.then_some(4),
             ..QpAttr::to(QpState::Rts)
         };
         for step in [init, rtr, rts] {

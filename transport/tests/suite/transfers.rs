@@ -41,7 +41,7 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
             _ => vec![a.slice(200_000, 40_000), a.slice(300_001, 30_000)],
         };
         mr.map(w.provider(End::A), &parts).unwrap();
-        assert!(!keys.contains(&mr.rkey()), "a key came back");
+        assert!(!keys.contains(&mr.rkey()), "a key was reused");
         keys.push(mr.rkey());
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
         let reg = mr.reg_wr(WrId(1), access);
@@ -74,14 +74,14 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
             request
         });
         let mut chain: Vec<_> = requests.collect();
-        let answer_sge = [b.sge(0, 16)];
+        let response_sge = [b.sge(0, 16)];
         let op = match is_reported {
             true => SendOp::SendInv(mr.rkey()),
             false => SendOp::Send,
         };
-        let answer = SendWr::new(round, op, &answer_sge);
+        let response = SendWr::new(round, op, &response_sge);
         if is_write {
-            chain.push(answer);
+            chain.push(response);
             w.provider(End::B).post_send(b.qp, &chain).unwrap();
         } else {
             let last = chain.last_mut().expect("three requests");
@@ -92,7 +92,7 @@ pub(crate) fn command_registers_transfers_and_invalidates<W: World>(mut w: W) {
                 (c.wr_id, c.opcode, c.status),
                 (WrId(7), WcOpcode::Read, WcStatus::Success)
             );
-            w.provider(End::B).post_send(b.qp, &[answer]).unwrap();
+            w.provider(End::B).post_send(b.qp, &[response]).unwrap();
         }
         let c = b.completion(w);
         assert_eq!(

@@ -77,7 +77,7 @@ pub(crate) trait World {
             if let Some(t) = done(self) {
                 return t;
             }
-            assert!(self.now() < end, "nothing came of: {what}");
+            assert!(self.now() < end, "no effect: {what}");
             self.step();
         }
     }

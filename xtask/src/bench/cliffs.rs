@@ -62,8 +62,8 @@ fn step(
     system: &'static str,
     (from, to): (f64, f64),
 ) -> Option<Step> {
-    let figures = |x| scaling.figures(curve.id, system, x);
-    let mut ratios = ratios(&figures(to), &figures(from));
+    let values = |x| scaling.values(curve.id, system, x);
+    let mut ratios = ratios(&values(to), &values(from));
     // A round with zero throughput before the step can't be used for comparison.
     ratios.retain(|ratio| ratio.is_finite());
     Some(Step {

@@ -83,8 +83,8 @@ fn sample(round: usize, system: &System, workload: &Workload, measured: &Measure
 }
 
 /// Rounds to an integer, because any fraction of a nanosecond or an operation is noise.
-fn rounded(figure: f64) -> f64 {
-    figure.round()
+fn rounded(value: f64) -> f64 {
+    value.round()
 }
 
 fn format_sample(sample: &Sample) -> String {

@@ -99,7 +99,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 fn results_path() -> PathBuf {
     root()
         .join("docs")
-        .join(render::FOLDER)
+        .join(render::DIRECTORY)
         .join("results.json")
 }
 
@@ -139,9 +139,9 @@ fn compare(options: &Options) -> Result<(), Failure> {
     let rig = Rig::prepare(&options.setup, &selection.systems)?;
     let comparison = compare::measure(&rig, &selection, options.rounds)?;
     drop(rig);
-    let judged = check_targets(&comparison);
-    println!("\n{}", render::targets(&judged));
-    let shortfalls = shortfalls(&judged, &selection);
+    let checked = check_targets(&comparison);
+    println!("\n{}", render::targets(&checked));
+    let shortfalls = shortfalls(&checked, &selection);
     // Write the documents before we check the targets, because they should also show missed
     // targets.
     finish(options, |results| results.comparison = Some(comparison))?;
@@ -151,20 +151,20 @@ fn compare(options: &Options) -> Result<(), Failure> {
     Err(format!("targets are missed:\n  {}", shortfalls.join("\n  ")).into())
 }
 
-fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec<String> {
-    let missed = judged.iter().filter(|one| one.verdict == Verdict::Missed);
+fn shortfalls(checked: &[targets::CheckedTarget], selection: &compare::Selection) -> Vec<String> {
+    let missed = checked.iter().filter(|one| one.verdict == Verdict::Missed);
     let missed = missed.map(|one| {
         let (subject, ratio) = (render::subject(one), render::ratio(one));
-        let (beside, bound) = (one.target.beside, one.target.at_least);
-        format!("{subject}: {ratio} relative to {beside}, required {bound}")
+        let (baseline, bound) = (one.target.baseline, one.target.at_least);
+        format!("{subject}: {ratio} relative to {baseline}, required {bound}")
     });
-    let is_judged = |target: &targets::Target| {
-        let same = |one: &targets::Judged| {
+    let is_checked = |target: &targets::Target| {
+        let same = |one: &targets::CheckedTarget| {
             let other = &one.target;
             (other.system, other.workload, other.measure)
                 == (target.system, target.workload, target.measure)
         };
-        judged.iter().any(same)
+        checked.iter().any(same)
     };
     let is_selected = |target: &targets::Target| {
         let mut systems = selection.systems.iter();
@@ -174,7 +174,7 @@ fn shortfalls(judged: &[targets::Judged], selection: &compare::Selection) -> Vec
     };
     let all = TARGETS.iter().copied();
     let absent = all
-        .filter(|target| is_selected(target) && !is_judged(target))
+        .filter(|target| is_selected(target) && !is_checked(target))
         .map(|target| {
             let (system, workload) = (target.system, target.workload);
             format!(
@@ -217,21 +217,21 @@ mod tests {
                 samples,
             })
         };
-        let judged = |iops| {
+        let checked = |iops| {
             of(vec![
                 sample(1, (NBDKIT, READ_32), 100.0),
                 sample(1, (SRP, READ_32), iops),
             ])
         };
         let selection = select::of(&[SRP, READ_32].map(str::to_owned)).unwrap();
-        assert!(shortfalls(&judged(200.0), &selection).is_empty());
-        let slow = shortfalls(&judged(140.0), &selection);
+        assert!(shortfalls(&checked(200.0), &selection).is_empty());
+        let slow = shortfalls(&checked(140.0), &selection);
         assert_eq!(slow.len(), 2, "{slow:?}");
         assert!(
             slow[0].starts_with("SRP: 4 KiB random read, depth 32: IOPS: 1.40"),
             "{slow:?}"
         );
-        let whole = shortfalls(&judged(200.0), &select::of(&[]).unwrap());
+        let whole = shortfalls(&checked(200.0), &select::of(&[]).unwrap());
         assert_eq!(whole.len(), TARGETS.len() - 2, "{whole:?}");
         // The competitor was not measured.
         let alone = of(vec![sample(1, (SRP, READ_32), 200.0)]);

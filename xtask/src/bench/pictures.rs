@@ -25,9 +25,9 @@ type Line = (&'static System, Vec<(usize, f64)>);
 /// Draws a curve. Returns `None` if it was not measured.
 pub(super) fn draw(curve: &Curve, scaling: &Scaling) -> Result<Option<String>, Failure> {
     let lines = lines(curve, scaling);
-    let figures = lines.iter().flat_map(|(_, line)| line).map(|(_, y)| *y);
-    let figures: Vec<f64> = figures.filter(|y| *y > 0.0).collect();
-    let Some(range) = Summary::of(&figures) else {
+    let values = lines.iter().flat_map(|(_, line)| line).map(|(_, y)| *y);
+    let values: Vec<f64> = values.filter(|y| *y > 0.0).collect();
+    let Some(range) = Summary::of(&values) else {
         return Ok(None);
     };
     let mut svg = String::new();
@@ -39,7 +39,7 @@ fn lines(curve: &Curve, scaling: &Scaling) -> Vec<Line> {
     let line = |id: &&str| {
         let system = systems::named(id)?;
         let place = |(at, x): (usize, &f64)| {
-            let rounds = scaling.figures(curve.id, id, *x).into_iter();
+            let rounds = scaling.values(curve.id, id, *x).into_iter();
             let rounds: Vec<f64> = rounds.map(|(_, y)| y).collect();
             Some((at, Summary::of(&rounds)?.median))
         };

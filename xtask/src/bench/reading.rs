@@ -51,14 +51,14 @@ pub(super) fn json(text: &str, load: &Load) -> Result<Reading, Failure> {
     direction(&job[if load.is_write() { "write" } else { "read" }])
 }
 
-fn direction(figures: &Value) -> Result<Reading, Failure> {
+fn direction(results: &Value) -> Result<Reading, Failure> {
     let number = |name: &str| {
-        let number = figures[name].as_f64();
+        let number = results[name].as_f64();
         number.ok_or_else(|| format!("missing {name} in the result"))
     };
     let first = |places: &[&str]| {
         let mut places = places.iter();
-        places.find_map(|place| figures.pointer(place)?.as_f64())
+        places.find_map(|place| results.pointer(place)?.as_f64())
     };
     Ok(Reading {
         operations: number("total_ios")?,

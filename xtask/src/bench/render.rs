@@ -10,12 +10,12 @@ use super::pictures;
 use super::results::{Comparison, Provenance, Results, Sample, Scaling};
 use super::stats::{Interval, Summary};
 use super::systems::{SYSTEMS, named};
-use super::targets::{Aim, Judged, Verdict, check_targets};
+use super::targets::{Aim, CheckedTarget, Verdict, check_targets};
 use super::workloads::{self, WORKLOADS, Workload};
 use crate::Failure;
 
 /// Directory for charts and results, relative to the document's directory.
-pub(super) const FOLDER: &str = "performance";
+pub(super) const DIRECTORY: &str = "performance";
 
 const DOCUMENT: &str = "performance.md";
 
@@ -30,15 +30,15 @@ const ENDS: usize = 3;
 
 const HOW: &str = include_str!("../../cases/method.md");
 
-pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
-    let beside = folder.join(FOLDER);
-    fs::create_dir_all(&beside)?;
+pub(super) fn write(results: &Results, directory: &Path) -> Result<(), Failure> {
+    let pictures = directory.join(DIRECTORY);
+    fs::create_dir_all(&pictures)?;
     for curve in CURVES.iter() {
         let picture = match &results.scaling {
             Some(scaling) => pictures::draw(curve, scaling)?,
             None => None,
         };
-        let path = beside.join(format!("{}.svg", curve.id));
+        let path = pictures.join(format!("{}.svg", curve.id));
         match picture {
             Some(svg) => fs::write(path, svg)?,
             // Remove a chart from an earlier run if the results don't contain it.
@@ -48,7 +48,7 @@ pub(super) fn write(results: &Results, folder: &Path) -> Result<(), Failure> {
             })?,
         }
     }
-    fs::write(folder.join(DOCUMENT), document(results))?;
+    fs::write(directory.join(DOCUMENT), document(results))?;
     Ok(())
 }
 
@@ -80,7 +80,7 @@ pub(super) fn document(results: &Results) -> String {
     );
     if let Some(comparison) = &results.comparison {
         let _ = write!(out, "\n{}", targets(&check_targets(comparison)));
-        let _ = write!(out, "\n## Results\n\n{}", figures(comparison));
+        let _ = write!(out, "\n## Results\n\n{}", results_section(comparison));
     }
     if let Some(scaling) = &results.scaling {
         let _ = write!(out, "\n## Scaling\n\n{}", curves(scaling));
@@ -98,12 +98,12 @@ pub(super) fn document(results: &Results) -> String {
     out
 }
 
-pub(super) fn targets(judged: &[Judged]) -> String {
+pub(super) fn targets(checked: &[CheckedTarget]) -> String {
     let mut out = String::from(
         "## Targets\n\n| | compared with | ratio | 95 % | required | aim | |\n| --- | --- | --- | --- | --- | --- | --- |\n",
     );
     // Use the order of the list instead of sorting by result, so that documents can be compared.
-    for one in judged {
+    for one in checked {
         let target = &one.target;
         let Interval { low, high } = one.interval;
         let bound = if target.measure.is_better_smaller() {
@@ -126,7 +126,7 @@ pub(super) fn targets(judged: &[Judged]) -> String {
             out,
             "| {} | {} | {} | {low:.2} to {high:.2} | {bound} {} | {aim} | {verdict} |",
             subject(one),
-            label(target.beside),
+            label(target.baseline),
             ratio(one),
             target.at_least
         );
@@ -134,15 +134,15 @@ pub(super) fn targets(judged: &[Judged]) -> String {
     out
 }
 
-pub(super) fn subject(judged: &Judged) -> String {
-    let target = &judged.target;
+pub(super) fn subject(checked: &CheckedTarget) -> String {
+    let target = &checked.target;
     let workload = workloads::named(target.workload).map_or(target.workload, |w| w.name);
     let (system, measure) = (label(target.system), target.measure.name());
     format!("{system}: {workload}: {measure}")
 }
 
-pub(super) fn ratio(judged: &Judged) -> String {
-    let Summary { median, min, max } = judged.ratio;
+pub(super) fn ratio(checked: &CheckedTarget) -> String {
+    let Summary { median, min, max } = checked.ratio;
     format!("{median:.2} ({min:.2} to {max:.2})")
 }
 
@@ -150,7 +150,7 @@ fn label(id: &str) -> &str {
     named(id).map_or(id, |system| system.label)
 }
 
-fn figures(comparison: &Comparison) -> String {
+fn results_section(comparison: &Comparison) -> String {
     let mut out = String::new();
     let throughput = |workload: &Workload, sample: &Sample| {
         Some(if workload.is_sequential() {
@@ -186,13 +186,13 @@ fn figures(comparison: &Comparison) -> String {
     out
 }
 
-fn table(comparison: &Comparison, figure: impl Fn(&Workload, &Sample) -> Option<f64>) -> String {
+fn table(comparison: &Comparison, value: impl Fn(&Workload, &Sample) -> Option<f64>) -> String {
     let mut out = String::new();
     for system in SYSTEMS.iter() {
         let cell = |workload: &Workload| {
-            let figures = comparison.figures(system.id, workload.id, |s| figure(workload, s));
-            let figures: Vec<_> = figures.into_iter().map(|(_, figure)| figure).collect();
-            Summary::of(&figures).map(|summary| format_summary(&summary))
+            let values = comparison.values(system.id, workload.id, |s| value(workload, s));
+            let values: Vec<_> = values.into_iter().map(|(_, value)| value).collect();
+            Summary::of(&values).map(|summary| format_summary(&summary))
         };
         let cells: Vec<_> = WORKLOADS.iter().map(cell).collect();
         if cells.iter().any(Option::is_some) {
@@ -230,7 +230,11 @@ fn curves(scaling: &Scaling) -> String {
         }
         let gap = if out.is_empty() { "" } else { "\n" };
         let (title, id) = (curve.title, curve.id);
-        let _ = writeln!(out, "{gap}{}\n\n![{title}]({FOLDER}/{id}.svg)", curve.about);
+        let _ = writeln!(
+            out,
+            "{gap}{}\n\n![{title}]({DIRECTORY}/{id}.svg)",
+            curve.about
+        );
         let _ = write!(out, "\n{}", curve_table(curve, scaling));
         let _ = writeln!(out, "\n{}", curve.rule.about());
         let broken = steps.iter().filter(|s| s.is_of(curve) && s.is_cliff());
@@ -256,9 +260,9 @@ fn curve_table(curve: &Curve, scaling: &Scaling) -> String {
     );
     for &x in &curve.xs {
         let cell = |id: &&str| {
-            let figures = scaling.figures(curve.id, id, x);
-            let figures: Vec<_> = figures.into_iter().map(|(_, y)| y / scale).collect();
-            Summary::of(&figures).map(|summary| format_summary(&summary))
+            let values = scaling.values(curve.id, id, x);
+            let values: Vec<_> = values.into_iter().map(|(_, y)| y / scale).collect();
+            Summary::of(&values).map(|summary| format_summary(&summary))
         };
         let cells: Vec<_> = systems().map(cell).collect();
         if cells.iter().any(Option::is_some) {
@@ -288,25 +292,25 @@ fn measured(run: &Provenance) -> String {
 
 /// Renders the best and worst ratios for README.md.
 fn summary(comparison: &Comparison) -> String {
-    let mut judged = check_targets(comparison);
+    let mut checked = check_targets(comparison);
     // Sort by lead instead of ratio: for latency and CPU time, a small ratio is better.
-    judged.sort_by(|a, b| b.lead().total_cmp(&a.lead()));
-    let worst = judged
+    checked.sort_by(|a, b| b.lead().total_cmp(&a.lead()));
+    let worst = checked
         .len()
         .saturating_sub(ENDS)
-        .max(ENDS.min(judged.len()));
+        .max(ENDS.min(checked.len()));
     let mut out = String::from("| | compared with | ratio |\n| --- | --- | --- |\n");
-    let ends = judged.iter().take(ENDS).chain(&judged[worst..]);
+    let ends = checked.iter().take(ENDS).chain(&checked[worst..]);
     for one in ends {
         let better = if one.target.measure.is_better_smaller() {
             ", smaller is better"
         } else {
             ""
         };
-        let beside = label(one.target.beside);
+        let baseline = label(one.target.baseline);
         let _ = writeln!(
             out,
-            "| {}{better} | {beside} | {} |",
+            "| {}{better} | {baseline} | {} |",
             subject(one),
             ratio(one)
         );

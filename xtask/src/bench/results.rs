@@ -117,8 +117,8 @@ impl Results {
         let mut text = String::new();
         write_lines(&serde_json::to_value(self)?, 0, &mut text);
         text.push('\n');
-        if let Some(folder) = path.parent() {
-            fs::create_dir_all(folder)?;
+        if let Some(directory) = path.parent() {
+            fs::create_dir_all(directory)?;
         }
         fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()).into())
     }
@@ -135,22 +135,22 @@ impl Point {
 }
 
 impl Comparison {
-    pub(super) fn figures(
+    pub(super) fn values(
         &self,
         system: &str,
         workload: &str,
-        figure: impl Fn(&Sample) -> Option<f64>,
+        value: impl Fn(&Sample) -> Option<f64>,
     ) -> Vec<(usize, f64)> {
         self.samples
             .iter()
             .filter(|sample| sample.system == system && sample.workload == workload)
-            .filter_map(|sample| Some((sample.round, figure(sample)?)))
+            .filter_map(|sample| Some((sample.round, value(sample)?)))
             .collect()
     }
 }
 
 impl Scaling {
-    pub(super) fn figures(&self, curve: &str, system: &str, x: f64) -> Vec<(usize, f64)> {
+    pub(super) fn values(&self, curve: &str, system: &str, x: f64) -> Vec<(usize, f64)> {
         let is_here =
             |point: &&Point| point.curve == curve && point.system == system && point.x == x;
         let points = self.points.iter().filter(is_here);

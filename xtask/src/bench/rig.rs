@@ -25,8 +25,8 @@ pub(super) struct Setup {
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u64).range(64..))]
     pub(super) size_mb: u64,
     /// Directory for the file; use a tmpfs to measure the software, or a disk to measure the disk.
-    #[arg(long, default_value = "/dev/shm")]
-    pub(super) folder: PathBuf,
+    #[arg(long = "folder", default_value = "/dev/shm")]
+    pub(super) directory: PathBuf,
     /// Directory of riserd and riser; by default they are built first.
     #[arg(long)]
     pub(super) programs: Option<PathBuf>,
@@ -63,13 +63,13 @@ impl Rig {
             return Err("fio is required to fill the file".into());
         }
         let programs = match &setup.programs {
-            Some(folder) => folder.clone(),
+            Some(directory) => directory.clone(),
             None => {
                 println!("building riserd and riser");
                 daemon::build_dist()?
             }
         };
-        let scratch = sh::Scratch::below(&setup.folder, "bench")?;
+        let scratch = sh::Scratch::below(&setup.directory, "bench")?;
         let rig = Self {
             image: scratch.join("disk.img"),
             place: Place {

@@ -75,7 +75,7 @@ fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure>
     for (x, id) in places.flat_map(|x| curve.systems.iter().map(move |id| (*x, id))) {
         let system = systems::named(id).ok_or_else(|| format!("no system {id}"))?;
         let at = format!("{} {}: {}", curve.id, curve.label(x), system.label);
-        let y = figure(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
+        let y = measure_point(rig, curve, system, x).map_err(|error| format!("{at}: {error}"))?;
         // Round to significant digits to keep the results file small.
         let y = (y * 100.0).round() / 100.0;
         println!("round {round}: {at}: {y} ({})", curve.measure);
@@ -91,7 +91,7 @@ fn points(rig: &Rig, curve: &Curve, round: usize) -> Result<Vec<Point>, Failure>
 }
 
 /// Measures a point of a curve and returns the value for its vertical axis.
-fn figure(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Failure> {
+fn measure_point(rig: &Rig, curve: &Curve, system: &System, x: f64) -> Result<f64, Failure> {
     let load = load(curve.vary, x);
     let run = rig.run(&load);
     let single = |run: &Run<'_>| {

@@ -28,7 +28,7 @@ pub(super) fn of(words: &[String]) -> Result<Selection, Failure> {
     let is_any_workload = !WORKLOADS.iter().any(|workload| has(workload.id));
     let is_peer = |id: &str| {
         let mut targets = TARGETS.iter().copied();
-        targets.any(|target| target.beside == id && has(target.system))
+        targets.any(|target| target.baseline == id && has(target.system))
     };
     let systems = SYSTEMS.iter();
     let workloads = WORKLOADS.iter();

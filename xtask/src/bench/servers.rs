@@ -183,17 +183,17 @@ impl Place {
         for number in 0..count {
             // Use a separate directory for each process, because otherwise they would all be the
             // same initiator.
-            let folder = self.scratch.join(format!("idle{number}"));
-            fs::create_dir_all(&folder)?;
-            let socket = folder.join("nbd.sock");
+            let directory = self.scratch.join(format!("idle{number}"));
+            fs::create_dir_all(&directory)?;
+            let socket = directory.join("nbd.sock");
             let _ = fs::remove_file(&socket);
             let mut command = self.riser(["attach", url, "--foreground", "--nbd"]);
             command.arg(&socket);
-            command.env("XDG_RUNTIME_DIR", &folder);
-            command.env("RISER_STATE_DIR", folder.join("riser"));
+            command.env("XDG_RUNTIME_DIR", &directory);
+            command.env("RISER_STATE_DIR", directory.join("riser"));
             sessions.push(Program::start(
                 command,
-                &folder.join("attach.log"),
+                &directory.join("attach.log"),
                 &socket,
             )?);
         }

@@ -10,8 +10,8 @@ pub(super) struct Summary {
 
 impl Summary {
     /// Returns the summary, or `None` if there are no values.
-    pub(super) fn of(figures: &[f64]) -> Option<Self> {
-        let sorted = sorted(figures);
+    pub(super) fn of(values: &[f64]) -> Option<Self> {
+        let sorted = sorted(values);
         Some(Self {
             median: middle(&sorted)?,
             min: *sorted.first()?,
@@ -35,8 +35,8 @@ impl Interval {
     /// any distribution: the number of values below the true median has a binomial distribution
     /// with p = 1/2. With fewer than six values we can't reach this confidence, so the interval is
     /// the full range.
-    pub(super) fn of(figures: &[f64]) -> Option<Self> {
-        let sorted = sorted(figures);
+    pub(super) fn of(values: &[f64]) -> Option<Self> {
+        let sorted = sorted(values);
         let n = sorted.len();
         // Probabilities that the number of values below the true median is equal to `rank`, and
         // less than `rank`.
@@ -63,14 +63,14 @@ impl Interval {
 /// Returns the ratio of values from the same round. Each value is passed with its round; if one
 /// side has no value for a round, the round is ignored.
 pub(super) fn ratios(ours: &[(usize, f64)], theirs: &[(usize, f64)]) -> Vec<f64> {
-    let beside = |round| theirs.iter().find(|(other, _)| *other == round);
+    let baseline = |round| theirs.iter().find(|(other, _)| *other == round);
     ours.iter()
-        .filter_map(|(round, figure)| Some(figure / beside(*round)?.1))
+        .filter_map(|(round, value)| Some(value / baseline(*round)?.1))
         .collect()
 }
 
-fn sorted(figures: &[f64]) -> Vec<f64> {
-    let mut sorted = figures.to_vec();
+fn sorted(values: &[f64]) -> Vec<f64> {
+    let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     sorted
 }
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn summary_handles_odd_and_even_counts() {
-        let of = |figures: &[f64]| Summary::of(figures).map(|s| (s.min, s.median, s.max));
+        let of = |values: &[f64]| Summary::of(values).map(|s| (s.min, s.median, s.max));
         assert_eq!(of(&[]), None);
         assert_eq!(of(&[3.0]), Some((3.0, 3.0, 3.0)));
         assert_eq!(of(&[9.0, 1.0, 2.0]), Some((1.0, 2.0, 9.0)));
@@ -113,8 +113,8 @@ mod tests {
             (12, 2),
             (14, 2),
         ] {
-            let figures: Vec<_> = (0..n).rev().map(f64::from).collect();
-            let interval = Interval::of(&figures).unwrap();
+            let values: Vec<_> = (0..n).rev().map(f64::from).collect();
+            let interval = Interval::of(&values).unwrap();
             let expected = Interval {
                 low: f64::from(left_out),
                 high: f64::from(n - 1 - left_out),

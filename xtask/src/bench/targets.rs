@@ -69,7 +69,7 @@ pub(super) struct Target {
     pub(super) measure: Measure,
     /// System used for comparison.
     #[serde(deserialize_with = "text")]
-    pub(super) beside: Text,
+    pub(super) baseline: Text,
     /// Minimum ratio, or maximum ratio if smaller is better.
     pub(super) at_least: f64,
     pub(super) aim: Aim,
@@ -93,7 +93,7 @@ pub(super) enum Verdict {
 
 /// A target with its measured values.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Judged {
+pub(super) struct CheckedTarget {
     pub(super) target: Target,
     /// Ratios of all rounds.
     pub(super) ratio: Summary,
@@ -103,7 +103,7 @@ pub(super) struct Judged {
     pub(super) verdict: Verdict,
 }
 
-impl Judged {
+impl CheckedTarget {
     /// Returns our lead as a ratio; values above one are better for all measures.
     pub(super) fn lead(&self) -> f64 {
         if self.target.measure.is_better_smaller() {
@@ -115,18 +115,18 @@ impl Judged {
 }
 
 /// Checks all measured targets, in order.
-pub(super) fn check_targets(comparison: &Comparison) -> Vec<Judged> {
+pub(super) fn check_targets(comparison: &Comparison) -> Vec<CheckedTarget> {
     let targets = TARGETS.iter().copied();
     targets
-        .filter_map(|target| judge_one(target, comparison))
+        .filter_map(|target| check_target(target, comparison))
         .collect()
 }
 
-fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
-    let figures =
-        |system| comparison.figures(system, target.workload, |sample| target.measure.of(sample));
-    let ours = figures(target.system);
-    let all = ratios(&ours, &figures(target.beside));
+fn check_target(target: Target, comparison: &Comparison) -> Option<CheckedTarget> {
+    let values =
+        |system| comparison.values(system, target.workload, |sample| target.measure.of(sample));
+    let ours = values(target.system);
+    let all = ratios(&ours, &values(target.baseline));
     let ratio = Summary::of(&all)?;
     let interval = Interval::of(&all)?;
     let of_wire = match target.aim {
@@ -134,7 +134,7 @@ fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
         // The wire has the same bandwidth in both directions, but we only measure the direction
         // used for reads.
         Aim::OfWire(_) => {
-            let wire = comparison.figures(WIRE, READ_SEQ, |sample| target.measure.of(sample));
+            let wire = comparison.values(WIRE, READ_SEQ, |sample| target.measure.of(sample));
             Summary::of(&ratios(&ours, &wire)).map(|share| share.median)
         }
     };
@@ -162,7 +162,7 @@ fn judge_one(target: Target, comparison: &Comparison) -> Option<Judged> {
         false if reaches(best, target.at_least) => Verdict::WithinNoise,
         false => Verdict::Missed,
     };
-    Some(Judged {
+    Some(CheckedTarget {
         target,
         ratio,
         interval,
@@ -190,7 +190,7 @@ mod tests {
             } else {
                 100.0 * ratio
             };
-            samples.push(sample(round, (target.beside, target.workload), 100.0));
+            samples.push(sample(round, (target.baseline, target.workload), 100.0));
             samples.push(sample(round, (target.system, target.workload), iops));
         }
         let comparison = Comparison {
@@ -198,7 +198,7 @@ mod tests {
             skipped: Vec::new(),
             samples,
         };
-        judge_one(target, &comparison).unwrap().verdict
+        check_target(target, &comparison).unwrap().verdict
     }
 
     fn target(measure: Measure, at_least: f64, aim: f64) -> Target {
@@ -206,7 +206,7 @@ mod tests {
             system: SRP,
             workload: READ_32,
             measure,
-            beside: NBDKIT,
+            baseline: NBDKIT,
             at_least,
             aim: Aim::Ratio(aim),
         }
@@ -249,17 +249,17 @@ mod tests {
             ..target(Measure::Bandwidth, 1.1, 0.0)
         };
         let of = |system, iops| sample(1, (system, READ_SEQ), iops);
-        let judged = |samples| {
+        let checked = |samples| {
             let comparison = Comparison {
                 measured: provenance(),
                 skipped: Vec::new(),
                 samples,
             };
-            judge_one(target, &comparison).unwrap()
+            check_target(target, &comparison).unwrap()
         };
-        let without = judged(vec![of(SRP, 120.0), of(NBDKIT, 100.0)]);
+        let without = checked(vec![of(SRP, 120.0), of(NBDKIT, 100.0)]);
         assert_eq!((without.verdict, without.of_wire), (Verdict::Met, None));
-        let with = judged(vec![of(SRP, 120.0), of(NBDKIT, 100.0), of(WIRE, 150.0)]);
+        let with = checked(vec![of(SRP, 120.0), of(NBDKIT, 100.0), of(WIRE, 150.0)]);
         assert_eq!((with.verdict, with.of_wire), (Verdict::Aimed, Some(0.8)));
         let writes = |system, iops| sample(1, (system, WRITE_SEQ), iops);
         let comparison = Comparison {
@@ -271,11 +271,14 @@ mod tests {
             workload: WRITE_SEQ,
             ..target
         };
-        assert_eq!(judge_one(target, &comparison).unwrap().of_wire, Some(0.8));
+        assert_eq!(
+            check_target(target, &comparison).unwrap().of_wire,
+            Some(0.8)
+        );
     }
 
     #[test]
-    fn unmeasured_target_is_not_judged() {
+    fn unmeasured_target_is_not_checked() {
         let comparison = Comparison {
             measured: provenance(),
             skipped: Vec::new(),
@@ -292,12 +295,12 @@ mod tests {
         for Target {
             system,
             workload,
-            beside,
+            baseline,
             ..
         } in TARGETS.iter().copied()
         {
             let load = &workloads::named(workload).unwrap().load;
-            for name in [system, beside] {
+            for name in [system, baseline] {
                 let system = systems::named(name).unwrap();
                 assert!(system.runs(load), "{name} does not run {workload}");
             }
@@ -306,13 +309,13 @@ mod tests {
 
     #[test]
     fn lead_above_one_is_always_better() {
-        let judged = |measure, ratio| {
+        let checked = |measure, ratio| {
             let ratio = Summary {
                 median: ratio,
                 min: ratio,
                 max: ratio,
             };
-            Judged {
+            CheckedTarget {
                 target: target(measure, 1.0, 1.0),
                 ratio,
                 interval: Interval {
@@ -323,7 +326,7 @@ mod tests {
                 verdict: Verdict::Met,
             }
         };
-        assert_eq!(judged(Measure::Iops, 2.0).lead(), 2.0);
-        assert_eq!(judged(Measure::Latency, 0.5).lead(), 2.0);
+        assert_eq!(checked(Measure::Iops, 2.0).lead(), 2.0);
+        assert_eq!(checked(Measure::Latency, 0.5).lead(), 2.0);
     }
 }

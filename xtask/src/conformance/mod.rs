@@ -86,7 +86,7 @@ pub(crate) fn run_all(options: &Options) -> Result<Outcome, Failure> {
         return Ok(Outcome::Skipped(parts(), format!("{CLIENT} is missing")));
     }
     let programs = match &options.programs {
-        Some(folder) => folder.clone(),
+        Some(directory) => directory.clone(),
         None => daemon::build()?,
     };
     let scratch = sh::Scratch::new("conformance")?;
@@ -213,7 +213,7 @@ fn over_tcp(
     }
     // Only file descriptors are checked, but memory is printed as well: pools and tables in the
     // daemon may grow once and keep their size.
-    let after = Usage::settled(daemon.pid(), &before)?;
+    let after = Usage::stable(daemon.pid(), &before)?;
     println!(
         "file descriptors: {} before the suite, {} after",
         before.fds, after.fds
@@ -321,7 +321,7 @@ impl Usage {
 
     /// Waits for a short time until the usage is the same as before, because the last connections
     /// may not be closed yet.
-    fn settled(pid: u32, before: &Self) -> Result<Self, Failure> {
+    fn stable(pid: u32, before: &Self) -> Result<Self, Failure> {
         let started = Instant::now();
         loop {
             let now = Self::of(pid)?;

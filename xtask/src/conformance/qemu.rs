@@ -128,14 +128,14 @@ fn boot(
     scratch: &sh::Scratch,
     kernel: &kernel::Kernel,
 ) -> Result<String, Failure> {
-    let folder = scratch.join("boot");
-    fs::create_dir_all(&folder)?;
-    let init = folder.join("init");
+    let directory = scratch.join("boot");
+    fs::create_dir_all(&directory)?;
+    let init = directory.join("init");
     fs::write(&init, INIT.replace("MARK", MARK))?;
-    let initrd = kernel.initramfs(&folder, &init, &["virtio_pci", "virtio_blk"])?;
-    let loader = folder.join("syslinux.cfg");
+    let initrd = kernel.initramfs(&directory, &init, &["virtio_pci", "virtio_blk"])?;
+    let loader = directory.join("syslinux.cfg");
     fs::write(&loader, LOADER)?;
-    let disk = folder.join("disk.img");
+    let disk = directory.join("disk.img");
     File::create(&disk)?.set_len(SIZE)?;
     let image = disk.display().to_string();
     sh::output(&mut sh::cmd("mformat", ["-i", &image, "-F", "::"]))?;

@@ -28,7 +28,7 @@ struct Input {
 /// corpus, we choose a minimal set with the same coverage, not including edges already covered by
 /// seeds. Returns the number of inputs.
 pub(super) fn minimize(program: &Path, target: &Target) -> Result<usize, Failure> {
-    let committed = target.folder().join("corpus");
+    let committed = target.directory().join("corpus");
     let mut files = files(&committed)?;
     files.extend(self::files(&work_dir(target).join("corpus"))?);
     let inputs = reached(program, target, files)?;
@@ -56,9 +56,9 @@ fn is_found(path: &Path) -> bool {
     name.is_some_and(|name| name.starts_with("found-"))
 }
 
-fn files(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
+fn files(directory: &Path) -> Result<Vec<PathBuf>, Failure> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(folder).into_iter().flatten() {
+    for entry in fs::read_dir(directory).into_iter().flatten() {
         let entry = entry?;
         files.push((entry.metadata()?.len(), entry.path()));
     }

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use self::process::Figures;
+use self::process::FuzzStats;
 use self::targets::{TARGETS, Target};
 use crate::cases::{in_parallel, select};
 use crate::packages::{ensure, needs};
@@ -147,15 +147,15 @@ fn explore<'a>(
     targets: &[&'static Target],
     time: Duration,
     program: impl Fn(&'static Target) -> &'a PathBuf + Sync,
-) -> Result<Vec<Figures>, Failure> {
+) -> Result<Vec<FuzzStats>, Failure> {
     let cores = std::thread::available_parallelism()?.get();
     println!("{} targets, {time:?} each, {cores} at once", targets.len());
     on_cores(cores, targets, |target| {
-        let figures = process::explore(program(target), target, time)?;
-        if let Some(failure) = &figures.failure {
+        let stats = process::explore(program(target), target, time)?;
+        if let Some(failure) = &stats.failure {
             println!("{} failed: {failure}", target.name);
         }
-        if let Some(crash) = &figures.crash {
+        if let Some(crash) = &stats.crash {
             println!("  input:  {}", process::relative(crash));
             println!(
                 "  replay: cargo test -p {} {} {} -- --exact",
@@ -164,7 +164,7 @@ fn explore<'a>(
                 target.test()
             );
         }
-        Ok(figures)
+        Ok(stats)
     })
 }
 
@@ -182,12 +182,12 @@ fn on_cores<T: Send>(
 }
 
 /// Prints the results. Returns the number of targets that failed.
-fn report(figures: &[Figures]) -> Result<usize, Failure> {
+fn report(stats: &[FuzzStats]) -> Result<usize, Failure> {
     println!(
         "\n{:<22} {:>7} {:>11} {:>9} {:>7} {:>7} {:>7} {:>6}",
         "target", "CPU s", "executions", "per CPU s", "inputs", "edges", "of", "new"
     );
-    for f in figures {
+    for f in stats {
         println!(
             "{:<22} {:>7.1} {:>11} {:>9.0} {:>7} {:>7} {:>7} {:>6}{}",
             f.target.name,
@@ -202,5 +202,5 @@ fn report(figures: &[Figures]) -> Result<usize, Failure> {
         );
     }
     machines::report()?;
-    Ok(figures.iter().filter(|f| f.failure.is_some()).count())
+    Ok(stats.iter().filter(|f| f.failure.is_some()).count())
 }

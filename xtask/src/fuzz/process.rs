@@ -21,7 +21,7 @@ pub(super) const TRANSITIONS: &str = "transitions";
 
 /// Results for a target.
 #[derive(Debug)]
-pub(super) struct Figures {
+pub(super) struct FuzzStats {
     pub(super) target: &'static Target,
     /// CPU time used by this process.
     pub(super) cpu: Duration,
@@ -40,7 +40,7 @@ pub(super) struct Figures {
     pub(super) failure: Option<String>,
 }
 
-impl Figures {
+impl FuzzStats {
     pub(super) fn per_second(&self) -> f64 {
         self.executions as f64 / self.cpu.as_secs_f64().max(0.001)
     }
@@ -71,11 +71,11 @@ pub(super) fn explore(
     program: &Path,
     target: &'static Target,
     time: Duration,
-) -> Result<Figures, Failure> {
+) -> Result<FuzzStats, Failure> {
     let work = work_dir(target);
     let (corpus, log) = (work.join("corpus"), work.join("log"));
     fs::create_dir_all(&corpus)?;
-    let committed = target.folder().join("corpus");
+    let committed = target.directory().join("corpus");
     fs::create_dir_all(&committed)?;
     let args = [
         relative(&corpus),
@@ -111,7 +111,7 @@ pub(super) fn explore(
         true => Some(format!("no input was executed, see {}", relative(&log))),
         false => Some(format!("{status}, see {}", relative(&log))),
     };
-    Ok(Figures {
+    Ok(FuzzStats {
         target,
         cpu,
         executions,
@@ -132,7 +132,7 @@ fn save_crash(target: &Target, text: &str) -> Result<Option<PathBuf>, Failure> {
         return Ok(None);
     };
     let path = root().join(path.trim());
-    let crashes = target.folder().join("crashes");
+    let crashes = target.directory().join("crashes");
     fs::create_dir_all(&crashes)?;
     let kept = crashes.join(path.file_name().ok_or("an input has a name")?);
     fs::copy(&path, &kept)?;

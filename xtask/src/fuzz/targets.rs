@@ -16,7 +16,7 @@ pub(super) struct Target {
     pub(super) package: String,
     pub(super) program: String,
     modules: String,
-    folder: String,
+    directory: String,
 }
 
 /// All targets.
@@ -26,8 +26,11 @@ pub(super) static TARGETS: LazyLock<Vec<Target>> =
 impl Target {
     /// Returns the directory with the files of this target: `corpus`, which is part of the
     /// repository, and `crashes`.
-    pub(super) fn folder(&self) -> PathBuf {
-        root().join(&self.folder).join("__fuzz__").join(&self.name)
+    pub(super) fn directory(&self) -> PathBuf {
+        root()
+            .join(&self.directory)
+            .join("__fuzz__")
+            .join(&self.name)
     }
 
     pub(super) fn test(&self) -> String {
@@ -61,13 +64,13 @@ mod tests {
         assert_eq!(names.len(), TARGETS.len());
         for target in TARGETS.iter() {
             let function = format!("fn {}() {{", target.name);
-            let files = fs::read_dir(root().join(&target.folder)).unwrap();
+            let files = fs::read_dir(root().join(&target.directory)).unwrap();
             let is_there = files.map(|file| file.unwrap().path()).any(|file| {
                 let text = fs::read_to_string(file).unwrap_or_default();
                 let at = text.find(&function);
                 at.is_some_and(|at| text[at..].contains("bolero::check!("))
             });
-            assert!(is_there, "{} in {}", target.name, target.folder);
+            assert!(is_there, "{} in {}", target.name, target.directory);
         }
     }
 
@@ -76,7 +79,7 @@ mod tests {
     fn targets_have_small_corpus() {
         let mut sum = 0;
         for target in TARGETS.iter() {
-            let corpus = target.folder().join("corpus");
+            let corpus = target.directory().join("corpus");
             let files = WalkDir::new(&corpus).into_iter().filter_map(Result::ok);
             let files: Vec<_> = files.filter(|file| file.file_type().is_file()).collect();
             assert!(!files.is_empty(), "{}", corpus.display());

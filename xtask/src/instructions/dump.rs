@@ -284,8 +284,8 @@ fn library(file: &str) -> String {
     }
     // `…/registry/src/INDEX/CRATE-VERSION/…`
     let of_registry = file.split_once("/registry/src/").and_then(|(_, path)| {
-        let folder = path.split('/').nth(1)?;
-        folder.rsplit_once('-').map(|(name, _)| name.to_owned())
+        let directory = path.split('/').nth(1)?;
+        directory.rsplit_once('-').map(|(name, _)| name.to_owned())
     });
     of_registry.unwrap_or_else(|| "libc and others".to_owned())
 }

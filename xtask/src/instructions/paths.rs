@@ -102,7 +102,7 @@ pub(super) struct Rig {
     programs: PathBuf,
     // The daemon must be dropped before its files are removed.
     daemon: Daemon,
-    folder: sh::Scratch,
+    directory: sh::Scratch,
     dumps: u32,
 }
 
@@ -112,23 +112,23 @@ impl Rig {
     pub(super) fn start() -> Result<Self, Failure> {
         println!("building riserd and riser");
         let programs = daemon::build()?;
-        let folder = sh::Scratch::in_memory("instructions")?;
-        fs::write(folder.join("disk"), vec![0x5a; DISK as usize])?;
-        let config = folder.join("riserd.yaml");
-        fs::write(&config, configuration(folder.path()))?;
+        let directory = sh::Scratch::in_memory("instructions")?;
+        fs::write(directory.join("disk"), vec![0x5a; DISK as usize])?;
+        let config = directory.join("riserd.yaml");
+        fs::write(&config, configuration(directory.path()))?;
         let mut callgrind = sh::cmd("valgrind", ["--tool=callgrind", "--fair-sched=yes"]);
         callgrind.arg(format!(
             "--callgrind-out-file={}",
-            folder.join(DUMP).display()
+            directory.join(DUMP).display()
         ));
-        let (program, log) = (programs.join("riserd"), folder.join("log"));
+        let (program, log) = (programs.join("riserd"), directory.join("log"));
         let pulse = Pulse::start()?;
         let daemon = Daemon::start_behind(callgrind, &program, &config, &log)?;
         drop(pulse);
         Ok(Self {
             programs,
             daemon,
-            folder,
+            directory,
             dumps: 0,
         })
     }
@@ -172,8 +172,8 @@ impl Rig {
         ] {
             command.args([option, &value]);
         }
-        command.env("XDG_RUNTIME_DIR", self.folder.path());
-        command.env("RISER_STATE_DIR", self.folder.join("riser"));
+        command.env("XDG_RUNTIME_DIR", self.directory.path());
+        command.env("RISER_STATE_DIR", self.directory.join("riser"));
         command
     }
 
@@ -186,7 +186,7 @@ impl Rig {
             return Err(format!("callgrind_control -d {pid}: {}", said.trim_end()).into());
         }
         self.dumps += 1;
-        let mut file = self.folder.join(DUMP).into_os_string();
+        let mut file = self.directory.join(DUMP).into_os_string();
         file.push(format!(".{}", self.dumps));
         let bytes = fs::read(&file).map_err(|e| format!("{}: {e}", file.display()))?;
         fs::remove_file(&file)?;
@@ -226,16 +226,16 @@ impl Drop for Pulse {
     }
 }
 
-fn configuration(folder: &Path) -> String {
+fn configuration(directory: &Path) -> String {
     let portals = ["srp", "iser", "iscsi"]
         .map(|protocol| format!("{{ protocol: {protocol}, listen: {LISTEN} }}"));
     format!(
         "backends:\n  disk: {{ kind: file, path: {} }}\ntargets:\n  - name: instructions\n    \
          iqn: {IQN}\n    portals: [{}]\n    luns: {{ 0: disk }}\n    access: open\n\
          workers: {{ count: 1 }}\nadmin: {{ socket: none }}\nstate: {{ directory: {} }}\n",
-        folder.join("disk").display(),
+        directory.join("disk").display(),
         portals.join(", "),
-        folder.join("state").display()
+        directory.join("state").display()
     )
 }
 

@@ -50,13 +50,13 @@ pub(crate) struct Ran {
 }
 
 impl Guest {
-    /// Boots a guest using the shared directory `folder/share`, which is mounted as `/vm` in the
+    /// Boots a guest using the shared directory `directory/share`, which is mounted as `/vm` in the
     /// guest.
-    pub(crate) fn boot(kernel: &Kernel, folder: &Path, init: Init) -> Result<Self, Failure> {
+    pub(crate) fn boot(kernel: &Kernel, directory: &Path, init: Init) -> Result<Self, Failure> {
         // We need to clear the directory: the guest runs scripts by number, so it would start
         // with the scripts of a previous guest.
-        let share = folder.join("share");
-        let disk = folder.join("disk.img");
+        let share = directory.join("share");
+        let disk = directory.join("disk.img");
         if init != Init::SystemdAgain {
             let _ = fs::remove_dir_all(&share);
             fs::create_dir_all(&share)?;
@@ -83,7 +83,7 @@ impl Guest {
             share.join("modules"),
             kernel.modules().display().to_string(),
         )?;
-        let initrd = kernel.initramfs(folder, &scripts.join("init.sh"), &MODULES)?;
+        let initrd = kernel.initramfs(directory, &scripts.join("init.sh"), &MODULES)?;
         // The guest uses the host's file system, so it has the same programs and libraries and we
         // don't need an image. `multidevs=remap` is set to avoid inode collisions between file
         // systems.
@@ -126,7 +126,7 @@ impl Guest {
         // This ensures that the guest is killed if we are killed.
         let qemu = sh::ending_with_us(qemu, "KILL");
         let mut guest = Self {
-            qemu: Process::start(qemu, &folder.join("console.log"))?,
+            qemu: Process::start(qemu, &directory.join("console.log"))?,
             share,
             next: 1,
         };

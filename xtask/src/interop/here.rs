@@ -25,9 +25,9 @@ const MERCY: Duration = Duration::from_secs(5);
 pub(crate) fn run(cases: &[Case], programs: &Programs, logs: &Path) -> Vec<Row> {
     let run = |case: &Case| {
         let saved = logs.join(&case.group).join(&case.name);
-        Row::run(&case.path(), Kind::Case, |figures| {
+        Row::run(&case.path(), Kind::Case, |results| {
             attempt(true, || {
-                *figures = run_in_namespaces(case, programs, &saved)?;
+                *results = run_in_namespaces(case, programs, &saved)?;
                 Ok(())
             })
         })
@@ -73,7 +73,7 @@ fn run_in_namespaces(
         .status()?;
     let output = fs::read_to_string(saved.join("output.log"))?;
     let code = status.code().unwrap_or(-1);
-    let figures = result_of(code, &output)?;
+    let results = result_of(code, &output)?;
     check_captures(saved, case.expected())?;
-    Ok(figures)
+    Ok(results)
 }

@@ -30,14 +30,16 @@ impl Kernel {
     /// modules (`tests/vm/initramfs.sh`).
     pub(crate) fn initramfs(
         &self,
-        folder: &Path,
+        directory: &Path,
         init: &Path,
         modules: &[&str],
     ) -> Result<PathBuf, Failure> {
         let mut script = sh::cmd("bash", [root().join("tests/vm/initramfs.sh")]);
-        script.args([folder, init, &self.root]).arg(&self.version);
+        script
+            .args([directory, init, &self.root])
+            .arg(&self.version);
         sh::output(script.args(modules))?;
-        Ok(folder.join("initramfs.cpio"))
+        Ok(directory.join("initramfs.cpio"))
     }
 }
 
@@ -99,14 +101,14 @@ fn find(root: &Path) -> Option<Kernel> {
 /// An apt configuration that only contains the backports suite and keeps its lists in our own
 /// directory.
 pub(super) struct PrivateApt {
-    folder: PathBuf,
+    directory: PathBuf,
 }
 
 impl PrivateApt {
     pub(super) fn new() -> Result<Self, Failure> {
-        let folder = cache().join("apt");
+        let directory = cache().join("apt");
         for sub in ["parts", "lists/partial", "cache/archives/partial"] {
-            fs::create_dir_all(folder.join(sub))?;
+            fs::create_dir_all(directory.join(sub))?;
         }
         let codename = codename()?;
         // Use the same mirror as this host, because it may require a proxy or use a local copy. No
@@ -125,21 +127,21 @@ impl PrivateApt {
             .ok_or_else(|| format!("apt has no source for {codename}"))?;
         let keys = "/usr/share/keyrings/debian-archive-keyring.gpg";
         fs::write(
-            folder.join("parts/backports.list"),
+            directory.join("parts/backports.list"),
             format!("deb [signed-by={keys}] {archive} {codename}-backports main\n"),
         )?;
-        let apt = Self { folder };
+        let apt = Self { directory };
         apt.run("apt-get", &["update", "-qq"])?;
         Ok(apt)
     }
 
     pub(super) fn download(&self, package: &str) -> Result<PathBuf, Failure> {
         self.run("apt-get", &["download", package])?;
-        find_archive(&self.folder, package)
+        find_archive(&self.directory, package)
     }
 
     fn run(&self, program: &str, args: &[&str]) -> Result<String, Failure> {
-        let at = |name: &str| self.folder.join(name).display().to_string();
+        let at = |name: &str| self.directory.join(name).display().to_string();
         let settings = [
             "Dir::Etc::sourcelist=/dev/null".to_owned(),
             format!("Dir::Etc::sourceparts={}", at("parts")),
@@ -149,6 +151,6 @@ impl PrivateApt {
             "APT::Sandbox::User=root".to_owned(),
         ];
         let mut command = sh::cmd(program, settings.iter().flat_map(|s| ["-o", s.as_str()]));
-        sh::output(command.args(args).current_dir(&self.folder))
+        sh::output(command.args(args).current_dir(&self.directory))
     }
 }

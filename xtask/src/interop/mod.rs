@@ -149,7 +149,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Outcome, Failure> {
         }
     }
     let programs = match &options.programs {
-        Some(folder) => fs::canonicalize(folder)?,
+        Some(directory) => fs::canonicalize(directory)?,
         None => {
             println!("building riserd and riser");
             daemon::build()?
@@ -203,7 +203,7 @@ const TESTS: &str = ".build/interop-tests";
 /// Creates a link to a test used by cases in [`TESTS`]. The test is either from the given directory
 /// or is built here.
 fn link_test(test: &str, given: Option<&Path>) -> Result<(), Failure> {
-    let given = given.map(|folder| folder.join(test));
+    let given = given.map(|directory| directory.join(test));
     let program = match given.filter(|program| program.is_file()) {
         Some(program) => fs::canonicalize(program)?,
         None => {
@@ -214,9 +214,9 @@ fn link_test(test: &str, given: Option<&Path>) -> Result<(), Failure> {
             sh::built(&args, test)?
         }
     };
-    let folder = root().join(TESTS);
-    fs::create_dir_all(&folder)?;
-    let link = folder.join(test);
+    let directory = root().join(TESTS);
+    fs::create_dir_all(&directory)?;
+    let link = directory.join(test);
     let _ = fs::remove_file(&link);
     std::os::unix::fs::symlink(program, &link)?;
     Ok(())

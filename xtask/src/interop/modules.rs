@@ -16,7 +16,7 @@ use crate::{Failure, cases, root, sh};
 #[serde(deny_unknown_fields)]
 pub(crate) struct Module {
     pub(crate) name: String,
-    folder: String,
+    directory: String,
     variable: String,
     word: String,
     /// Source changes: file, old text and new text.
@@ -49,32 +49,32 @@ impl Module {
             return Ok(());
         }
         println!("building {} for Linux {}", self.name, kernel.version);
-        let folder = cache().join(format!("{}-{}", self.name, std::process::id()));
-        let _ = fs::remove_dir_all(&folder);
+        let directory = cache().join(format!("{}-{}", self.name, std::process::id()));
+        let _ = fs::remove_dir_all(&directory);
         let apt = PrivateApt::new()?;
         for package in packages(&kernel.version) {
             let archive = apt.download(&package)?;
-            sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&folder))?;
+            sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&directory))?;
             fs::remove_file(&archive)?;
         }
-        let sources = self.unpack_sources(kernel, &folder)?;
+        let sources = self.unpack_sources(kernel, &directory)?;
         let mut build = sh::cmd("bash", [root().join("tests/vm/module.sh")]);
-        build.args([&folder, &sources, &kernel.root]);
+        build.args([&directory, &sources, &kernel.root]);
         sh::output(build.args([&self.name, &self.variable, &kernel.version]))?;
         fs::write(&stamp, edits)?;
-        fs::remove_dir_all(&folder)?;
+        fs::remove_dir_all(&directory)?;
         Ok(())
     }
 
     /// Unpacks and changes the sources, and returns the module's directory.
-    fn unpack_sources(&self, kernel: &Kernel, folder: &Path) -> Result<PathBuf, Failure> {
+    fn unpack_sources(&self, kernel: &Kernel, directory: &Path) -> Result<PathBuf, Failure> {
         let name = format!("linux-source-{}", series(&kernel.version));
-        let packed = folder.join(format!("usr/src/{name}.tar.xz"));
-        let sources = format!("{name}/{}", self.folder);
+        let packed = directory.join(format!("usr/src/{name}.tar.xz"));
+        let sources = format!("{name}/{}", self.directory);
         let mut tar = sh::cmd("tar", ["-xJf"]);
-        tar.arg(&packed).arg("-C").arg(folder).arg(&sources);
+        tar.arg(&packed).arg("-C").arg(directory).arg(&sources);
         sh::output(&mut tar)?;
-        let sources = folder.join(sources);
+        let sources = directory.join(sources);
         for (file, what, by) in &self.edits {
             let path = sources.join(file);
             let text = fs::read_to_string(&path)?;

@@ -22,7 +22,7 @@ use crate::tally::Kind;
 use crate::{Failure, root, sh};
 
 /// Prefix of output lines that should be shown in the table.
-const FIGURE: &str = "figure: ";
+const RESULT: &str = "result: ";
 
 /// Maximum time for a shutdown. systemd waits for up to 90 seconds for each service.
 const SHUTDOWN: Duration = Duration::from_secs(240);
@@ -87,7 +87,7 @@ impl Rig<'_> {
     }
 
     fn serve<'a>(&self, number: usize, waiting: &Mutex<Vec<&'a Case>>) -> Vec<(&'a Case, Row)> {
-        let folder = self.logs.join(format!("guest-{number}"));
+        let directory = self.logs.join(format!("guest-{number}"));
         let mut slot: Option<Guest> = None;
         let mut group = None;
         let mut rows = Vec::new();
@@ -99,72 +99,72 @@ impl Rig<'_> {
                 slot = None;
                 group = Some(&case.group);
             }
-            rows.push((case, self.run_case(case, &folder, &mut slot)));
+            rows.push((case, self.run_case(case, &directory, &mut slot)));
         }
         rows
     }
 
-    fn run_case(&self, case: &Case, folder: &Path, slot: &mut Option<Guest>) -> Row {
-        Row::run(&case.path(), Kind::Case, |figures| {
+    fn run_case(&self, case: &Case, directory: &Path, slot: &mut Option<Guest>) -> Row {
+        Row::run(&case.path(), Kind::Case, |results| {
             let result = match case.boots {
                 Some(boots) => {
                     *slot = None;
-                    self.run_boots(case, boots, folder)
+                    self.run_boots(case, boots, directory)
                 }
-                None => self.run_once(case, folder, slot),
+                None => self.run_once(case, directory, slot),
             };
             if result.is_err() {
                 // Don't reuse the guest after a failure, because it could affect the next case.
                 *slot = None;
             }
-            result.map(|lines| *figures = lines).into()
+            result.map(|lines| *results = lines).into()
         })
     }
 
     fn run_once(
         &self,
         case: &Case,
-        folder: &Path,
+        directory: &Path,
         slot: &mut Option<Guest>,
     ) -> Result<Vec<String>, Failure> {
         let began = Instant::now();
-        let mut figures = Vec::new();
+        let mut results = Vec::new();
         let guest = match slot {
             Some(guest) => guest,
             None => {
-                let guest = Guest::boot(self.kernel, folder, Init::Script)
+                let guest = Guest::boot(self.kernel, directory, Init::Script)
                     .map_err(|e| format!("cannot start the guest: {e}"))?;
-                figures.push(format!("boot {:.1} s", began.elapsed().as_secs_f64()));
+                results.push(format!("boot {:.1} s", began.elapsed().as_secs_f64()));
                 slot.insert(guest)
             }
         };
         let logs = self.logs.join(&case.group).join(&case.name);
-        figures.extend(self.run_in(guest, case, 1, folder, &logs)?);
-        Ok(figures)
+        results.extend(self.run_in(guest, case, 1, directory, &logs)?);
+        Ok(results)
     }
 
     /// Boots and shuts down a guest several times and runs the script after each boot.
-    fn run_boots(&self, case: &Case, boots: u32, folder: &Path) -> Result<Vec<String>, Failure> {
+    fn run_boots(&self, case: &Case, boots: u32, directory: &Path) -> Result<Vec<String>, Failure> {
         let logs = self.logs.join(&case.group).join(&case.name);
         let _ = fs::remove_dir_all(&logs);
-        let mut figures = Vec::new();
+        let mut results = Vec::new();
         for boot in 1..=boots {
             let init = match boot {
                 1 => Init::Systemd,
                 _ => Init::SystemdAgain,
             };
             let saved = logs.join(format!("boot-{boot}"));
-            let ran = Guest::boot(self.kernel, folder, init).and_then(|mut guest| {
-                let ran = self.run_in(&mut guest, case, boot, folder, &saved)?;
+            let ran = Guest::boot(self.kernel, directory, init).and_then(|mut guest| {
+                let ran = self.run_in(&mut guest, case, boot, directory, &saved)?;
                 guest.power_off(SHUTDOWN)?;
                 Ok(ran)
             });
             // Include the shutdown, and any boot that failed.
             fs::create_dir_all(&saved)?;
-            fs::copy(folder.join("console.log"), saved.join("console.log"))?;
-            figures.extend(ran.map_err(|e| format!("boot {boot}: {e}"))?);
+            fs::copy(directory.join("console.log"), saved.join("console.log"))?;
+            results.extend(ran.map_err(|e| format!("boot {boot}: {e}"))?);
         }
-        Ok(figures)
+        Ok(results)
     }
 
     fn run_in(
@@ -172,7 +172,7 @@ impl Rig<'_> {
         guest: &mut Guest,
         case: &Case,
         boot: u32,
-        folder: &Path,
+        directory: &Path,
         saved: &Path,
     ) -> Result<Vec<String>, Failure> {
         // Add the variables and the library here, so that the script itself only contains the test.
@@ -192,18 +192,18 @@ impl Rig<'_> {
         // Save all files before we check the result, because they are most useful after a failure
         // or timeout.
         save_logs(guest.share(), saved)?;
-        fs::copy(folder.join("console.log"), saved.join("console.log"))?;
+        fs::copy(directory.join("console.log"), saved.join("console.log"))?;
         let ran = ran?;
         fs::write(saved.join("output.log"), &ran.output)?;
-        let mut figures = result_of(ran.status, &ran.output)?;
-        let judged = check_captures(saved, case.expected())?;
-        if judged.iser > 0 {
-            figures.push(format!(
+        let mut results = result_of(ran.status, &ran.output)?;
+        let counts = check_captures(saved, case.expected())?;
+        if counts.iser > 0 {
+            results.push(format!(
                 "checked {} packets, including {} iSER messages",
-                judged.packets, judged.iser
+                counts.packets, counts.iser
             ));
         }
-        Ok(figures)
+        Ok(results)
     }
 }
 
@@ -213,8 +213,8 @@ pub(crate) fn result_of(status: i32, output: &str) -> Result<Vec<String>, Failur
         let tail = sh::last_lines(output, 30).join("\n");
         return Err(format!("exit status {status}\n{tail}").into());
     }
-    let figures = output.lines().filter_map(|l| l.strip_prefix(FIGURE));
-    Ok(figures.map(str::to_owned).collect())
+    let results = output.lines().filter_map(|l| l.strip_prefix(RESULT));
+    Ok(results.map(str::to_owned).collect())
 }
 
 /// Returns the next case to run, using the same group if possible.

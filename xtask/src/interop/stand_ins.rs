@@ -95,7 +95,7 @@ fn as_listed() -> String {
 }
 
 /// Compares the result with a list; at least one test must have passed.
-const JUDGE: &str = "libiscsi_suite iser://x\nlibiscsi_unexpected 1";
+const SUITE_OUTPUT: &str = "libiscsi_suite iser://x\nlibiscsi_unexpected 1";
 
 #[test]
 fn client_matching_list_passes() {
@@ -150,7 +150,7 @@ fn client_hanging_in_most_tests_fails() {
 #[test]
 fn target_rejecting_all_logins_fails() {
     let table: String = (0..9).map(|n| format!("Some.Test{n} refused\n")).collect();
-    if let Some((_, said)) = run_script("refused", &table, Some(""), 60, JUDGE) {
+    if let Some((_, said)) = run_script("refused", &table, Some(""), 60, SUITE_OUTPUT) {
         assert!(
             said.contains("five tests in a row received no response"),
             "{said}"
@@ -166,7 +166,7 @@ fn difference_from_list_is_reported() {
     let table = "A.Words failed these words\nA.OtherWords failed other words\nA.Passes passed\n\
                  A.Fails failed-and-died\nA.Dies died\nB.New failed-and-died\nB.Dies died\n\
                  B.Skipped skipped\nB.Trails passed\n";
-    if let Some((_, said)) = run_script("named", table, Some(expected), 60, JUDGE) {
+    if let Some((_, said)) = run_script("named", table, Some(expected), 60, SUITE_OUTPUT) {
         let wrong: Vec<_> = said
             .lines()
             .filter(|l| l.contains(" listed") || l.contains(" contain: "))

@@ -52,14 +52,14 @@ impl Copy {
     /// Creates the copy or updates it to the current commit. Changes that have not been committed
     /// are not included.
     pub(super) fn of_head() -> Result<Self, Failure> {
-        let folder = root().join(".build/planted");
+        let directory = root().join(".build/planted");
         let copy = Self {
-            tree: folder.join("tree"),
-            build: folder.join("build"),
+            tree: directory.join("tree"),
+            build: directory.join("build"),
         };
         let head = sh::output(git(&root()).args(["rev-parse", "HEAD"]))?;
         if !copy.tree.join(".git").exists() {
-            fs::create_dir_all(&folder)?;
+            fs::create_dir_all(&directory)?;
             sh::output(git(&root()).args(["worktree", "prune"]))?;
             let mut add = git(&root());
             add.args(["worktree", "add", "--quiet", "--detach"]);
@@ -148,8 +148,8 @@ impl Copy {
     }
 }
 
-fn git(folder: &Path) -> Command {
+fn git(directory: &Path) -> Command {
     let mut git = sh::cmd("git", ["-C"]);
-    git.arg(folder);
+    git.arg(directory);
     git
 }

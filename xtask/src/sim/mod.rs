@@ -1,7 +1,7 @@
 //! `cargo xtask sim`: runs the simulator (`tests/sim`) with the `release` profile.
 
 mod copy;
-mod judge;
+mod detector;
 mod mutants;
 mod planted;
 
@@ -98,8 +98,8 @@ fn building() -> Command {
 }
 
 pub(crate) fn program() -> Command {
-    let folder = root().join(".build").join(RELEASE);
-    let mut command = Command::new(folder.join("riser-sim"));
+    let directory = root().join(".build").join(RELEASE);
+    let mut command = Command::new(directory.join("riser-sim"));
     command.current_dir(root());
     command
 }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::copy::Copy;
-use super::judge::Judge;
+use super::detector::Detector;
 use crate::cases::{self, select};
 use crate::daemon::RELEASE;
 use crate::packages::have_program;
@@ -29,9 +29,9 @@ const PATIENCE: &str = "1200";
 #[serde(deny_unknown_fields)]
 struct Machine {
     name: String,
-    folder: String,
+    directory: String,
     files: Vec<String>,
-    judge: Option<String>,
+    detector: Option<String>,
 }
 
 /// All state machines that use `riser_state::become_state`.
@@ -51,12 +51,13 @@ impl Machine {
     fn paths(&self) -> impl Iterator<Item = String> + '_ {
         self.files
             .iter()
-            .map(|file| format!("{}/{file}", self.folder))
+            .map(|file| format!("{}/{file}", self.directory))
     }
 
-    fn judge(&self) -> Judge<'_> {
-        let named = |words| Judge::named(words).unwrap_or_else(|| panic!("unknown judge {words}"));
-        self.judge.as_deref().map_or(Judge::Simulator, named)
+    fn detector(&self) -> Detector<'_> {
+        let named =
+            |words| Detector::named(words).unwrap_or_else(|| panic!("unknown judge {words}"));
+        self.detector.as_deref().map_or(Detector::Simulator, named)
     }
 
     fn try_sample(&self, copy: &Copy, seeds: u64) -> Result<Outcomes, Failure> {
@@ -70,14 +71,14 @@ impl Machine {
         let output = copy.path("").with_file_name("mutants");
         let _ = fs::remove_dir_all(&output);
         fs::create_dir_all(&output)?;
-        let judge = self.judge();
-        let (package, harness, word) = judge.tests();
+        let detector = self.detector();
+        let (package, harness, word) = detector.tests();
         let shard = format!("0/{}", listed.len().div_ceil(SAMPLE).max(1));
         let mut command = mutants();
         command.args(["--in-place", "--profile", RELEASE, "--timeout", PATIENCE]);
         command.args(["--shard", &shard, "--test-package", package, "--output"]);
         command.arg(&output).arg("--").args(harness).arg(word);
-        command.envs(judge.sizes(seeds));
+        command.envs(detector.sizes(seeds));
         // The exit status is an error if a mutant was missed, but we use the numbers.
         let status = command.status()?;
         let outcomes = fs::read_to_string(output.join("mutants.out/outcomes.json"));

@@ -3,7 +3,7 @@
 //!
 //! A patch in `tests/sim/planted` starts with a description of the defect and lines `expects: WORDS`.
 //! The failure must contain the words of at least one such line. If the defect is not possible in the
-//! simulator, a line `judge: WORDS` selects the tests to run ([`Judge::named`]). The patches are
+//! simulator, a line `detector: WORDS` selects the tests to run ([`Detector::named`]). The patches are
 //! maintained along with the code, so it's an error if a patch doesn't apply.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use super::copy::{Copy, Run};
-use super::judge::Judge;
+use super::detector::Detector;
 use crate::cases::select;
 use crate::{Failure, root};
 
@@ -34,7 +34,7 @@ struct Planted {
     /// The failure must contain one of these.
     expected: Vec<String>,
     /// Selects the tests to use instead of the simulator.
-    judge: Option<String>,
+    detector: Option<String>,
 }
 
 impl Planted {
@@ -43,8 +43,8 @@ impl Planted {
         let head = || text.lines().take_while(|line| !line.starts_with("diff "));
         let expected = head().filter_map(|line| line.strip_prefix("expects: "));
         let expected: Vec<_> = expected.map(|words| words.trim().to_owned()).collect();
-        let judge = head().find_map(|line| line.strip_prefix("judge: "));
-        if judge.is_some_and(|words| Judge::named(words).is_none()) {
+        let detector = head().find_map(|line| line.strip_prefix("detector: "));
+        if detector.is_some_and(|words| Detector::named(words).is_none()) {
             return Err(format!("{}: unknown judge", path.display()).into());
         }
         let name = path.file_stem().unwrap_or_default();
@@ -56,13 +56,13 @@ impl Planted {
             name,
             path,
             expected,
-            judge: judge.map(str::to_owned),
+            detector: detector.map(str::to_owned),
         })
     }
 
-    fn parse_judge(&self) -> Judge<'_> {
-        let named = self.judge.as_deref().and_then(Judge::named);
-        named.unwrap_or(Judge::Simulator)
+    fn parse_detector(&self) -> Detector<'_> {
+        let named = self.detector.as_deref().and_then(Detector::named);
+        named.unwrap_or(Detector::Simulator)
     }
 }
 
@@ -124,27 +124,27 @@ pub(super) fn run(words: &[String], seeds: u64) -> Result<(), Failure> {
 /// Builds and runs the tests for each defect. Returns the number of defects that were not detected.
 fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
     let (mut missed, mut most) = (0, BTreeMap::new());
-    for judge in all.iter().map(Planted::parse_judge) {
-        if most.insert(judge, CLEAN).is_none() {
-            judge.build(copy)?;
+    for detector in all.iter().map(Planted::parse_detector) {
+        if most.insert(detector, CLEAN).is_none() {
+            detector.build(copy)?;
         }
     }
     for planted in all {
-        let judge = planted.parse_judge();
+        let detector = planted.parse_detector();
         let start = Instant::now();
-        let end = judge.run(copy, Some(&planted.name), seeds, PATIENCE)?;
+        let end = detector.run(copy, Some(&planted.name), seeds, PATIENCE)?;
         let seconds = start.elapsed().as_secs();
         let expects = |why: &str| planted.expected.iter().any(|words| why.contains(words));
         let outcome = match &end {
-            Run::Clean => Err(format!("{} pass", judge.runs(seeds))),
+            Run::Clean => Err(format!("{} pass", detector.runs(seeds))),
             Run::Hung if expects(HANGS) => Ok(HANGS.to_owned()),
             Run::Hung => Err(HANGS.to_owned()),
             Run::Failed(seed, why) => {
                 let seed = seed.unwrap_or(1);
-                let words = format!("{}: {why}", judge.runs(seed));
+                let words = format!("{}: {why}", detector.runs(seed));
                 match expects(why) {
                     true => {
-                        let most = most.entry(judge).or_insert(seed);
+                        let most = most.entry(detector).or_insert(seed);
                         *most = seed.max(*most);
                         Ok(words)
                     }
@@ -157,9 +157,9 @@ fn try_all(copy: &Copy, all: &[Planted], seeds: u64) -> Result<usize, Failure> {
         println!("{}: {outcome} ({seconds} s)", planted.name);
     }
     // Run the same programs without any defect, to verify that adding the switches has no effect.
-    for (judge, most) in most {
-        let runs = judge.runs(most);
-        match judge.run(copy, None, most, PATIENCE)? {
+    for (detector, most) in most {
+        let runs = detector.runs(most);
+        match detector.run(copy, None, most, PATIENCE)? {
             Run::Clean => println!("none: {runs} pass"),
             Run::Failed(_, why) => {
                 return Err(format!("without a defect, within {runs}: {why}").into());

@@ -86,11 +86,11 @@ fn used(package: &Package, is_for_product: bool) -> BTreeSet<String> {
             let Kind::Ident(name) = &token.kind else {
                 continue;
             };
-            let goes_on = tokens.get(at + 1).is_some_and(|next| next.is_punct(':'))
+            let is_path = tokens.get(at + 1).is_some_and(|next| next.is_punct(':'))
                 && tokens.get(at + 2).is_some_and(|next| next.is_punct(':'));
             let before = at.checked_sub(1).map(|before| &tokens[before]);
             let is_used = before.is_some_and(|b| b.is_ident("use") || b.is_ident("crate"));
-            if (goes_on || is_used) && is_counted(token) {
+            if (is_path || is_used) && is_counted(token) {
                 names.insert(plain(name));
             }
         }

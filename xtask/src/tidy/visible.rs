@@ -14,7 +14,7 @@ use crate::Failure;
 const DOCUMENTS: &[&str] = &["README.md", "CHANGELOG.md", "SECURITY.md"];
 
 /// Directories that only contain text for users.
-const FOLDERS: &[&str] = &["docs", "deploy", "xtask/cases"];
+const DIRECTORIES: &[&str] = &["docs", "deploy", "xtask/cases"];
 
 /// Derive macros that use doc comments to generate help, manual pages or a schema.
 const DERIVES: &[&str] = &["Args", "JsonSchema", "Parser", "Subcommand", "ValueEnum"];
@@ -51,7 +51,9 @@ pub(crate) fn texts(root: &Path, packages: &[Package]) -> Result<Vec<Visible>, F
 
 fn is_document(path: &Path) -> bool {
     let is_page = path.extension().is_some_and(|e| e == "html");
-    let is_below = FOLDERS.iter().any(|folder| path.starts_with(folder));
+    let is_below = DIRECTORIES
+        .iter()
+        .any(|directory| path.starts_with(directory));
     is_page || is_below || DOCUMENTS.iter().any(|name| path == Path::new(name))
 }
 

@@ -75,10 +75,10 @@ pub(super) fn build(scratch: &sh::Scratch) -> Result<PathBuf, Failure> {
 }
 
 /// Runs the tests of a provider. Both sides have both addresses.
-pub(super) fn run(rig: &Rig, folder: &Path, provider: usize) -> Result<Vec<Test>, Failure> {
+pub(super) fn run(rig: &Rig, directory: &Path, provider: usize) -> Result<Vec<Test>, Failure> {
     let (name, list) = PROVIDERS[provider];
     let [server, client] = ADDRESSES.map(|address| address.to_string());
-    let at = |path: &str| folder.join(path).display().to_string();
+    let at = |path: &str| directory.join(path).display().to_string();
     let (script, programs) = (at("bin/runfabtests.sh"), at("bin"));
     let list = at(&format!("test_configs/{list}"));
     // The script kills all processes with a given name, so it must not see any other processes.

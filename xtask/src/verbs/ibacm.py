@@ -41,22 +41,22 @@ def netlink():
 class Ibacm:
     """An ibacm at an address, as long as the block lasts."""
 
-    def __init__(self, folder, address, administrator=None):
-        os.mkdir(folder)
-        self.folder, self.address, self.path = folder, address, f"{folder}/socket"
+    def __init__(self, directory, address, administrator=None):
+        os.mkdir(directory)
+        self.directory, self.address, self.path = directory, address, f"{directory}/socket"
         options = {
-            "log_file": f"{folder}/ibacm.log",
+            "log_file": f"{directory}/ibacm.log",
             "log_level": 2,
-            "lock_file": f"{folder}/ibacm.pid",
+            "lock_file": f"{directory}/ibacm.pid",
             "addr_prot": "acm",
             "route_prot": "sa",
             "support_ips_in_addr_cfg": 1,
             # No more than an interface of 1500 bytes carries.
             "min_mtu": 1024,
         }
-        with open(f"{folder}/opts", "w") as file:
+        with open(f"{directory}/opts", "w") as file:
             file.writelines(f"{name} {value}\n" for name, value in options.items())
-        with open(f"{folder}/addr", "w") as file:
+        with open(f"{directory}/addr", "w") as file:
             file.write(f"{address} riser0 1 default\n")
         listener, kernel = socket.socket(socket.AF_UNIX), netlink()
         listener.bind(self.path)
@@ -67,7 +67,7 @@ class Ibacm:
         if administrator:
             changes["RISER_SA"] = administrator
         script = "LISTEN_PID=$$ LISTEN_FDS=2 exec ibacm --systemd -O $0/opts -A $0/addr"
-        command = ["sh", "-c", script, folder]
+        command = ["sh", "-c", script, directory]
         self.process = subprocess.Popen(command, pass_fds=(3, 4), env={**os.environ, **changes})
 
     def __enter__(self):
@@ -76,7 +76,7 @@ class Ibacm:
     def __exit__(self, *_):
         self.process.terminate()
         self.process.wait()
-        with open(f"{self.folder}/ibacm.log") as log:
+        with open(f"{self.directory}/ibacm.log") as log:
             print(log.read(), file=sys.stderr)
 
     def ask(self, kind, destination):
@@ -106,24 +106,24 @@ def question(sequence, source, destination):
 
 
 def ask_group(kernel, sequence, source, destination):
-    """The path record of the answer; none where it is refused."""
+    """The path record of the response; none where it is refused."""
     try:
         kernel.sendto(question(sequence, source, destination), (0, GROUP))
     except ConnectionRefusedError:
         # It has gone to the group, and not to the kernel, which takes nothing of this protocol.
         pass
     while True:
-        answer = kernel.recv(4096)
-        _, kind, flags, answered, _ = struct.unpack_from("=IHHII", answer)
-        if (kind, answered) != (RESOLVE, sequence) or flags & 1:
+        response = kernel.recv(4096)
+        _, kind, flags, responded, _ = struct.unpack_from("=IHHII", response)
+        if (kind, responded) != (RESOLVE, sequence) or flags & 1:
             continue
         if flags & F_ERR:
             return None
-        length, kind, path_flags = struct.unpack_from("=HHI", answer, 16)
+        length, kind, path_flags = struct.unpack_from("=HHI", response, 16)
         assert (length, kind) == (76, 1), (length, kind)
         # PRIMARY, GMP, OUTBOUND, INBOUND_REVERSE.
         assert path_flags == 0x2B, path_flags
-        return answer[28:92]
+        return response[28:92]
 
 
 def gid(text):
@@ -160,10 +160,10 @@ def saquery(option, *expected):
         assert words in said, words
 
 
-def alone(folder, address, destination):
+def alone(directory, address, destination):
     kernel = netlink()
     kernel.settimeout(PATIENCE)
-    with Ibacm(f"{folder}/ibacm", address) as ibacm:
+    with Ibacm(f"{directory}/ibacm", address) as ibacm:
         ibacm.ask("g", destination)
         found = ask_group(kernel, 1, gid(address), gid(destination))
         assert found and found[8:40] == gid(destination) + gid(address), found
@@ -172,11 +172,11 @@ def alone(folder, address, destination):
         print("a source of another host is refused")
 
 
-def pair(folder, first, second, administrator, program):
+def pair(directory, first, second, administrator, program):
     daemon = subprocess.Popen([program, "--no-netlink", "--addr", administrator])
     try:
-        with Ibacm(f"{folder}/first", first, administrator) as one:
-            with Ibacm(f"{folder}/second", second, administrator) as other:
+        with Ibacm(f"{directory}/first", first, administrator) as one:
+            with Ibacm(f"{directory}/second", second, administrator) as other:
                 one.ask("i", second)
                 other.ask("i", first)
                 print("both have found each other")

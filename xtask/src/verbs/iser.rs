@@ -67,7 +67,7 @@ impl Case {
         let stage = Stage {
             rig,
             programs,
-            folder: rig.folder("iser")?,
+            directory: rig.directory("iser")?,
             case: self.path(),
         };
         (self.run)(&stage)
@@ -104,7 +104,7 @@ struct Stage<'a> {
     rig: &'a Rig,
     programs: &'a Path,
     /// Directory that is writable for test processes.
-    folder: PathBuf,
+    directory: PathBuf,
     case: String,
 }
 
@@ -141,14 +141,14 @@ impl Stage<'_> {
         let bytes: Vec<u8> = (0..length)
             .map(|i| (i as u32).wrapping_mul(0x9e37_79b1).to_be_bytes()[i % 4])
             .collect();
-        let path = self.folder.join(name);
+        let path = self.directory.join(name);
         fs::write(&path, &bytes)?;
         Ok((path, bytes))
     }
 
     /// Creates an empty disk if it doesn't exist.
     fn disk(&self) -> Result<PathBuf, Failure> {
-        let path = self.folder.join("disk");
+        let path = self.directory.join("disk");
         if !path.exists() {
             fs::File::create(&path)?.set_len(SIZE)?;
             self.rig.hand_over(&path)?;
@@ -157,7 +157,7 @@ impl Stage<'_> {
     }
 
     fn riserd(&self) -> Result<(Daemon, String), Failure> {
-        let config = self.folder.join("riserd.yaml");
+        let config = self.directory.join("riserd.yaml");
         // Over iSER, libiscsi limits each command to 256 KiB. QEMU uses the limit returned by the
         // target.
         let text = format!(
@@ -169,7 +169,7 @@ impl Stage<'_> {
             self.disk()?.display()
         );
         fs::write(&config, text)?;
-        let log = self.folder.join("riserd.log");
+        let log = self.directory.join("riserd.log");
         let daemon = Daemon::start(&self.programs.join("riserd"), &config, &log)?;
         Ok((daemon, format!("iser://{SERVER}:3260/{OF_RISERD}/0")))
     }
@@ -200,7 +200,7 @@ impl<'a> Tgt<'a> {
         let portal = format!("portal={SERVER}:{}", free_port()?);
         let words = ["tgtd", "-f", "--iser", "pool_sz_mb=32", "--iscsi", &portal];
         let mut command = stage.rig.command(SERVER, &[], &words);
-        command.env("TGT_IPC_SOCKET", stage.folder.join("ipc"));
+        command.env("TGT_IPC_SOCKET", stage.directory.join("ipc"));
         let process = stage.start(command, log)?;
         let mut tgt = Self { stage, process };
         let target = ["target", "--op", "new", "--tid", "1", "-T", OF_TGT];
@@ -254,7 +254,7 @@ impl<'a> Tgt<'a> {
 fn manage(stage: &Stage<'_>, words: &[&str]) -> Result<(), Failure> {
     let command = sh::cmd("tgtadm", ["--lld", "iser", "--mode"].iter().chain(words));
     let mut command = stage.rig.without_rights(&command, None);
-    command.env("TGT_IPC_SOCKET", stage.folder.join("ipc"));
+    command.env("TGT_IPC_SOCKET", stage.directory.join("ipc"));
     sh::output(&mut command).map(drop)
 }
 
@@ -262,8 +262,8 @@ pub(crate) fn has_qemu_driver() -> bool {
     // There is no target on this port. For an unknown protocol, QEMU before version 8 reports that
     // it's unknown, and newer versions report that they can't load the module.
     let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
-    let answer = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
-    answer.is_err_and(|error| {
+    let output = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
+    output.is_err_and(|error| {
         let error = error.to_string();
         !error.contains("Unknown protocol") && !error.contains("Unable to load module")
     })
@@ -302,7 +302,7 @@ fn riser_and_tgt(stage: &Stage<'_>) -> Result<(), Failure> {
     if fs::read(stage.disk()?)?[1 << 20..][..bytes.len()] != bytes {
         return Err("data written by riser are missing in tgt's file".into());
     }
-    let second = stage.folder.join("second");
+    let second = stage.directory.join("second");
     let to = second.display().to_string();
     let length = bytes.len().to_string();
     stage.riser(&["read", &url, &to, "--offset", "1MiB", "--length", &length])?;

@@ -273,7 +273,7 @@ fn run_again(options: &Options) -> Result<Option<Result<(), Failure>>, Failure> 
 /// Returns the directory of the programs. They are built unless a directory is given.
 fn programs(options: &Options) -> Result<PathBuf, Failure> {
     match &options.programs {
-        Some(folder) => Ok(std::fs::canonicalize(folder)?),
+        Some(directory) => Ok(std::fs::canonicalize(directory)?),
         None => {
             println!("building riser, riserd and the libraries");
             daemon::build_in(&options.profile)
@@ -375,13 +375,13 @@ fn pyverbs_parts<'a>(rig: &'a Rig, scratch: &'a sh::Scratch) -> Result<Vec<Part<
 /// Returns a process for each provider. The script of libfabric runs all tests of a provider.
 fn fabtests_parts<'a>(rig: &'a Rig, scratch: &sh::Scratch) -> Result<Vec<Part<'a>>, String> {
     rig.network()?;
-    let folder = fabtests::unpack(scratch).map_err(|why| shorten(&why.to_string()))?;
+    let directory = fabtests::unpack(scratch).map_err(|why| shorten(&why.to_string()))?;
     let part = |(number, path): (usize, String)| {
-        let folder = folder.clone();
+        let directory = directory.clone();
         Part {
             group: path.clone(),
             path,
-            run: Box::new(move |_| fabtests::run(rig, &folder, number)),
+            run: Box::new(move |_| fabtests::run(rig, &directory, number)),
         }
     };
     Ok(fabtests::paths()

@@ -80,14 +80,14 @@ pub(super) struct Namespace {
 
 impl Namespace {
     /// Creates the namespaces using a command with the same privileges as the programs that will
-    /// use them (`as_user`). `folder` must be an empty directory owned by the same user.
+    /// use them (`as_user`). `directory` must be an empty directory owned by the same user.
     pub(super) fn new(
         as_user: impl FnOnce(Command) -> Command,
-        folder: &Path,
+        directory: &Path,
         log: &Path,
     ) -> Result<Self, Failure> {
         let mut unshare = sh::cmd("unshare", ["--user", "--map-root-user", "--net", "--mount"]);
-        unshare.args(["--", "sh", "-c", SETUP, "sh"]).arg(folder);
+        unshare.args(["--", "sh", "-c", SETUP, "sh"]).arg(directory);
         unshare.args(ADDRESSES.map(|address| address.to_string()));
         let mut holder = Process::start(as_user(unshare), log)?;
         let is_ready = |holder: &Process| holder.output().lines().any(|line| line == "ready");
@@ -100,9 +100,9 @@ impl Namespace {
 
     /// Returns a command that runs inside the namespaces. We need to set the directory because a
     /// process that enters them will start in the root directory.
-    pub(super) fn enter(&self, folder: &Path, command: &Command) -> Command {
+    pub(super) fn enter(&self, directory: &Path, command: &Command) -> Command {
         let target = self.holder.pid().to_string();
-        let folder = format!("--wdns={}", folder.display());
+        let directory = format!("--wdns={}", directory.display());
         let enter = [
             "--target",
             &target,
@@ -110,7 +110,7 @@ impl Namespace {
             "--net",
             "--mount",
             "--preserve-credentials",
-            &folder,
+            &directory,
             "--",
         ];
         sh::behind(sh::cmd("nsenter", enter), command)

@@ -35,8 +35,8 @@ pub(super) fn paths() -> Vec<String> {
 ///
 /// # Errors
 /// Returns an error if the build fails.
-pub(super) fn program(folder: Option<&Path>) -> Result<PathBuf, Failure> {
-    let given = folder.map(|folder| folder.join(TEST));
+pub(super) fn program(directory: Option<&Path>) -> Result<PathBuf, Failure> {
+    let given = directory.map(|directory| directory.join(TEST));
     match given.filter(|program| program.is_file()) {
         Some(program) => Ok(fs::canonicalize(program)?),
         // Build with the whole workspace, so that we can use everything already built for other

@@ -21,7 +21,7 @@ pub(super) const NEED: &str = "verbs-pyverbs";
 const PYTHON: &str = "/usr/bin/python3";
 
 /// Directory of the tests in the package.
-const FOLDER: &str = "usr/share/doc/rdma-core/tests";
+const DIRECTORY: &str = "usr/share/doc/rdma-core/tests";
 
 /// Prefixes of modules that test vendor-specific devices or GPU memory.
 const VENDORS: [&str; 3] = ["test_mlx5", "test_efa", "test_cuda"];
@@ -36,10 +36,10 @@ const PATIENCE: Duration = Duration::from_secs(240);
 pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
     let package = scratch.join("pyverbs");
     packages::unpack(PACKAGE, &package)?;
-    let folder = scratch.join("tests");
-    fs::create_dir_all(&folder)?;
-    let files = fs::read_dir(package.join(FOLDER));
-    let files = files.map_err(|e| format!("the package {PACKAGE} has no {FOLDER}: {e}"))?;
+    let directory = scratch.join("tests");
+    fs::create_dir_all(&directory)?;
+    let files = fs::read_dir(package.join(DIRECTORY));
+    let files = files.map_err(|e| format!("the package {PACKAGE} has no {DIRECTORY}: {e}"))?;
     let mut modules = Vec::new();
     for file in files {
         let path = file?.path();
@@ -56,15 +56,15 @@ pub(super) fn unpack(scratch: &sh::Scratch) -> Result<Vec<String>, Failure> {
             true => sh::output(&mut sh::cmd("gzip", [Path::new("-dc"), &path]))?,
             false => fs::read_to_string(&path)?,
         };
-        fs::write(folder.join(plain), text)?;
+        fs::write(directory.join(plain), text)?;
         if plain.starts_with("test_") {
             modules.push(plain.trim_end_matches(".py").to_owned());
         }
     }
-    fs::write(folder.join("driver.py"), include_str!("pyverbs.py"))?;
+    fs::write(directory.join("driver.py"), include_str!("pyverbs.py"))?;
     modules.sort();
     match modules.is_empty() {
-        true => Err(format!("{FOLDER} of the package {PACKAGE} has no tests").into()),
+        true => Err(format!("{DIRECTORY} of the package {PACKAGE} has no tests").into()),
         false => Ok(modules),
     }
 }

@@ -87,9 +87,9 @@ impl Rig {
     }
 
     /// Changes the owner of a directory to the user of test processes.
-    fn make_private(&self, folder: &Path) -> Result<(), Failure> {
-        fs::set_permissions(folder, Permissions::from_mode(0o700))?;
-        self.hand_over(folder)
+    fn make_private(&self, directory: &Path) -> Result<(), Failure> {
+        fs::set_permissions(directory, Permissions::from_mode(0o700))?;
+        self.hand_over(directory)
     }
 
     pub(super) fn riser(&self) -> &Path {
@@ -104,12 +104,12 @@ impl Rig {
         Ok(())
     }
 
-    pub(super) fn folder(&self, name: &str) -> Result<PathBuf, Failure> {
-        let folder = self.home.join(name);
-        let _ = fs::remove_dir_all(&folder);
-        fs::create_dir_all(&folder)?;
-        self.make_private(&folder)?;
-        Ok(folder)
+    pub(super) fn directory(&self, name: &str) -> Result<PathBuf, Failure> {
+        let directory = self.home.join(name);
+        let _ = fs::remove_dir_all(&directory);
+        fs::create_dir_all(&directory)?;
+        self.make_private(&directory)?;
+        Ok(directory)
     }
 
     /// Returns the namespaces with a network interface, which are created on first use.
@@ -120,9 +120,9 @@ impl Rig {
     pub(super) fn network(&self) -> Result<&Namespace, String> {
         let made = self.network.get_or_init(|| {
             let make = || {
-                let folder = self.folder("dev")?;
+                let directory = self.directory("dev")?;
                 let as_user = |command| self.as_user(sh::ending_with_us(command, "KILL"), None);
-                Namespace::new(as_user, &folder, &self.logs.join("namespace.log"))
+                Namespace::new(as_user, &directory, &self.logs.join("namespace.log"))
             };
             make().map_err(|why: Failure| why.to_string())
         });
@@ -197,7 +197,7 @@ impl Rig {
     pub(super) fn run(&self, number: usize, case: &Case) -> Result<(), Failure> {
         let until = Instant::now() + Duration::from_secs(case.seconds);
         let port = (FIRST_PORT + number).to_string();
-        let dir = self.folder("case")?;
+        let dir = self.directory("case")?;
         let network = match case.network {
             false => None,
             true => Some(self.network()?),
@@ -271,8 +271,8 @@ impl Rig {
     }
 }
 
-fn copy(from: &Path, folder: &Path) -> Result<PathBuf, Failure> {
-    let to = folder.join(from.file_name().unwrap_or_default());
+fn copy(from: &Path, directory: &Path) -> Result<PathBuf, Failure> {
+    let to = directory.join(from.file_name().unwrap_or_default());
     fs::copy(from, &to).map_err(|e| format!("{}: {e}", from.display()))?;
     Ok(to)
 }
@@ -377,8 +377,8 @@ fn check_outcome(case: &Case, server: Option<&Exited>, clients: &[Exited]) -> Re
     }
     if let Some(exited) = server {
         let status = status("the server", exited)?;
-        let is_asked = case.stop && status.signal() == Some(Signal::TERM.as_raw());
-        if !status.success() && !is_asked {
+        let is_stopped = case.stop && status.signal() == Some(Signal::TERM.as_raw());
+        if !status.success() && !is_stopped {
             return Err(failure("the server", &status.to_string(), exited));
         }
         let says = if clients.is_empty() {

@@ -32,8 +32,10 @@ pub(super) fn compare(ours: &Path) -> Result<String, Failure> {
 
 pub(super) fn find(library: &str) -> Option<PathBuf> {
     // The library is in a directory with the architecture name.
-    let folders = fs::read_dir("/usr/lib").ok()?;
-    let files = folders.flatten().map(|folder| folder.path().join(library));
+    let directories = fs::read_dir("/usr/lib").ok()?;
+    let files = directories
+        .flatten()
+        .map(|directory| directory.path().join(library));
     files.into_iter().find(|file| file.is_file())
 }
 

@@ -15,8 +15,8 @@ use serde::Serialize;
 
 pub use table::write;
 
-use super::figures::median;
 use super::fio::{CpuSummary, KindSummary, LatencySummary, RunSummary};
+use super::summary::median;
 use crate::job::is_ignored;
 use crate::outcome::OpKind;
 
@@ -99,7 +99,7 @@ pub enum Unit {
 
 /// A measured value available on both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Figure {
+pub struct Metric {
     /// Name: `read iops`, `write p99`, `read response p99` for an open loop, `server cpu per op`.
     pub name: String,
     /// Unit.
@@ -140,7 +140,8 @@ pub struct Case {
     /// Number of rounds of A and B.
     pub rounds: (usize, usize),
     /// Values available on both sides.
-    pub figures: Vec<Figure>,
+    #[serde(rename = "figures")]
+    pub metrics: Vec<Metric>,
     /// Values missing in some rounds.
     pub missing: Vec<Missing>,
     /// Warnings from rounds of A and B, without duplicates.
@@ -295,7 +296,7 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
     let mut sides = Sides {
         a,
         b,
-        figures: Vec::new(),
+        metrics: Vec::new(),
         missing: Vec::new(),
     };
     for kind in OpKind::ALL {
@@ -304,14 +305,14 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
     sides.add_process("client", |run| run.client);
     sides.add_process("server", |run| run.server);
     let Sides {
-        figures, missing, ..
+        metrics, missing, ..
     } = sides;
     Case {
         name: a.name.to_owned(),
         options: a.options.clone(),
         disks: [a, b].map(|side| side.disk.map(str::to_owned)),
         rounds: (a.rounds.len(), b.rounds.len()),
-        figures,
+        metrics,
         missing,
         warnings: [a, b].map(Group::warnings),
     }
@@ -321,7 +322,7 @@ fn case(a: &Group<'_>, b: &Group<'_>) -> Case {
 struct Sides<'g, 'a> {
     a: &'g Group<'a>,
     b: &'g Group<'a>,
-    figures: Vec<Figure>,
+    metrics: Vec<Metric>,
     missing: Vec<Missing>,
 }
 
@@ -342,10 +343,10 @@ impl Sides<'_, '_> {
         let mut rounds = self.a.rounds.iter().chain(&self.b.rounds);
         let responses = rounds.all(|run| find(run, kind).is_some_and(|k| k.response.is_some()));
         let latency = move |run: &RunSummary, of: &dyn Fn(&LatencySummary) -> Option<f64>| {
-            let figures = find(run, kind)?;
-            match (&figures.response, responses) {
+            let measured = find(run, kind)?;
+            match (&measured.response, responses) {
                 (Some(response), true) => of(response),
-                _ => of(&figures.service),
+                _ => of(&measured.service),
             }
         };
         let times = match responses {
@@ -381,7 +382,7 @@ impl Sides<'_, '_> {
         };
         let (a, b) = (values(self.a), values(self.b));
         if let Some(found) = stats::ratio(&a, &b) {
-            self.figures.push(Figure {
+            self.metrics.push(Metric {
                 name,
                 unit,
                 a: median(&a),
@@ -425,7 +426,7 @@ fn plural(kind: OpKind) -> &'static str {
 }
 
 fn find(run: &RunSummary, kind: OpKind) -> Option<&KindSummary> {
-    run.kinds.iter().find(|figures| figures.kind == kind)
+    run.kinds.iter().find(|measured| measured.kind == kind)
 }
 
 fn verdict(interval: Option<(f64, f64)>, unit: Unit) -> Verdict {
@@ -457,10 +458,10 @@ mod tests {
         summaries(&outcomes)
     }
 
-    fn find<'a>(comparison: &'a Comparison, name: &str) -> &'a Figure {
-        let mut figures = comparison.cases.iter().flat_map(|case| &case.figures);
-        figures
-            .find(|figure| figure.name == name)
+    fn find<'a>(comparison: &'a Comparison, name: &str) -> &'a Metric {
+        let mut measured = comparison.cases.iter().flat_map(|case| &case.metrics);
+        measured
+            .find(|metric| metric.name == name)
             .expect("it is compared")
     }
 
@@ -504,7 +505,7 @@ mod tests {
         let rounds: Vec<_> = comparison.cases.iter().map(|case| case.rounds).collect();
         assert_eq!(rounds, [(4, 4), (4, 4)]);
         for case in &comparison.cases {
-            assert!(case.figures.iter().all(|f| f.a == f.b), "{case:?}");
+            assert!(case.metrics.iter().all(|f| f.a == f.b), "{case:?}");
         }
         // We don't know which of the two disks the third disk corresponds to.
         let third = summaries(&[run("srp://127.0.0.1/disk/2", 1)]);
@@ -545,12 +546,12 @@ mod tests {
             rounds: 1,
         };
         assert_eq!(case.missing, [missing], "trims are in no round at all");
-        assert!(!case.figures.iter().any(|f| f.name.starts_with("write")));
-        assert!(case.figures.iter().any(|f| f.name == "read iops"));
+        assert!(!case.metrics.iter().any(|f| f.name.starts_with("write")));
+        assert!(case.metrics.iter().any(|f| f.name == "read iops"));
     }
 
     #[test]
-    fn missing_figures_are_reported() {
+    fn missing_values_are_reported() {
         let a = rounds(4, 1);
         let mut b = rounds(4, 100);
         b[0].kinds[0]
@@ -570,7 +571,7 @@ mod tests {
             missing.collect::<Vec<_>>(),
             [("read p99.9", 'B', 1), ("client switches per op", 'B', 2)]
         );
-        assert!(case.figures.iter().any(|f| f.name == "write p99.9"));
+        assert!(case.metrics.iter().any(|f| f.name == "write p99.9"));
         // If it's missing in all rounds, there is nothing to compare.
         let mut without = b.clone();
         without.iter_mut().for_each(|run| run.server = None);
@@ -598,7 +599,7 @@ mod tests {
         assert_eq!(cpu.verdict, Verdict::Better);
         assert_eq!(find(&comparison, "sync mean").verdict, Verdict::Worse);
         // Flushes don't transfer bytes, so there is no bandwidth ratio.
-        let names = comparison.cases[0].figures.iter().map(|f| f.name.as_str());
+        let names = comparison.cases[0].metrics.iter().map(|f| f.name.as_str());
         assert!(!names.into_iter().any(|name| name == "sync bandwidth"));
     }
 

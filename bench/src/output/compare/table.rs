@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::{Case, Comparison, Figure, Missing, Unit, Unmatched, Verdict, stats};
+use super::{Case, Comparison, Metric, Missing, Unit, Unmatched, Verdict, stats};
 use crate::output::show;
 
 /// Writes a table for each case, followed by the cases that are only available on one side.
@@ -64,19 +64,19 @@ fn write_case(out: &mut dyn Write, case: &Case) -> io::Result<()> {
         "  {:<22}{:>12}{:>12}{:>9}  {:<16}  verdict",
         "figure", "A", "B", "ratio", "interval"
     )?;
-    for figure in &case.figures {
-        let interval = match figure.interval {
+    for metric in &case.metrics {
+        let interval = match metric.interval {
             Some((low, high)) => format!("{low:.3} to {high:.3}"),
             None => "-".into(),
         };
         writeln!(
             out,
             "  {:<22}{:>12}{:>12}{:>9.3}  {interval:<16}  {}",
-            figure.name,
-            value(figure.a, figure.unit),
-            value(figure.b, figure.unit),
-            figure.ratio,
-            words(figure)
+            metric.name,
+            value(metric.a, metric.unit),
+            value(metric.b, metric.unit),
+            metric.ratio,
+            words(metric)
         )?;
     }
     for Missing { what, side, rounds } in &case.missing {
@@ -97,9 +97,9 @@ fn value(value: f64, unit: Unit) -> String {
     }
 }
 
-fn words(figure: &Figure) -> &'static str {
-    let cost = matches!(figure.unit, Unit::CpuPerOp | Unit::SwitchesPerOp);
-    match (figure.verdict, cost) {
+fn words(metric: &Metric) -> &'static str {
+    let cost = matches!(metric.unit, Unit::CpuPerOp | Unit::SwitchesPerOp);
+    match (metric.verdict, cost) {
         (Verdict::Better, false) => "faster",
         (Verdict::Worse, false) => "slower",
         (Verdict::Better, true) => "less",
@@ -113,8 +113,8 @@ fn words(figure: &Figure) -> &'static str {
 mod tests {
     use super::*;
 
-    fn figure(name: &str, unit: Unit, interval: Option<(f64, f64)>, verdict: Verdict) -> Figure {
-        Figure {
+    fn metric(name: &str, unit: Unit, interval: Option<(f64, f64)>, verdict: Verdict) -> Metric {
+        Metric {
             name: name.into(),
             unit,
             a: 1000.0,
@@ -134,20 +134,20 @@ mod tests {
                 options: vec![("bs".into(), "4096".into())],
                 disks: [Some("srp://h/0 over roce-h".into()), None],
                 rounds: (4, 5),
-                figures: vec![
-                    figure(
+                metrics: vec![
+                    metric(
                         "read iops",
                         Unit::PerSecond,
                         Some((1.05, 1.15)),
                         Verdict::Better,
                     ),
-                    figure(
+                    metric(
                         "server cpu per op",
                         Unit::CpuPerOp,
                         Some((1.05, 1.15)),
                         Verdict::Worse,
                     ),
-                    figure(
+                    metric(
                         "read p99",
                         Unit::Latency,
                         Some((0.9, 1.3)),
@@ -205,7 +205,7 @@ mod tests {
                 options: Vec::new(),
                 disks: [None, None],
                 rounds: (3, 3),
-                figures: vec![figure(
+                metrics: vec![metric(
                     "read iops",
                     Unit::PerSecond,
                     None,

@@ -10,10 +10,10 @@ use serde_json::{Map, Value};
 
 use super::latency::{Latency, Shares};
 use crate::outcome::{Interval, Measured, OpKind, Outcome, Usage};
-use crate::output::figures::{
+use crate::output::machine::Machine;
+use crate::output::summary::{
     active, cpu_per_op, latencies, per_second, samples, switches_per_op, total_ios,
 };
-use crate::output::machine::Machine;
 use crate::output::text::notes;
 
 #[derive(Serialize)]
@@ -141,7 +141,7 @@ struct Part {
 /// Results for one kind of operation in an interval. In an open loop, latencies are measured from
 /// the planned arrival.
 #[derive(Serialize)]
-struct PartFigures {
+struct PartValues {
     iops: f64,
     bw_bytes: f64,
     mean_ns: f64,
@@ -349,9 +349,9 @@ fn process(usage: &Usage, ios: u64) -> Process {
 
 fn part(outcome: &Outcome, interval: &Interval) -> Part {
     let kinds = active(outcome).map(|kind| {
-        let figures = part_figures(&interval.measured[kind as usize], interval);
-        let figures = serde_json::to_value(figures).expect("numbers serialize");
-        (kind.name().to_owned(), figures)
+        let values = part_values(&interval.measured[kind as usize], interval);
+        let values = serde_json::to_value(values).expect("numbers serialize");
+        (kind.name().to_owned(), values)
     });
     Part {
         at_ms: 1000.0 * interval.at.as_secs_f64(),
@@ -360,9 +360,9 @@ fn part(outcome: &Outcome, interval: &Interval) -> Part {
     }
 }
 
-fn part_figures(measured: &Measured, interval: &Interval) -> PartFigures {
+fn part_values(measured: &Measured, interval: &Interval) -> PartValues {
     let latencies = latencies(measured);
-    PartFigures {
+    PartValues {
         iops: per_second(measured.ios(), interval),
         bw_bytes: per_second(measured.bytes, interval),
         mean_ns: latencies.mean(),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::escape::{escape, shortened};
 use super::scale::Range;
-use crate::output::figures::median;
+use crate::output::summary::median;
 
 const WIDTH: f64 = 680.0;
 const LEFT: f64 = 270.0;

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use crate::outcome::Outcome;
-use crate::output::figures::total_ios;
 use crate::output::show;
+use crate::output::summary::total_ios;
 
 /// Name, disk and options of a run.
 type Key<'a> = (&'a str, String, &'a [(String, String)]);

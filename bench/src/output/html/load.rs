@@ -9,10 +9,10 @@ use super::chart::{Axis, COLOURS, Chart, Series};
 use super::escape::escape;
 use super::scale::Range;
 use crate::outcome::{Outcome, Usage};
-use crate::output::figures::{
+use crate::output::show;
+use crate::output::summary::{
     cpu_per_op, data_ios, data_latencies, median, switches_per_op, total_ios,
 };
-use crate::output::show;
 
 /// Options that change the load in a sweep.
 const LOAD: &[&str] = &[
@@ -233,10 +233,10 @@ fn table(page: &mut String, cases: &[(String, Vec<&Outcome>)], sides: &[(&str, S
     );
     for (label, runs) in cases.iter().take(BARS) {
         for (side, usage) in sides {
-            let of = |figure: &dyn Fn(&Usage, u64) -> f64| {
+            let of = |value: &dyn Fn(&Usage, u64) -> f64| {
                 let rounds = runs
                     .iter()
-                    .filter_map(|run| Some(figure(usage(run)?, total_ios(run))));
+                    .filter_map(|run| Some(value(usage(run)?, total_ios(run))));
                 let rounds: Vec<f64> = rounds.collect();
                 median(&rounds)
             };

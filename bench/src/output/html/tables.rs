@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::escape::escape;
 use crate::outcome::{OpKind, Outcome};
-use crate::output::figures::{active, latencies};
+use crate::output::summary::{active, latencies};
 use crate::output::{show, text};
 
 /// Adds the table, followed by notes about runs.
@@ -72,7 +72,7 @@ fn row(page: &mut String, outcome: &Outcome, kind: OpKind) {
     let latencies = latencies(outcome.of(kind));
     let at = |percent| show::time(latencies.value_at_percentile(percent) as f64);
     let _ = write!(page, "<td class=\"k\">{}</td>", kind.name());
-    for figure in [
+    for value in [
         show::count(outcome.iops(kind)),
         text::bandwidth(outcome, kind),
         show::time(latencies.mean()),
@@ -82,7 +82,7 @@ fn row(page: &mut String, outcome: &Outcome, kind: OpKind) {
         show::time(latencies.max() as f64),
         format!("{:.1} s", outcome.runtime.as_secs_f64()),
     ] {
-        let _ = write!(page, "<td>{figure}</td>");
+        let _ = write!(page, "<td>{value}</td>");
     }
     page.push_str("</tr>\n");
 }

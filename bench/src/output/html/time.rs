@@ -10,8 +10,8 @@ use super::escape::escape;
 use super::scale::Range;
 use super::tables::have_several_disks;
 use crate::outcome::{Interval, OpKind, Outcome};
-use crate::output::figures::{active, latencies, per_second, sum, thinned};
 use crate::output::show;
+use crate::output::summary::{active, latencies, per_second, sum, thinned};
 
 /// Maximum number of runs with charts over time.
 const RUNS: usize = 16;

@@ -134,7 +134,7 @@ struct Bed {
 }
 
 /// Response: request ID, error code and remaining data.
-type Answer = (u64, i32, Vec<u8>);
+type RawReply = (u64, i32, Vec<u8>);
 
 impl Bed {
     fn new(disk: MemoryDevice) -> Self {
@@ -200,16 +200,16 @@ impl Bed {
         while self.queue.run_once() == ServiceStatus::Worked {}
     }
 
-    fn answers(&self) -> Vec<Answer> {
+    fn replies(&self) -> Vec<RawReply> {
         let mut room = vec![0; 1 << 20];
-        let mut answers = Vec::new();
+        let mut replies = Vec::new();
         while let Ok(len) = rustix::io::read(&self.peer, &mut room[..]) {
             let (head, body) = room[..len].split_at(size_of::<OutHeader>());
             let head = OutHeader::read_from_bytes(head).unwrap();
             assert_eq!(head.len.get() as usize, len);
-            answers.push((head.unique.get(), -head.error.get(), body.to_vec()));
+            replies.push((head.unique.get(), -head.error.get(), body.to_vec()));
         }
-        answers
+        replies
     }
 
     fn room(&self) -> u64 {
@@ -249,10 +249,10 @@ fn long_write_uses_receive_memory() {
     bed.run();
     let writes = bed.device.writes.lock().unwrap().clone();
     assert_eq!(writes, [(rooms[0], 64 << 10), (rooms[1], 48 << 10)]);
-    assert!(bed.answers().is_empty(), "they are not done");
+    assert!(bed.replies().is_empty(), "they are not done");
     bed.device.open();
-    let answers = [(7, 0, written(64 << 10)), (8, 0, written(48 << 10))];
-    assert_eq!(bed.answers(), answers);
+    let replies = [(7, 0, written(64 << 10)), (8, 0, written(48 << 10))];
+    assert_eq!(bed.replies(), replies);
     assert!(bed.device.bytes(4096..4096 + (64 << 10)) == first);
     let at = 128 << 10;
     assert!(bed.device.bytes(at..at + (48 << 10)) == second);
@@ -267,7 +267,7 @@ fn short_and_unaligned_writes_keep_room() {
         let data = data(len, at as u8);
         bed.send_write(at, at, &data);
         bed.run();
-        assert_eq!(bed.answers(), [(at, 0, written(len))]);
+        assert_eq!(bed.replies(), [(at, 0, written(len))]);
         let range = at as usize..at as usize + len;
         assert!(bed.device.bytes(range) == data, "{len} bytes at {at}");
     }
@@ -284,16 +284,16 @@ fn io_is_truncated_at_disk_end() {
     bed.send_write(2, SIZE, &bytes[..1]);
     bed.run();
     let refused = (2, libc::ENOSPC, Vec::new());
-    assert_eq!(bed.answers(), [(1, 0, written(8192)), refused]);
+    assert_eq!(bed.replies(), [(1, 0, written(8192)), refused]);
     bed.send_io(Opcode::Read, 3, SIZE - 100, 4096, &[]);
     bed.send_io(Opcode::Read, 4, SIZE, 4096, &[]);
     bed.run();
     let end = bytes[8192 - 100..8192].to_vec();
-    assert_eq!(bed.answers(), [(3, 0, end), (4, 0, Vec::new())]);
+    assert_eq!(bed.replies(), [(3, 0, end), (4, 0, Vec::new())]);
     // Invalid write: more bytes claimed than sent.
     bed.send_io(Opcode::Write, 5, 0, 4096, &[1; 512]);
     bed.run();
-    assert_eq!(bed.answers(), [(5, libc::EINVAL, Vec::new())]);
+    assert_eq!(bed.replies(), [(5, libc::EINVAL, Vec::new())]);
 }
 
 #[test]
@@ -305,9 +305,9 @@ fn long_reads_return_whole_range() {
         bed.send_io(Opcode::Read, at, at, len, &[]);
         bed.run();
         let range = at as usize..at as usize + len;
-        let answers = bed.answers();
+        let replies = bed.replies();
         assert!(
-            answers == [(at, 0, content[range].to_vec())],
+            replies == [(at, 0, content[range].to_vec())],
             "{len} at {at}"
         );
     }
@@ -316,7 +316,7 @@ fn long_reads_return_whole_range() {
     bed.send_io(Opcode::Read, 2, 1, 100_000, &[]);
     bed.run();
     let failed = |unique| (unique, libc::EIO, Vec::new());
-    assert_eq!(bed.answers(), [failed(1), failed(2)]);
+    assert_eq!(bed.replies(), [failed(1), failed(2)]);
 }
 
 #[test]
@@ -330,18 +330,18 @@ fn write_without_buffer_waits_alone() {
     bed.send_write(2, 1 << 19, &bytes[..4096]);
     bed.send(Opcode::Statfs, 3, &[]);
     bed.run();
-    let answers = bed.answers();
-    assert_eq!(answers.len(), 1);
-    assert_eq!((answers[0].0, answers[0].1), (3, 0));
+    let replies = bed.replies();
+    assert_eq!(replies.len(), 1);
+    assert_eq!((replies[0].0, replies[0].1), (3, 0));
     // The room is used for other requests in between.
     bed.send(Opcode::Lookup, 4, &[b'x'; 600]);
     bed.run();
-    assert_eq!(bed.answers(), [(4, libc::ENOENT, Vec::new())]);
+    assert_eq!(bed.replies(), [(4, libc::ENOENT, Vec::new())]);
     drop(held);
     bed.run();
-    let mut answers = bed.answers();
-    answers.sort();
-    assert_eq!(answers, [(1, 0, written(64 << 10)), (2, 0, written(4096))]);
+    let mut replies = bed.replies();
+    replies.sort();
+    assert_eq!(replies, [(1, 0, written(64 << 10)), (2, 0, written(4096))]);
     assert!(bed.device.bytes(0..64 << 10) == bytes);
     assert!(bed.device.bytes(1 << 19..(1 << 19) + 4096) == bytes[..4096]);
 }
@@ -357,8 +357,8 @@ fn scarce_buffers_are_reserved_for_transfers() {
         bed.send_write(at, at, &bytes);
         bed.send_io(Opcode::Read, at + 1, at, 64 << 10, &[]);
         bed.run();
-        let answers = [(at, 0, written(64 << 10)), (at + 1, 0, bytes.clone())];
-        assert!(bed.answers() == answers);
+        let replies = [(at, 0, written(64 << 10)), (at + 1, 0, bytes.clone())];
+        assert!(bed.replies() == replies);
     }
 }
 
@@ -382,9 +382,9 @@ fn excess_requests_remain_in_kernel() {
     riser_block::poll_fds::wait(waited, None);
     bed.queue.end_sleep();
     bed.run();
-    let answers = bed.answers();
-    assert!(answers.iter().all(|(_, error, _)| *error == 0));
-    let uniques: Vec<u64> = answers.iter().map(|answer| answer.0).collect();
+    let replies = bed.replies();
+    assert!(replies.iter().all(|(_, error, _)| *error == 0));
+    let uniques: Vec<u64> = replies.iter().map(|reply| reply.0).collect();
     assert!(uniques.into_iter().eq(0..most + more));
 }
 
@@ -395,13 +395,13 @@ fn turn_handles_bounded_requests() {
     for unique in 0..many {
         bed.send(Opcode::Getattr, unique as u64, &[0; 16]);
     }
-    let mut answered = 0;
+    let mut replied = 0;
     while bed.queue.run_once() == ServiceStatus::Worked {
-        let answers = bed.answers().len();
-        assert!(answers <= REQUESTS, "{answers}");
-        answered += answers;
+        let replies = bed.replies().len();
+        assert!(replies <= REQUESTS, "{replies}");
+        replied += replies;
     }
-    assert_eq!(answered, many);
+    assert_eq!(replied, many);
 }
 
 #[test]
@@ -440,12 +440,12 @@ fn seek_hole_without_status_returns_end() {
         };
         bed.send(Opcode::Lseek, 1, argument.as_bytes());
         bed.run();
-        bed.answers()
+        bed.replies()
     };
-    let found = |at: u64| -> [Answer; 1] { [(1, 0, at.to_ne_bytes().to_vec())] };
+    let found = |at: u64| -> [RawReply; 1] { [(1, 0, at.to_ne_bytes().to_vec())] };
     assert_eq!(seek(&mut bed, libc::SEEK_HOLE, 0), found(1 << 62));
     assert_eq!(seek(&mut bed, libc::SEEK_DATA, 700), found(700));
-    let beyond: [Answer; 1] = [(1, libc::ENXIO, Vec::new())];
+    let beyond: [RawReply; 1] = [(1, libc::ENXIO, Vec::new())];
     assert_eq!(seek(&mut bed, libc::SEEK_HOLE, 1 << 62), beyond);
 }
 
@@ -453,7 +453,7 @@ fn seek_hole_without_status_returns_end() {
 fn dropped_reply_returns_error() {
     let bed = Bed::short_transfers();
     drop(Reply::new(&bed.queue.channel, 77, 0));
-    assert_eq!(bed.answers(), [(77, libc::EIO, Vec::new())]);
+    assert_eq!(bed.replies(), [(77, libc::EIO, Vec::new())]);
 }
 
 #[test]
@@ -488,7 +488,7 @@ fn reply_triggers_immediate_poll() {
     assert_eq!(bed.queue.run_once(), ServiceStatus::Waiting);
     Reply::new(&bed.queue.channel, 2, 0).succeed(&[]);
     assert_eq!(bed.queue.run_once(), ServiceStatus::Worked);
-    let uniques: Vec<u64> = bed.answers().iter().map(|answer| answer.0).collect();
+    let uniques: Vec<u64> = bed.replies().iter().map(|reply| reply.0).collect();
     assert_eq!(uniques, [2, 1]);
 }
 
@@ -517,5 +517,5 @@ fn tiny_transfers_are_served_in_pieces() {
     bed.send_write(1, 100, &bytes);
     bed.send_io(Opcode::Read, 2, 100, 4096, &[]);
     bed.run();
-    assert_eq!(bed.answers(), [(1, 0, written(4096)), (2, 0, bytes)]);
+    assert_eq!(bed.replies(), [(1, 0, written(4096)), (2, 0, bytes)]);
 }

@@ -45,12 +45,12 @@ pub enum HandshakeError {
     #[error("the server does not support fixed newstyle negotiation")]
     Oldstyle,
     /// Reply for a different option.
-    #[error("the server sent a reply to option {answered} instead of option {sent}")]
+    #[error("the server sent a reply to option {received} instead of option {sent}")]
     OtherOption {
         /// Option which we sent.
         sent: u32,
         /// Option number in the reply.
-        answered: u32,
+        received: u32,
     },
     /// Reply with an invalid magic number.
     #[error("invalid magic {magic:#018x} of a reply to option {option}")]
@@ -224,15 +224,15 @@ impl<S: Read + Write> Options<'_, S> {
         let mut cursor = Cursor(&header);
         let mut u32_of = || cursor.u32().expect("20 bytes");
         let magic = u64::from(u32_of()) << 32 | u64::from(u32_of());
-        let (answered, kind, len) = (u32_of(), u32_of(), u32_of());
+        let (received, kind, len) = (u32_of(), u32_of(), u32_of());
         if magic != OPTION_REPLY_MAGIC {
             return Err(HandshakeError::ReplyMagic {
                 option: sent,
                 magic,
             });
         }
-        if answered != sent {
-            return Err(HandshakeError::OtherOption { sent, answered });
+        if received != sent {
+            return Err(HandshakeError::OtherOption { sent, received });
         }
         // The length was sent by the server, so it must be checked before allocating memory.
         if len as usize > MAX_OPTION {
@@ -336,10 +336,10 @@ impl<S: Read + Write> Options<'_, S> {
         no_zeroes: bool,
     ) -> Result<(), HandshakeError> {
         self.send(opt::EXPORT_NAME, self.export.as_bytes())?;
-        let mut answer = [0; 10 + 124];
-        let len = if no_zeroes { 10 } else { answer.len() };
+        let mut reply = [0; 10 + 124];
+        let len = if no_zeroes { 10 } else { reply.len() };
         self.stream
-            .read_exact(&mut answer[..len])
+            .read_exact(&mut reply[..len])
             .map_err(|error| match error.kind() {
                 io::ErrorKind::UnexpectedEof => HandshakeError::UnknownExport {
                     export: self.export.to_owned(),
@@ -347,7 +347,7 @@ impl<S: Read + Write> Options<'_, S> {
                 },
                 _ => error.into(),
             })?;
-        let mut cursor = Cursor(&answer);
+        let mut cursor = Cursor(&reply);
         negotiated.size = cursor.u64().expect("ten bytes");
         negotiated.flags = cursor.u16().expect("ten bytes");
         Ok(())

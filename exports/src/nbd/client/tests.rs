@@ -385,8 +385,8 @@ fn malformed_replies_are_faults() {
     let length = |kind, len| Length { kind, len };
     let bad = |offset, len| Data { offset, len };
     // Reply for a read of bytes 4096 to 5120 and a status request.
-    type Answer<'a> = &'a dyn Fn(Cookie, Cookie) -> Vec<u8>;
-    let cases: &[(Answer<'_>, ReplyFault)] = &[
+    type BuildReply<'a> = &'a dyn Fn(Cookie, Cookie) -> Vec<u8>;
+    let cases: &[(BuildReply<'_>, ReplyFault)] = &[
         (&|_, _| vec![0; 20], Magic(0)),
         (&|a, _| proto::simple_reply(a, None).to_vec(), Form),
         (&|a, _| proto::done_chunk(a), Missing { offset: 4096 }),
@@ -429,7 +429,7 @@ fn malformed_replies_are_faults() {
         ),
         (&|a, _| error(a, 6, &[0; 6]), NoError),
     ];
-    for (answer, want) in cases {
+    for (reply, want) in cases {
         let mut r = requests(true);
         let a = cookie(&r.submit(read(1024), 'a'));
         let b = cookie(&r.submit(
@@ -439,7 +439,7 @@ fn malformed_replies_are_faults() {
             },
             'b',
         ));
-        assert_eq!(feed(&mut r, &answer(a, b)).unwrap_err(), *want);
+        assert_eq!(feed(&mut r, &reply(a, b)).unwrap_err(), *want);
         assert_eq!(r.drain().len(), 2);
     }
     let mut r = requests(false);

@@ -220,7 +220,7 @@ impl Daemon {
                 sent => sent.map_err(|error| format!("cannot use RDMA netlink: {error}"))?,
             }
             // A kernel that does not accept responses has already rejected this one.
-            if let Some(refusal) = daemon.answer_kernel(Instant::now()) {
+            if let Some(refusal) = daemon.serve_kernel(Instant::now()) {
                 return Err(refusal.into());
             }
         }
@@ -284,7 +284,7 @@ impl Daemon {
         if let Some(state) = &mut self.state {
             state.turn(now, &self.administrator);
         }
-        if let Some(refusal) = self.answer_kernel(now) {
+        if let Some(refusal) = self.serve_kernel(now) {
             self.warn(now, &refusal);
         }
         if let Some(programs) = &mut self.programs {
@@ -312,7 +312,7 @@ impl Daemon {
     }
 
     /// Serves kernel requests; returns the error if the kernel rejects a response.
-    fn answer_kernel(&mut self, now: Instant) -> Option<String> {
+    fn serve_kernel(&mut self, now: Instant) -> Option<String> {
         let mut buffer = [0; MESSAGE];
         for _ in 0..IN_A_ROW {
             let kernel = self.kernel.as_ref()?;
@@ -331,11 +331,12 @@ impl Daemon {
                 }
                 continue;
             }
-            let Some(answer) = ls::respond(bytes, port, &self.resolver, &self.administrator) else {
+            let Some(response) = ls::respond(bytes, port, &self.resolver, &self.administrator)
+            else {
                 continue;
             };
             debug!(from, "received a kernel request");
-            if let Err(error) = kernel.send_to(from, &answer) {
+            if let Err(error) = kernel.send_to(from, &response) {
                 self.warn(
                     now,
                     &format_args!("cannot send a response to the kernel: {error}"),

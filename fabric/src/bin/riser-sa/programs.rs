@@ -173,10 +173,10 @@ impl Program {
         if self.bytes.len() < length {
             return Ok(());
         }
-        let answer = service.respond_to(&self.bytes);
+        let response = service.respond_to(&self.bytes);
         self.bytes.clear();
-        let answer = answer.ok_or(io::ErrorKind::InvalidData)?;
+        let response = response.ok_or(io::ErrorKind::InvalidData)?;
         // The program does not read its response.
-        self.stream.write_all(&answer)
+        self.stream.write_all(&response)
     }
 }

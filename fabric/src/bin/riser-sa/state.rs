@@ -199,16 +199,16 @@ mod tests {
     }
 
     /// Path of a temporary directory that is removed after the test.
-    struct Folder(PathBuf);
+    struct TempDirectory(PathBuf);
 
-    impl Folder {
+    impl TempDirectory {
         fn new(name: &str) -> Self {
             let name = format!("riser-sa-state-{}-{name}", std::process::id());
             Self(std::env::temp_dir().join(name))
         }
     }
 
-    impl Drop for Folder {
+    impl Drop for TempDirectory {
         fn drop(&mut self) {
             let _ = std::fs::remove_dir_all(&self.0);
         }
@@ -216,8 +216,8 @@ mod tests {
 
     #[test]
     fn failed_state_write_is_retried() {
-        let folder = Folder::new("later");
-        let path = folder.0.join("state");
+        let directory = TempDirectory::new("later");
+        let path = directory.0.join("state");
         let (now, second) = (Instant::now(), Duration::from_secs(1));
         let mut administrator = administrator();
         let mut state = State::open(path.clone(), &mut administrator, now).unwrap();
@@ -231,7 +231,7 @@ mod tests {
         state.turn(now + PAUSE, &administrator);
         let due = state.deadline().unwrap();
         assert_eq!(due, now + PAUSE + second * 60);
-        std::fs::create_dir(&folder.0).unwrap();
+        std::fs::create_dir(&directory.0).unwrap();
         state.turn(due - second, &administrator);
         assert!(!path.exists());
         state.turn(now + second * 70, &administrator);
@@ -242,9 +242,9 @@ mod tests {
 
     #[test]
     fn foreign_file_is_not_treated_as_damaged() {
-        let folder = Folder::new("damaged");
-        std::fs::create_dir(&folder.0).unwrap();
-        let path = folder.0.join("state");
+        let directory = TempDirectory::new("damaged");
+        std::fs::create_dir(&directory.0).unwrap();
+        let path = directory.0.join("state");
         let (one, now) = (VERSION.len() + ENTRY, Instant::now());
         let open = |bytes: &[u8]| {
             std::fs::write(&path, bytes).unwrap();

@@ -366,12 +366,12 @@ impl Groups {
         if left == 0 {
             group.members.swap_remove(member);
         }
-        let answer = group.record_for(from, left);
+        let deleted = group.record_for(from, left);
         if group.is_alive() {
-            return Ok((answer, None));
+            return Ok((deleted, None));
         }
         let mgid = self.all.swap_remove(at).record.mgid();
-        Ok((answer, Some((Trap::GroupDeleted, mgid))))
+        Ok((deleted, Some((Trap::GroupDeleted, mgid))))
     }
 }
 

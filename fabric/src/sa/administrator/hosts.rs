@@ -44,9 +44,9 @@ const MAX_RESTORED: usize = 128;
 struct Host {
     gid: Gid,
     /// Time of the last datagram from this address.
-    heard: Instant,
+    last_seen: Instant,
     /// Time of the last probe response, if any.
-    answered: Option<Instant>,
+    responded: Option<Instant>,
     /// Number of probes since the last response.
     unanswered: u32,
     /// Requests deferred until the first probe response.
@@ -60,8 +60,8 @@ impl Host {
     fn new(gid: Gid, now: Instant) -> Self {
         Self {
             gid,
-            heard: now,
-            answered: None,
+            last_seen: now,
+            responded: None,
             unanswered: 0,
             waiting: Vec::new(),
             restored: Vec::new(),
@@ -98,7 +98,7 @@ pub(super) struct Silent {
     /// Removed hosts, and whether each was present.
     pub(super) gone: Vec<(Gid, bool)>,
     /// Hosts to probe.
-    pub(super) asked: Vec<Gid>,
+    pub(super) to_query: Vec<Gid>,
 }
 
 /// Hosts of the fabric.
@@ -133,13 +133,13 @@ impl Hosts {
 
     /// Returns whether a host is present.
     pub(super) fn is_present(&self, gid: Gid) -> bool {
-        let is_it = |host: &Host| host.gid == gid && host.answered.is_some();
+        let is_it = |host: &Host| host.gid == gid && host.responded.is_some();
         self.all.iter().any(is_it)
     }
 
     /// Returns all present hosts.
     pub(super) fn present(&self) -> impl Iterator<Item = Gid> {
-        let present = self.all.iter().filter(|host| host.answered.is_some());
+        let present = self.all.iter().filter(|host| host.responded.is_some());
         present.map(|host| host.gid)
     }
 
@@ -153,18 +153,18 @@ impl Hosts {
         keepers: impl FnOnce() -> FxHashSet<Gid>,
     ) -> HostSlot {
         if let Some(host) = self.find(gid) {
-            host.heard = now;
+            host.last_seen = now;
             return HostSlot::Taken { left: None };
         }
         let mut left = None;
         if self.all.len() >= self.most {
             let oldest = |may: &dyn Fn(&Host) -> bool| {
                 let free = self.all.iter().enumerate().filter(|(_, host)| may(host));
-                let free = free.min_by_key(|(_, host)| host.heard);
+                let free = free.min_by_key(|(_, host)| host.last_seen);
                 free.map(|(at, _)| at)
             };
-            let was_heard = |host: &Host| host.answered.is_none() && !host.is_awaited();
-            let free = oldest(&was_heard).or_else(|| {
+            let is_unconfirmed = |host: &Host| host.responded.is_none() && !host.is_awaited();
+            let free = oldest(&is_unconfirmed).or_else(|| {
                 let keepers = keepers();
                 let is_free = |host: &Host| !keepers.contains(&host.gid);
                 // The first probe may have been lost, or the second may still be in flight.
@@ -175,11 +175,11 @@ impl Hosts {
                 return HostSlot::None;
             };
             let host = self.all.swap_remove(at);
-            left = host.answered.map(|_| host.gid);
+            left = host.responded.map(|_| host.gid);
         }
         self.swept.get_or_insert(now);
         self.all.push(Host {
-            answered: (gid == self.own).then_some(now),
+            responded: (gid == self.own).then_some(now),
             ..Host::new(gid, now)
         });
         HostSlot::Taken { left }
@@ -243,7 +243,7 @@ impl Hosts {
     }
 
     /// Handles the response to a probe.
-    pub(super) fn handle_answer(
+    pub(super) fn handle_response(
         &mut self,
         now: Instant,
         from: Gid,
@@ -253,8 +253,8 @@ impl Hosts {
             return None;
         }
         let host = self.find(from)?;
-        let is_new = host.answered.is_none();
-        (host.heard, host.answered, host.unanswered) = (now, Some(now), 0);
+        let is_new = host.responded.is_none();
+        (host.last_seen, host.responded, host.unanswered) = (now, Some(now), 0);
         Some(ProbeResponse {
             is_new,
             restored: std::mem::take(&mut host.restored),
@@ -277,9 +277,9 @@ impl Hosts {
         self.all.retain_mut(|host| {
             let is_awaited = host.is_awaited();
             let is_kept = is_awaited || keepers.contains(&host.gid);
-            let since = match host.answered {
-                Some(answered) if is_kept => answered,
-                _ => host.heard,
+            let since = match host.responded {
+                Some(responded) if is_kept => responded,
+                _ => host.last_seen,
             };
             let is_silent = now.saturating_duration_since(since) >= FORGETTING;
             if host.gid == own && is_kept || !is_silent && !is_awaited {
@@ -287,10 +287,10 @@ impl Hosts {
             }
             if is_kept && host.unanswered < MAX_UNANSWERED {
                 host.unanswered += 1;
-                silent.asked.push(host.gid);
+                silent.to_query.push(host.gid);
                 return true;
             }
-            silent.gone.push((host.gid, host.answered.is_some()));
+            silent.gone.push((host.gid, host.responded.is_some()));
             false
         });
         silent

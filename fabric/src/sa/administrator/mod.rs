@@ -44,7 +44,7 @@ use notices::Notices;
 use services::Services;
 
 /// Maximum number of queued responses. Further requests are dropped like lost datagrams.
-const MAX_ANSWERS: usize = 256;
+const MAX_RESPONSES: usize = 256;
 
 /// Time after which a multi-packet response may be evicted by a new one if the table is full.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -188,7 +188,7 @@ pub struct Administrator {
     services: Services,
     groups: Groups,
     notices: Notices,
-    answers: VecDeque<(Gid, Mad)>,
+    responses: VecDeque<(Gid, Mad)>,
     transfers: Vec<(Gid, Sender)>,
     changes: u64,
 }
@@ -212,7 +212,7 @@ impl Administrator {
             services: Services::new(limits.services),
             groups: Groups::new(limits.groups, limits.members),
             notices: Notices::new(config.gid, limits.subscriptions, config.secret),
-            answers: VecDeque::new(),
+            responses: VecDeque::new(),
             transfers: Vec::new(),
             changes: 0,
             config,
@@ -266,8 +266,8 @@ impl Administrator {
             self.handle_transfer(now, from, &header);
         } else if header.mad.method() == MadMethod::ReportResp as u8 {
             self.notices
-                .handle_answer(now, from, header.mad.transaction());
-        } else if header.mad.method() & RESPONSE == 0 && is_answered(header.mad.method()) {
+                .handle_response(now, from, header.mad.transaction());
+        } else if header.mad.method() & RESPONSE == 0 && expects_response(header.mad.method()) {
             self.handle_request(now, from, &header, data);
         }
     }
@@ -278,16 +278,16 @@ impl Administrator {
             return;
         }
         let transaction = header.mad.transaction();
-        let Some(answered) = self.hosts.handle_answer(now, from, transaction) else {
+        let Some(response) = self.hosts.handle_response(now, from, transaction) else {
             return;
         };
-        if answered.is_new {
+        if response.is_new {
             self.notices.raise(now, Trap::GidInService, from);
         }
-        for mad in answered.restored {
+        for mad in response.restored {
             self.register(now, from, &mad);
         }
-        for mad in answered.waiting {
+        for mad in response.waiting {
             self.handle_mad(now, from, &mad);
         }
     }
@@ -318,8 +318,8 @@ impl Administrator {
         if host == self.config.gid {
             self.note(now, host);
             self.register(now, host, mad);
-        } else if self.hosts.restore(now, host, mad) && self.answers.len() < MAX_ANSWERS {
-            self.answers.push_back((host, self.hosts.question(host)));
+        } else if self.hosts.restore(now, host, mad) && self.responses.len() < MAX_RESPONSES {
+            self.responses.push_back((host, self.hosts.question(host)));
         }
     }
 
@@ -355,7 +355,7 @@ impl Administrator {
         header: &SaHeader,
         data: &[u8; DATA_LEN],
     ) {
-        if self.answers.len() >= MAX_ANSWERS {
+        if self.responses.len() >= MAX_RESPONSES {
             return;
         }
         let is_known = self.note(now, from);
@@ -363,7 +363,7 @@ impl Administrator {
         let method = SaMethod::of(header.mad.method());
         let is_change = matches!(method, Some(SaMethod::Set | SaMethod::Delete));
         if is_known && !is_present && is_change {
-            self.answers.push_back((from, self.hosts.question(from)));
+            self.responses.push_back((from, self.hosts.question(from)));
             self.hosts.hold(from, &header.emit(data));
             return;
         }
@@ -382,7 +382,7 @@ impl Administrator {
             1 => Ok(records),
             _ => Err(SaStatus::TooManyRecords.into()),
         });
-        let answer = |status: u16, words: u16| SaHeader {
+        let response = |status: u16, words: u16| SaHeader {
             mad: header.mad.response(MadStatus::Success).with_status(status),
             attribute_offset: U16::new(words),
             rmpp: super::wire::RmppHeader::default(),
@@ -390,21 +390,22 @@ impl Administrator {
         };
         let refused = match result {
             Ok(records) if is_table => {
-                let answer = answer(0, records.words);
-                self.begin_transfer(now, from, answer, records.data).err()
+                let response = response(0, records.words);
+                self.begin_transfer(now, from, response, records.data).err()
             }
             Ok(records) => {
-                let mad = answer(0, records.words).emit(&records.data);
-                self.answers.push_back((from, mad));
+                let mad = response(0, records.words).emit(&records.data);
+                self.responses.push_back((from, mad));
                 None
             }
             Err(refusal) => Some(refusal),
         };
         if let Some(Refusal(status)) = refused {
-            self.answers.push_back((from, answer(status, 0).emit(data)));
+            self.responses
+                .push_back((from, response(status, 0).emit(data)));
         }
         if is_known && !is_present {
-            self.answers.push_back((from, self.hosts.question(from)));
+            self.responses.push_back((from, self.hosts.question(from)));
         }
     }
 
@@ -473,8 +474,8 @@ impl Administrator {
         }
         // Not subject to the limit on responses: there are few hosts, and a skipped host would be
         // treated as silent.
-        for gid in silent.asked {
-            self.answers.push_back((gid, self.hosts.question(gid)));
+        for gid in silent.to_query {
+            self.responses.push_back((gid, self.hosts.question(gid)));
         }
     }
 
@@ -573,8 +574,8 @@ impl Administrator {
 
     /// Returns the next MAD to send, and the host whose queue pair 1 is the destination.
     pub fn poll_transmit(&mut self, now: Instant) -> Option<(Gid, Mad)> {
-        if let Some(answer) = self.answers.pop_front() {
-            return Some(answer);
+        if let Some(response) = self.responses.pop_front() {
+            return Some(response);
         }
         let mut transfers = self.transfers.iter_mut();
         let segment = transfers.find_map(|(to, sender)| Some((*to, sender.poll_transmit(now)?)));
@@ -618,7 +619,7 @@ fn request<R: Record>(mask: u64, record: &R) -> Mad {
 
 /// Returns whether a method expects a response. Unsupported methods such as SubnAdmGetTraceTable()
 /// do.
-fn is_answered(method: u8) -> bool {
+fn expects_response(method: u8) -> bool {
     const NONE: [u8; 3] = [
         MadMethod::Send as u8,
         MadMethod::Trap as u8,

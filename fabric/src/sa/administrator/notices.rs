@@ -174,7 +174,7 @@ impl Notices {
     }
 
     /// Handles the response to a report.
-    pub(super) fn handle_answer(&mut self, now: Instant, from: Gid, transaction: TransactionId) {
+    pub(super) fn handle_response(&mut self, now: Instant, from: Gid, transaction: TransactionId) {
         for subscription in self.all.iter_mut().filter(|s| s.gid == from) {
             let report = &mut subscription.report;
             if report

@@ -114,11 +114,11 @@ impl Services {
             record: *record,
             until,
         };
-        let answer = service.to_record(now);
+        let response = service.to_record(now);
         if let Some(at) = self.all.iter().position(|known| known.is(record)) {
             self.check_key(at, record)?;
             self.all[at] = service;
-            return Ok(answer);
+            return Ok(response);
         }
         let (all, each) = self.limits;
         let his = self.all.iter().filter(|s| s.record.gid == record.gid);
@@ -126,7 +126,7 @@ impl Services {
             return Err(SaStatus::NoResources.into());
         }
         self.all.push(service);
-        Ok(answer)
+        Ok(response)
     }
 
     /// Checks that a request has the key of the stored record, if that record has a key.

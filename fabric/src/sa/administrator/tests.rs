@@ -14,10 +14,10 @@ fn gid(last: u8) -> Gid {
 }
 
 /// Response of a Linux host to a probe: the method is not supported.
-fn answer_of_nic(mad: &Mad) -> Option<Mad> {
-    let mut answer = *mad;
-    answer[3..6].copy_from_slice(&[0x81, 0, 0x0c]);
-    (mad[1] == 4).then_some(answer)
+fn nic_response(mad: &Mad) -> Option<Mad> {
+    let mut response = *mad;
+    response[3..6].copy_from_slice(&[0x81, 0, 0x0c]);
+    (mad[1] == 4).then_some(response)
 }
 
 /// An administrator at 10.0.0.1, clients at the following addresses, and the network between them.
@@ -100,10 +100,10 @@ impl Fabric {
                 };
                 client.handle_mad(self.now, gid(1), &mad);
                 // The host's NIC responds to requests that the program does not handle.
-                if let Some(answer) = answer_of_nic(&mad)
+                if let Some(response) = nic_response(&mad)
                     && !self.is_lost()
                 {
-                    self.administrator.handle_mad(self.now, to, &answer);
+                    self.administrator.handle_mad(self.now, to, &response);
                 }
             }
             if !moved {
@@ -149,7 +149,7 @@ impl Fabric {
                 SaEvent::Notice(_) => self.kept.push((client, event)),
             }
         }
-        panic!("no answer");
+        panic!("no response");
     }
 
     fn notices(&mut self, client: usize) -> Vec<(Trap, Gid)> {
@@ -231,10 +231,10 @@ fn path_table_contains_all_known_hosts() {
     }
     fabric.deliver();
     let wanted = PathRecord::default();
-    let answer = fabric
+    let response = fabric
         .query(0, Request::new(SaMethod::GetTable, 0, &wanted))
         .unwrap();
-    let mut dgids: Vec<Gid> = answer
+    let mut dgids: Vec<Gid> = response
         .records::<PathRecord>()
         .map(|path| path.dgid())
         .collect();
@@ -247,25 +247,25 @@ fn path_table_contains_all_known_hosts() {
         ..wanted
     };
     let mask = PathMask::NUMB_PATH.bits();
-    let answer = fabric
+    let response = fabric
         .query(0, Request::new(SaMethod::GetTable, mask, &wanted))
         .unwrap();
-    assert_eq!(answer.records::<PathRecord>().count(), 3);
+    assert_eq!(response.records::<PathRecord>().count(), 3);
     let node = node_record(gid(7));
-    let answer = fabric
+    let response = fabric
         .query(0, Request::new(SaMethod::GetTable, 0, &node))
         .unwrap();
-    assert_eq!(answer.records::<NodeRecord>().count(), 41);
+    assert_eq!(response.records::<NodeRecord>().count(), 41);
     let mask = NodeMask::PORT_GUID.bits();
-    let answer = fabric
+    let response = fabric
         .query(0, Request::new(SaMethod::Get, mask, &node))
         .unwrap();
-    assert_eq!(answer.record(), Some(node));
+    assert_eq!(response.record(), Some(node));
     let port = port_info_record(gid(7), Mtu::Mtu4096);
-    let answer = fabric
+    let response = fabric
         .query(0, Request::new(SaMethod::GetTable, 0, &port))
         .unwrap();
-    assert_eq!(answer.records::<PortInfoRecord>().count(), 41);
+    assert_eq!(response.records::<PortInfoRecord>().count(), 41);
 }
 
 #[test]
@@ -281,9 +281,9 @@ fn tables_survive_datagram_loss() {
         let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
         let id = fabric.clients[0].1.query(fabric.now, request).unwrap();
         fabric.pass(Duration::from_secs(60));
-        let answer = fabric.result(0, id).unwrap();
+        let response = fabric.result(0, id).unwrap();
         assert_eq!(
-            answer.records::<PathRecord>().count(),
+            response.records::<PathRecord>().count(),
             61,
             "one in {loss} lost"
         );
@@ -485,9 +485,9 @@ fn retransmitted_report_is_delivered_once() {
     }
     // Sent by another port.
     client.handle_mad(now, gid(6), &header(3).emit(&[]));
-    let answers: Vec<Mad> = std::iter::from_fn(|| client.poll_transmit()).collect();
+    let responses: Vec<Mad> = std::iter::from_fn(|| client.poll_transmit()).collect();
     assert_eq!(
-        answers.iter().map(|mad| mad[3]).collect::<Vec<_>>(),
+        responses.iter().map(|mad| mad[3]).collect::<Vec<_>>(),
         [0x86; 3]
     );
     assert_eq!(std::iter::from_fn(|| client.poll_event()).count(), 2);
@@ -614,26 +614,29 @@ fn forged_request_triggers_few_datagrams() {
 fn unsupported_requests_fail_with_class_status() {
     let mut administrator = Fabric::new(0).administrator;
     let now = Instant::now();
-    let mut ask = |change: &dyn Fn(&mut Mad)| {
+    let mut status_of = |change: &dyn Fn(&mut Mad)| {
         let header = SaHeader::new(MadMethod::Get, attribute::PATH_RECORD, TransactionId(9), 0);
         let mut mad = header.emit(&[]);
         change(&mut mad);
         administrator.handle_mad(now, gid(2), &mad);
         let mut sent = std::iter::from_fn(|| administrator.poll_transmit(now));
-        let answer = sent.find(|(_, mad)| mad[1] == 3);
-        answer.map(|(_, mad)| u16::from_be_bytes([mad[4], mad[5]]))
+        let response = sent.find(|(_, mad)| mad[1] == 3);
+        response.map(|(_, mad)| u16::from_be_bytes([mad[4], mad[5]]))
     };
     // A Get without a destination; an unsupported version, method and attribute.
-    assert_eq!(ask(&|_| {}), Some(0x0600));
-    assert_eq!(ask(&|mad| mad[2] = 1), Some(0x0004));
-    assert_eq!(ask(&|mad| mad[3] = 0x13), Some(0x0008));
-    assert_eq!(ask(&|mad| mad[17] = 0x36), Some(0x000c));
+    assert_eq!(status_of(&|_| {}), Some(0x0600));
+    assert_eq!(status_of(&|mad| mad[2] = 1), Some(0x0004));
+    assert_eq!(status_of(&|mad| mad[3] = 0x13), Some(0x0008));
+    assert_eq!(status_of(&|mad| mad[17] = 0x36), Some(0x000c));
     // ClassPortInfo.
-    assert_eq!(ask(&|mad| mad[16..18].copy_from_slice(&[0, 1])), Some(0));
+    assert_eq!(
+        status_of(&|mad| mad[16..18].copy_from_slice(&[0, 1])),
+        Some(0)
+    );
     // Methods without a response, and unsupported classes.
-    assert_eq!(ask(&|mad| mad[3] = 5), None);
-    assert_eq!(ask(&|mad| mad[3] = 0x81), None);
-    assert_eq!(ask(&|mad| mad[1] = 4), None);
+    assert_eq!(status_of(&|mad| mad[3] = 5), None);
+    assert_eq!(status_of(&|mad| mad[3] = 0x81), None);
+    assert_eq!(status_of(&|mad| mad[1] = 4), None);
 }
 
 /// Stored state and responses must remain within their limits for arbitrary datagrams.
@@ -663,8 +666,8 @@ fn subnet_administrator() {
             while let Some((to, mad)) = fabric.administrator.poll_transmit(fabric.now) {
                 assert!(mad[0] == 1 && matches!(mad[1], 3 | 4));
                 // Most hosts respond.
-                if let Some(answer) = answer_of_nic(&mad).filter(|_| to != gid(7)) {
-                    fabric.administrator.handle_mad(fabric.now, to, &answer);
+                if let Some(response) = nic_response(&mad).filter(|_| to != gid(7)) {
+                    fabric.administrator.handle_mad(fabric.now, to, &response);
                 }
             }
             if at % 8 == 7 {
@@ -689,14 +692,14 @@ fn subnet_administration_client() {
         let mut now = Instant::now();
         let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
         let get = Request::path(gid(2), gid(3), None, None);
-        let mut asked = 0;
+        let mut queries = 0;
         let mut ended = 0;
         for chunk in input.chunks(64) {
             if client
-                .query(now, [&request, &get][asked % 2].clone())
+                .query(now, [&request, &get][queries % 2].clone())
                 .is_ok()
             {
-                asked += 1;
+                queries += 1;
             }
             let mut mad = [0; 256];
             mad[..4].copy_from_slice(&[1, 3, 2, 0x92]);
@@ -716,8 +719,8 @@ fn subnet_administration_client() {
             while let Some(event) = client.poll_event() {
                 if let SaEvent::Completed { result, .. } = event {
                     ended += 1;
-                    if let Ok(answer) = result {
-                        assert!(answer.records::<PathRecord>().count() <= 1024);
+                    if let Ok(response) = result {
+                        assert!(response.records::<PathRecord>().count() <= 1024);
                     }
                 }
             }
@@ -731,13 +734,13 @@ fn subnet_administration_client() {
         ended += events
             .filter(|e| matches!(e, SaEvent::Completed { .. }))
             .count();
-        assert_eq!(ended, asked);
+        assert_eq!(ended, queries);
         assert!(client.is_idle());
     });
 }
 
 /// Builds a segment of the response to a client's first query.
-fn segment_of_answer(number: u32, kind: u8) -> Mad {
+fn response_segment(number: u32, kind: u8) -> Mad {
     let flags = if number == 1 { 3 } else { 1 };
     let mut header = SaHeader::new(
         MadMethod::GetTableResp,
@@ -760,8 +763,8 @@ fn repeated_segments_do_not_extend_query() {
     let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
     client.query(now, request).unwrap();
     for _ in 0..40 {
-        client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::DATA));
-        client.handle_mad(now, gid(1), &segment_of_answer(3, rmpp_type::DATA));
+        client.handle_mad(now, gid(1), &response_segment(1, rmpp_type::DATA));
+        client.handle_mad(now, gid(1), &response_segment(3, rmpp_type::DATA));
         now += Duration::from_millis(500);
         client.handle_timeout(now);
     }
@@ -777,9 +780,9 @@ fn aborted_response_fails_query_silently() {
     let now = Instant::now();
     let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
     client.query(now, request).unwrap();
-    client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::DATA));
+    client.handle_mad(now, gid(1), &response_segment(1, rmpp_type::DATA));
     while client.poll_transmit().is_some() {}
-    client.handle_mad(now, gid(1), &segment_of_answer(1, rmpp_type::ABORT));
+    client.handle_mad(now, gid(1), &response_segment(1, rmpp_type::ABORT));
     assert!(client.poll_event().is_some());
     assert_eq!(client.poll_transmit(), None);
 }
@@ -798,8 +801,8 @@ fn forged_queries_leave_host_state_intact() {
             .handle_mad(fabric.now, gid(from), &header.emit(&[]));
     }
     let request = Request::new(SaMethod::GetTable, 0, &PathRecord::default());
-    let answer = fabric.query(0, request).unwrap();
-    assert!(answer.records::<PathRecord>().count() > 0);
+    let response = fabric.query(0, request).unwrap();
+    assert!(response.records::<PathRecord>().count() > 0);
 }
 
 #[test]
@@ -877,12 +880,12 @@ fn state_of_forged_host_is_not_stored() {
             let mad = request.emit(TransactionId(7));
             fabric.administrator.handle_mad(fabric.now, gid(last), &mad);
             // Response to a probe that the host never received: any number but the right one.
-            let mut answer = [0; 256];
-            answer[..4].copy_from_slice(&[1, 4, 1, 0x81]);
-            answer[8] = last;
+            let mut response = [0; 256];
+            response[..4].copy_from_slice(&[1, 4, 1, 0x81]);
+            response[8] = last;
             fabric
                 .administrator
-                .handle_mad(fabric.now, gid(last), &answer);
+                .handle_mad(fabric.now, gid(last), &response);
             fabric.deliver();
         }
     }
@@ -994,8 +997,8 @@ fn subscriptions_are_found_by_their_hosts() {
             ..InformInfoRecord::default()
         };
         let request = Request::new(SaMethod::GetTable, mask.bits(), &wanted);
-        let answer = fabric.query(2, request).unwrap();
-        answer.records().collect::<Vec<InformInfoRecord>>()
+        let response = fabric.query(2, request).unwrap();
+        response.records().collect::<Vec<InformInfoRecord>>()
     };
     let all = find(InformMask::empty(), gid(2), 0);
     assert_eq!(all.len(), 3);
@@ -1061,8 +1064,8 @@ fn registrations_survive_administrator_restart() {
         status(fabric.query(0, Request::set_service(&other))),
         0x0700
     );
-    let sorted = |answer: &SaResponse| {
-        let mut all: Vec<McMemberRecord> = answer.records().collect();
+    let sorted = |response: &SaResponse| {
+        let mut all: Vec<McMemberRecord> = response.records().collect();
         all.sort_by_key(|record| record.mgid);
         // A send-only member may have been probed before the group existed.
         all.iter_mut()
@@ -1167,7 +1170,7 @@ fn unprobed_hosts_are_not_silent() {
             0,
         );
         let get = header.emit(&[]);
-        for _ in 0..MAX_ANSWERS {
+        for _ in 0..MAX_RESPONSES {
             fabric.administrator.handle_mad(fabric.now, gid(99), &get);
         }
         fabric.administrator.handle_timeout(fabric.now);

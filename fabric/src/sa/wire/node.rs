@@ -121,10 +121,10 @@ impl PortInfoRecord {
     /// Returns whether all fields selected by a request with this attribute modifier match.
     #[must_use]
     pub fn matches(&self, mask: PortInfoMask, wanted: &Self, modifier: u32) -> bool {
-        let [has, asked] = [self, wanted].map(|port| port.info.capabilities.get());
+        let [has, requested] = [self, wanted].map(|port| port.info.capabilities.get());
         let can = match modifier & MATCH_CAPABILITIES {
-            0 => has == asked,
-            _ => has & asked == asked,
+            0 => has == requested,
+            _ => has & requested == requested,
         };
         let fields = [
             (PortInfoMask::LID, self.lid == wanted.lid),

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use zerocopy::IntoBytes;
 
-use super::{EthernetManager, SETTLE};
+use super::{EthernetManager, MIN_SPACING};
 use crate::vnic::wire::attr::{MAX_MAC_ENTRIES, MacTableEntry, Path, digest};
 use crate::vnic::wire::{Lid, Mac};
 
@@ -22,16 +22,18 @@ impl EthernetManager {
     /// Rebuilds the tables after changes. The interval doubles with each consecutive rebuild.
     pub(super) fn rebuild_tables(&mut self, now: Instant) {
         let interval = self.config.interval;
-        let is_calm = self.settled.is_none_or(|settled| settled + interval <= now);
+        let is_calm = self
+            .rebuild_at
+            .is_none_or(|rebuild_at| rebuild_at + interval <= now);
         let before = self.digests();
         self.is_changed = false;
         self.make_tables();
         if is_calm {
-            self.spacing = SETTLE;
+            self.spacing = MIN_SPACING;
         } else if self.digests() != before {
-            self.spacing = (self.spacing * 2).min(interval.max(SETTLE));
+            self.spacing = (self.spacing * 2).min(interval.max(MIN_SPACING));
         }
-        self.settled = Some(now + self.spacing);
+        self.rebuild_at = Some(now + self.spacing);
     }
 
     fn digests(&self) -> Vec<(u32, u32)> {

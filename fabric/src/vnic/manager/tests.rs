@@ -50,7 +50,7 @@ struct Net {
     loss: usize,
     sent: usize,
     /// Number of requests to each host.
-    asked: HashMap<QpAddress, usize>,
+    queries: HashMap<QpAddress, usize>,
 }
 
 impl Net {
@@ -61,7 +61,7 @@ impl Net {
             hosts: Vec::new(),
             loss: 0,
             sent: 0,
-            asked: HashMap::new(),
+            queries: HashMap::new(),
         }
     }
 
@@ -93,7 +93,7 @@ impl Net {
         loop {
             while let Some((to, mad)) = self.manager.poll_transmit(self.now) {
                 if let MadDestination::Member(to) = to {
-                    *self.asked.entry(to).or_default() += 1;
+                    *self.queries.entry(to).or_default() += 1;
                 }
                 for index in 0..self.hosts.len() {
                     let address = self.hosts[index].0;
@@ -105,9 +105,9 @@ impl Net {
                         continue;
                     }
                     let from = self.manager.config.address;
-                    let answer = self.hosts[index].1.handle_mad(from, &mad, self.now);
-                    if let Some(answer) = answer.filter(|_| !self.is_lost()) {
-                        self.manager.handle_mad(address, &answer, self.now);
+                    let response = self.hosts[index].1.handle_mad(from, &mad, self.now);
+                    if let Some(response) = response.filter(|_| !self.is_lost()) {
+                        self.manager.handle_mad(address, &response, self.now);
                     }
                 }
             }
@@ -554,7 +554,7 @@ fn constantly_changing_member_is_rate_limited() {
     net.run(SECOND * 5);
     let (member, agent) = (net.hosts[0].0, 10);
     assert_eq!(member, address(1, agent));
-    net.asked.clear();
+    net.queries.clear();
     for n in 0..1000_u32 {
         let [_, a, b, c] = n.to_be_bytes();
         let port = net.hosts[0].1.port_mut(0).unwrap();
@@ -564,8 +564,8 @@ fn constantly_changing_member_is_rate_limited() {
         net.run(Duration::from_millis(10));
     }
     // Ten queries, and about as many tables.
-    let asked = net.asked[&address(9, agent)];
-    assert!((20..50).contains(&asked), "{asked}");
+    let queries = net.queries[&address(9, agent)];
+    assert!((20..50).contains(&queries), "{queries}");
     // All members are complete soon afterwards.
     net.run(SECOND * 2);
     assert!(net.is_complete());
@@ -577,7 +577,7 @@ fn unconfigurable_member_is_queried_at_limited_rate() {
     net.manager.admits = Some(net.now);
     let liar = address(7, 70);
     // This member responds immediately, but never applies the configuration.
-    let asked = (0..100_000).take_while(|_| {
+    let queries = (0..100_000).take_while(|_| {
         let Some((to, mad)) = net.manager.poll_transmit(net.now) else {
             return false;
         };
@@ -591,8 +591,8 @@ fn unconfigurable_member_is_queried_at_limited_rate() {
             .handle_mad(liar, &header.to_response(0).with(&data), net.now);
         to == MadDestination::Group || to == MadDestination::Member(liar)
     });
-    let asked = asked.count();
-    assert!((5..1000).contains(&asked), "{asked}");
+    let queries = queries.count();
+    assert!((5..1000).contains(&queries), "{queries}");
     // Other members are not delayed, and the manager eventually waits.
     net.join(1, 10);
     net.run(SECOND * 2);
@@ -634,8 +634,8 @@ fn refusing_member_stalls_no_other() {
         ..FromZeros::new_zeroed()
     };
     let claim = VemaHeader::new(method::SET, id::CLASS_PORT_INFO, 0, 1).with(info.as_bytes());
-    let answer = net.hosts[0].1.handle_mad(other, &claim, net.now).unwrap();
-    assert_eq!(VemaHeader::parse(&answer).unwrap().0.status.get(), 0);
+    let response = net.hosts[0].1.handle_mad(other, &claim, net.now).unwrap();
+    assert_eq!(VemaHeader::parse(&response).unwrap().0.status.get(), 0);
     net.run(FIRST_SEARCH + SECOND);
     let members: Vec<_> = net.manager.members().collect();
     assert_eq!(members.len(), MAX_MEMBERS);
@@ -734,7 +734,7 @@ fn member_restarts_once_per_search() {
 }
 
 #[test]
-fn answers_of_others_change_nothing() {
+fn foreign_responses_change_nothing() {
     let mut net = Net::new(&[100]);
     net.join(1, 10);
     net.run(SECOND * 2);
@@ -787,8 +787,8 @@ fn vnic_manager() {
                 MadDestination::Member(address) => address,
             };
             let status = u16::from(status & 0x1c);
-            let answer = header.to_response(status).with(data);
-            net.manager.handle_mad(from, &answer, net.now);
+            let response = header.to_response(status).with(data);
+            net.manager.handle_mad(from, &response, net.now);
             net.manager.handle_mad(from, data, net.now);
             assert!(mad.len() <= 1024);
             assert!(net.manager.members.len() <= 4);

@@ -320,8 +320,8 @@ mod tests {
         assert_eq!(header.with(&[0xaa]), golden);
         let (parsed, data) = VemaHeader::parse(&golden).unwrap();
         assert_eq!((parsed, data, parsed.vport()), (header, &[0xaa][..], 2));
-        let answer = parsed.to_response(status::INVALID_ATTRIB_VALUE).with(&[]);
-        assert_eq!(answer[3..6], [0x81, 0x00, 0x1c]);
+        let response = parsed.to_response(status::INVALID_ATTRIB_VALUE).with(&[]);
+        assert_eq!(response[3..6], [0x81, 0x00, 0x1c]);
     }
 
     #[test]

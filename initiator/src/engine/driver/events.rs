@@ -199,8 +199,8 @@ impl<E: Env> Driver<E> {
             let input = match &event {
                 SessionEvent::Live => Some(Input::Live(paths, path, session.link.port())),
                 SessionEvent::Closed(why) => {
-                    let heard = session.link.machine().last_heard();
-                    Some(Input::Closed(paths, path, *why, heard))
+                    let last_received = session.link.machine().last_received();
+                    Some(Input::Closed(paths, path, *why, last_received))
                 }
                 SessionEvent::UnitEvent {
                     lun,

@@ -47,10 +47,10 @@ pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, no
 pub(super) fn probe_response(completion: IoCompletion) -> (Option<Buffer>, Vec<u8>) {
     let mut data = Vec::new();
     let buffer = completion.data.into_one();
-    if let (Some(buffer), Ok(answer)) = (&buffer, &completion.result)
-        && answer.is_success()
+    if let (Some(buffer), Ok(response)) = (&buffer, &completion.result)
+        && response.is_success()
     {
-        data.resize((answer.transferred as usize).min(buffer.len()), 0);
+        data.resize((response.transferred as usize).min(buffer.len()), 0);
         buffer.slice().read(0, &mut data);
     }
     (buffer, data)

@@ -112,8 +112,8 @@ impl Watched {
     /// Handles the response to a query, or its failure. Returns the result of the check, or `None`
     /// if there is another query.
     pub(super) fn handle_response(&mut self, completion: IoCompletion) -> Option<Result<(), Down>> {
-        let mut is_answered =
-            matches!(&completion.result, Ok(answer) if self.check.is_conclusive(answer));
+        let mut has_response =
+            matches!(&completion.result, Ok(response) if self.check.is_conclusive(response));
         let was_sent = !matches!(completion.result, Err(RequestError::NotSent));
         let (buffer, data) = probe_response(completion);
         self.buffer = buffer;
@@ -122,17 +122,17 @@ impl Watched {
         }
         // An event occurred after the first query, so the responses might be from two different
         // units.
-        if is_answered && std::mem::take(&mut self.is_stale) {
+        if has_response && std::mem::take(&mut self.is_stale) {
             if self.check.restart() {
                 return None;
             }
-            is_answered = false;
+            has_response = false;
         }
-        if is_answered && self.check.process_response(&data) {
+        if has_response && self.check.process_response(&data) {
             return None;
         }
         self.is_checking = false;
-        Some(match is_answered {
+        Some(match has_response {
             true => self.unit.compare(self.check.found()),
             false => Err(Down::UnitSilent),
         })
@@ -163,7 +163,7 @@ pub(in crate::engine::driver) struct WatchedUnits {
     /// Evidence for lost caches since the units were last known to be unchanged.
     pub(super) evidence: Evidence,
     /// Time of the target's last message, while the units are not known to be unchanged.
-    pub(super) heard: Option<Instant>,
+    pub(super) last_received: Option<Instant>,
     /// Logged in, but not reported as live until the units are known to be unchanged.
     is_unchecked: bool,
     /// The connection is lost and not yet re-established.
@@ -269,13 +269,13 @@ impl WatchedUnits {
         self.units.iter_mut().for_each(Watched::on_cache_lost);
     }
 
-    /// Called for an event of the session's connection. `last_heard` is the time of the target's
+    /// Called for an event of the session's connection. `last_received` is the time of the target's
     /// last message. The units of paths are checked by `paths`.
     pub(super) fn on_connection_event(
         &mut self,
         event: &SessionEvent,
         has_paths: bool,
-        last_heard: Option<Instant>,
+        last_received: Option<Instant>,
         now: Instant,
     ) {
         let is_checked_here = !self.is_empty() && !has_paths;
@@ -290,13 +290,13 @@ impl WatchedUnits {
         }
         match event {
             SessionEvent::Live if is_checked_here => {
-                let outage = self.heard.map(|heard| now - heard);
+                let outage = self.last_received.map(|received| now - received);
                 self.evidence.on_login(outage);
             }
             SessionEvent::Reconnecting(why) if is_checked_here => {
                 // We have not checked anything since the first of several outages, so we use the
                 // first one.
-                self.heard = self.heard.or(last_heard);
+                self.last_received = self.last_received.or(last_received);
                 self.evidence.on_down(*why);
             }
             _ => {}
@@ -355,7 +355,7 @@ impl WatchedUnits {
     /// Called when all units are known to be unchanged. Returns whether the session can be reported
     /// as live now.
     pub(super) fn on_checked(&mut self) -> bool {
-        (self.evidence, self.heard) = Default::default();
+        (self.evidence, self.last_received) = Default::default();
         std::mem::take(&mut self.is_unchecked)
     }
 

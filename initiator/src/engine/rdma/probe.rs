@@ -42,21 +42,21 @@ impl State for ProbeState {
 pub(super) struct Probe {
     state: ProbeState,
     /// Time of the last completion.
-    heard: Instant,
+    last_received: Instant,
 }
 
 impl Probe {
     pub(super) fn new(now: Instant) -> Self {
         Self {
             state: ProbeState::Armed(now + SILENCE),
-            heard: now,
+            last_received: now,
         }
     }
 
     /// Called when a work request completed.
     #[inline]
     pub(super) fn on_completion(&mut self, now: Instant) {
-        self.heard = now;
+        self.last_received = now;
     }
 
     /// Called when the probe completed.
@@ -78,7 +78,7 @@ impl Probe {
         if self.deadline().is_none_or(|at| at > now) {
             return false;
         }
-        let due = self.heard + SILENCE;
+        let due = self.last_received + SILENCE;
         let next = match due > now {
             true => ProbeState::Armed(due),
             false => ProbeState::Posted,

@@ -98,7 +98,7 @@ impl SrpConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ShortIu {
     /// Response to the message in this receive.
-    Answer(u16),
+    Reply(u16),
     /// Task management, from this buffer.
     TskMgmt(u16),
     Logout,
@@ -196,7 +196,7 @@ impl SrpConn {
     ) -> bool {
         let receives = self.config.receives();
         let (number, at) = match message {
-            ShortIu::Answer(slot) => (slot, self.config.response_at(slot)),
+            ShortIu::Reply(slot) => (slot, self.config.response_at(slot)),
             ShortIu::TskMgmt(slot) => (receives + slot, self.config.tsk_mgmt_at(slot)),
             ShortIu::Logout => (receives + TSK_MGMT_SLOTS, self.config.logout_at()),
         };
@@ -206,7 +206,7 @@ impl SrpConn {
     /// Returns the information unit for the message number.
     pub(super) fn sent(&self, number: u16) -> ShortIu {
         match number.checked_sub(self.config.receives()) {
-            None => ShortIu::Answer(number),
+            None => ShortIu::Reply(number),
             Some(slot) if slot < TSK_MGMT_SLOTS => ShortIu::TskMgmt(slot),
             Some(_) => ShortIu::Logout,
         }
@@ -220,7 +220,7 @@ impl SrpConn {
         slot: u16,
         iu: &[u8],
     ) -> bool {
-        self.post_short(device, ShortIu::Answer(slot), iu)
+        self.post_short(device, ShortIu::Reply(slot), iu)
     }
 
     /// Sends a task-management request; returns false if the connection is broken.

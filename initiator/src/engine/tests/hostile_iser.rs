@@ -133,14 +133,14 @@ impl Hostile {
             &b"AuthMethod=None\0"[..],
             b"RDMAExtensions=Yes\0InitialR2T=Yes\0",
         ] {
-            let asked: [u8; BHS_LEN] = request[HEADER_LEN..][..BHS_LEN].try_into().unwrap();
+            let login: [u8; BHS_LEN] = request[HEADER_LEN..][..BHS_LEN].try_into().unwrap();
             let mut bhs = [0; BHS_LEN];
-            (bhs[0], bhs[1]) = (0x23, asked[1]);
-            bhs[8..14].copy_from_slice(&asked[8..14]);
+            (bhs[0], bhs[1]) = (0x23, login[1]);
+            bhs[8..14].copy_from_slice(&login[8..14]);
             bhs[15] = 1;
-            bhs[16..20].copy_from_slice(&asked[16..20]);
+            bhs[16..20].copy_from_slice(&login[16..20]);
             bhs[24..28].copy_from_slice(&u32::to_be_bytes(stat_sn));
-            bhs[28..32].copy_from_slice(&asked[24..28]);
+            bhs[28..32].copy_from_slice(&login[24..28]);
             bhs[35] = 64;
             stat_sn += 1;
             let mut message = Vec::new();
@@ -384,7 +384,7 @@ fn target_can_complete_read() {
     let mut cx = Context::from_waker(Waker::noop());
     let ended = hostile.futures[0].as_mut().poll(&mut cx);
     let Poll::Ready(end) = ended else {
-        panic!("not answered");
+        panic!("no response");
     };
     let buffer = &end.data.buffers()[0];
     assert_eq!(buffer.slice().to_vec()[..4095], [ATTACK; 4095]);

@@ -243,7 +243,7 @@ fn write_does_not_time_out_while_sending() {
     assert!(took > 4 * timing().attempt, "they leave slowly: {took:?}");
     written.peer.complete_command(&written.command);
     run_world(Duration::from_millis(10));
-    let end = (written.end)().expect("it is answered");
+    let end = (written.end)().expect("expected a response");
     assert_eq!(end.result.unwrap().status, CONFLICT);
     assert!(world::accept_tcp().is_none(), "there is one connection");
     written.client.shutdown();

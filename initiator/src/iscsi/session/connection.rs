@@ -61,7 +61,7 @@ impl IscsiSession {
         let login = login.with_algorithms(config.algorithms.clone());
         self.login = Some(Box::new(login));
         become_state(&mut self.conn, ConnState::InLogin(until));
-        self.core.last_heard = now;
+        self.core.last_received = now;
         self.send_login();
     }
 

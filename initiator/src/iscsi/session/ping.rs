@@ -19,11 +19,11 @@ pub(super) struct Ping {
 impl Ping {
     /// Creates a ping sent at `now`. `interval` is both the time without a message after which a
     /// ping is sent and the timeout for the response.
-    pub(super) fn new(last_heard: Instant, interval: Duration, now: Instant) -> Self {
+    pub(super) fn new(last_received: Instant, interval: Duration, now: Instant) -> Self {
         let until = now + interval;
         Self {
             until,
-            limit: until.max(last_heard + interval * MAX_SILENCE),
+            limit: until.max(last_received + interval * MAX_SILENCE),
         }
     }
 
@@ -42,11 +42,11 @@ impl Ping {
     /// it.
     pub(super) fn on_bytes_acknowledged(
         &mut self,
-        last_heard: Instant,
+        last_received: Instant,
         interval: Duration,
         now: Instant,
     ) {
-        self.limit = self.limit.max(last_heard + interval * MAX_SILENCE);
+        self.limit = self.limit.max(last_received + interval * MAX_SILENCE);
         self.until = (now + interval).min(self.limit);
     }
 }
@@ -59,17 +59,17 @@ mod tests {
 
     #[test]
     fn extensions_end_after_maximum_silence() {
-        let heard = Instant::now();
-        let mut ping = Ping::new(heard, SEC, heard + SEC);
-        assert_eq!(ping.until(), heard + 2 * SEC);
+        let begun = Instant::now();
+        let mut ping = Ping::new(begun, SEC, begun + SEC);
+        assert_eq!(ping.until(), begun + 2 * SEC);
         for second in 1..20 {
-            ping.on_bytes_acknowledged(heard, SEC, heard + second * SEC);
-            assert_eq!(ping.until(), heard + (second + 1).min(12) * SEC);
+            ping.on_bytes_acknowledged(begun, SEC, begun + second * SEC);
+            assert_eq!(ping.until(), begun + (second + 1).min(12) * SEC);
         }
         // The target was heard again.
-        ping.on_bytes_acknowledged(heard + 10 * SEC, SEC, heard + 20 * SEC);
-        assert_eq!(ping.until(), heard + 21 * SEC);
-        ping.on_bytes_received(SEC, heard + 30 * SEC);
-        assert_eq!(ping.until(), heard + 22 * SEC);
+        ping.on_bytes_acknowledged(begun + 10 * SEC, SEC, begun + 20 * SEC);
+        assert_eq!(ping.until(), begun + 21 * SEC);
+        ping.on_bytes_received(SEC, begun + 30 * SEC);
+        assert_eq!(ping.until(), begun + 22 * SEC);
     }
 }

@@ -37,7 +37,7 @@ impl IscsiSession {
         if !self.conn.is_open() {
             return;
         }
-        self.core.last_heard = now;
+        self.core.last_received = now;
         if let Some(ping) = &mut self.pinged {
             ping.on_bytes_received(self.core.ping, now);
         }
@@ -52,7 +52,7 @@ impl IscsiSession {
         if !self.conn.is_open() {
             return;
         }
-        self.core.last_heard = now;
+        self.core.last_received = now;
         if let Err(fault) = self.process_pdu(frame, now) {
             self.handle_fault(fault);
         }
@@ -130,7 +130,7 @@ impl IscsiSession {
         if !matches!(self.conn, ConnState::LoggedIn | ConnState::InLogout(_)) {
             return;
         }
-        self.core.last_heard = now;
+        self.core.last_received = now;
         let result = match parse_data_in(bhs) {
             Ok(_) if !is_intact => Err(IscsiFault::DataDigest),
             Ok((data, numbers)) => {
@@ -216,7 +216,7 @@ impl IscsiSession {
             overflow,
         };
         self.on_attention(request, &response);
-        self.retire_attempt(request, itt, AttemptOutcome::Answered(response), now);
+        self.retire_attempt(request, itt, AttemptOutcome::Responded(response), now);
         self.pump_functions(0, now);
         Ok(())
     }

@@ -38,7 +38,7 @@ impl IscsiSession {
             Some(ping) if ping.until() <= now => self.tear_down(Down::Unresponsive, false),
             Some(ping) => self.core.arm(ping.until()),
             None if due <= now => {
-                let ping = Ping::new(self.core.last_heard, self.core.ping, now);
+                let ping = Ping::new(self.core.last_received, self.core.ping, now);
                 self.core.arm(ping.until());
                 self.pinged = Some(ping);
                 self.send_nop(PING_TAG, Ttt::NONE, [0; 8], Vec::new());

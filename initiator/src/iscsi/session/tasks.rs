@@ -132,7 +132,7 @@ impl IscsiSession {
         if let Some(ping) = &mut self.pinged
             && is_behind(ControlKind::Ping)
         {
-            ping.on_bytes_acknowledged(self.core.last_heard, self.core.ping, now);
+            ping.on_bytes_acknowledged(self.core.last_received, self.core.ping, now);
         }
         if is_behind(ControlKind::Function) {
             self.core.functions.on_progress(0, now);

@@ -726,8 +726,8 @@ fn write_sends_burst_then_solicited_data() {
     rig.session.handle_data_sent(&order);
     rig.respond(itt, 0);
     rig.retire(id);
-    let answer = rig.expect_completion(id).unwrap();
-    assert_eq!((answer.status, answer.transferred), (0, 4096));
+    let response = rig.expect_completion(id).unwrap();
+    assert_eq!((response.status, response.transferred), (0, 4096));
 }
 
 #[test]
@@ -881,9 +881,9 @@ fn sense_is_returned_and_busy_is_retried() {
     data.extend([0x70, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x11, 0, 0, 0, 0, 0]);
     rig.receive(pdu, &data);
     rig.retire(id);
-    let answer = rig.expect_completion(id).unwrap();
-    assert_eq!((answer.status, answer.transferred), (2, 0));
-    assert_eq!(answer.sense.unwrap().len(), 18);
+    let response = rig.expect_completion(id).unwrap();
+    assert_eq!((response.status, response.transferred), (2, 0));
+    assert_eq!(response.sense.unwrap().len(), 18);
 }
 
 #[test]
@@ -1332,7 +1332,7 @@ fn cve_2026_18724_to_2026_18728_target_names_are_checked() {
 #[derive(Clone, Debug)]
 enum Action {
     Submit(u8),
-    Answer(u8, u8),
+    Respond(u8, u8),
     SolicitData(u8),
     Retire(u8),
     Advance(u16),
@@ -1340,7 +1340,7 @@ enum Action {
     Forged(Forged),
     Break,
     Connect(bool),
-    AnswerTmf(u8),
+    RespondTmf(u8),
     Pong,
     Close,
 }
@@ -1371,7 +1371,7 @@ fn action() -> impl Strategy<Value = Action> {
     one_of![
         4 => forged().prop_map(Action::Forged),
         6 => (0u8..4).prop_map(Action::Submit),
-        6 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),
+        6 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Respond(i, s)),
         2 => any::<u8>().prop_map(Action::SolicitData),
         6 => any::<u8>().prop_map(Action::Retire),
         2 => (0u16..8000).prop_map(Action::Advance),
@@ -1379,7 +1379,7 @@ fn action() -> impl Strategy<Value = Action> {
             .prop_map(|(opcode, bytes)| Action::Garbage(opcode, bytes)),
         1 => Just(Action::Break),
         4 => prop::bool::weighted(0.8).prop_map(Action::Connect),
-        2 => any::<u8>().prop_map(Action::AnswerTmf),
+        2 => any::<u8>().prop_map(Action::RespondTmf),
         2 => Just(Action::Pong),
     ]
 }
@@ -1449,7 +1449,7 @@ impl Model {
                     assert!(self.open.insert(id));
                 }
             }
-            Action::Answer(which, status) => {
+            Action::Respond(which, status) => {
                 if let Some((_, itt)) = self.pick(which) {
                     self.rig.respond(itt, [0, 2, 8, 0x28][usize::from(status)]);
                 }
@@ -1495,7 +1495,7 @@ impl Model {
                 let error = ConnectError::Unreachable;
                 self.rig.session.handle_connect_failed(error, self.rig.now);
             }
-            Action::AnswerTmf(status) if !self.tmfs.is_empty() => {
+            Action::RespondTmf(status) if !self.tmfs.is_empty() => {
                 let mut pdu = bhs(0x22, 0x80, self.tmfs.remove(0));
                 pdu[2] = status % 7;
                 self.rig.receive(pdu, &[]);

@@ -46,7 +46,7 @@ struct Slot {
     len: DataLen,
     /// Generation that was last abandoned without a response, for which a response may still be
     /// received.
-    given_up: Option<u32>,
+    abandoned: Option<u32>,
 }
 
 /// An SRP channel. See the documentation of the module.
@@ -273,7 +273,7 @@ impl InitiatorChannel {
     pub fn abandon_command(&mut self, tag: Tag) {
         if let Some(index) = self.release(tag) {
             let slot = &mut self.slots[index];
-            slot.given_up = Some(slot.generation);
+            slot.abandoned = Some(slot.generation);
         }
     }
 
@@ -287,7 +287,7 @@ impl InitiatorChannel {
     fn remove_command(&mut self, index: usize) -> Option<u32> {
         let slot = &mut self.slots[index];
         let owner = slot.owner.take()?;
-        slot.given_up = None;
+        slot.abandoned = None;
         self.writes -= usize::from(has_data_out(slot.len));
         Some(owner)
     }
@@ -441,18 +441,18 @@ impl InitiatorChannel {
             // channel.
             FromTarget::CredReq(req) => {
                 self.add_credit(req.req_lim_delta)?;
-                let mut answer = [0; SHORT_IU_LEN];
-                CredRsp { tag: req.tag }.emit(&mut answer);
-                Ok(Received::Answer(answer))
+                let mut response = [0; SHORT_IU_LEN];
+                CredRsp { tag: req.tag }.emit(&mut response);
+                Ok(Received::Reply(response))
             }
             FromTarget::AerReq(req) => {
                 self.add_credit(req.req_lim_delta)?;
-                let mut answer = [0; SHORT_IU_LEN];
-                AerRsp { tag: req.tag }.emit(&mut answer);
+                let mut response = [0; SHORT_IU_LEN];
+                AerRsp { tag: req.tag }.emit(&mut response);
                 Ok(Received::Event {
                     lun: req.lun,
                     sense: req.sense,
-                    answer,
+                    response,
                 })
             }
             FromTarget::TLogout(logout) => {
@@ -476,8 +476,8 @@ impl InitiatorChannel {
         let index = self.slot_of(rsp.tag).ok_or(unknown)?;
         let slot = &mut self.slots[index];
         if slot.owner.is_none() {
-            if slot.given_up == Some(slot.generation) {
-                slot.given_up = None;
+            if slot.abandoned == Some(slot.generation) {
+                slot.abandoned = None;
                 self.add_credit(rsp.req_lim_delta)?;
                 return Ok(Received::Stale);
             }

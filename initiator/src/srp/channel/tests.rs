@@ -250,16 +250,16 @@ fn task_management_is_serialized() {
             .start_tsk_mgmt([0; 8], TskMgmtFunction::ClearAca, None)
             .is_none()
     );
-    let mut answer = [0; 40];
-    answer[..36].copy_from_slice(&rsp(tmf_tag(&iu), 1));
-    answer[18] = 1;
-    answer[35] = 4;
-    answer[39] = 4;
+    let mut response = [0; 40];
+    response[..36].copy_from_slice(&rsp(tmf_tag(&iu), 1));
+    response[18] = 1;
+    response[35] = 4;
+    response[39] = 4;
     assert_eq!(
-        channel.handle_iu(&answer),
+        channel.handle_iu(&response),
         Ok(Received::TskMgmt(RspCode::TskMgmtNotSupported))
     );
-    assert_eq!(channel.handle_iu(&answer), Ok(Received::Stale));
+    assert_eq!(channel.handle_iu(&response), Ok(Received::Stale));
 }
 
 #[test]
@@ -269,10 +269,10 @@ fn credit_requests_and_events_get_responses() {
     req[0] = 0x81;
     req[7] = 9;
     req[15] = 0x42;
-    let mut answer = [0; 16];
-    answer[0] = 0x41;
-    answer[15] = 0x42;
-    assert_eq!(channel.handle_iu(&req), Ok(Received::Answer(answer)));
+    let mut response = [0; 16];
+    response[0] = 0x41;
+    response[15] = 0x42;
+    assert_eq!(channel.handle_iu(&req), Ok(Received::Reply(response)));
     assert_eq!(channel.request_limit(), 13);
     let mut req = [0; 44];
     req[0] = 0x82;
@@ -280,11 +280,16 @@ fn credit_requests_and_events_get_responses() {
     req[21] = 3;
     req[31] = 8;
     req[36] = 0x72;
-    let Received::Event { lun, sense, answer } = channel.handle_iu(&req).unwrap() else {
+    let Received::Event {
+        lun,
+        sense,
+        response,
+    } = channel.handle_iu(&req).unwrap()
+    else {
         panic!("event");
     };
     assert_eq!(
-        (lun[1], sense[0], answer[0], answer[15]),
+        (lun[1], sense[0], response[0], response[15]),
         (3, 0x72, 0x42, 7)
     );
 }

@@ -143,7 +143,7 @@ pub enum Received<'a> {
     /// Response to the task-management request.
     TskMgmt(RspCode),
     /// A response must be sent. The receive should not be posted again before this.
-    Answer([u8; SHORT_IU_LEN]),
+    Reply([u8; SHORT_IU_LEN]),
     /// An event of a logical unit, and the response to send.
     Event {
         /// Logical unit that reported it.
@@ -151,7 +151,7 @@ pub enum Received<'a> {
         /// The event, as sense data.
         sense: &'a [u8],
         /// SRP_AER_RSP to send.
-        answer: [u8; SHORT_IU_LEN],
+        response: [u8; SHORT_IU_LEN],
     },
     /// The target logged us out and will disconnect.
     Logout(riser_scsi::srp::TLogoutReason),

@@ -72,8 +72,8 @@ impl Machine for SrpSession {
         }
     }
 
-    fn last_heard(&self) -> Option<Instant> {
-        Some(self.core.last_heard)
+    fn last_received(&self) -> Option<Instant> {
+        Some(self.core.last_received)
     }
 
     fn expect_reset_report(&mut self, lun: Option<WireLun>) {

@@ -175,7 +175,7 @@ impl SrpSession {
         if member.conn != ConnState::Established {
             return;
         }
-        self.core.last_heard = now;
+        self.core.last_received = now;
         let received = match member.channel.handle_iu(iu) {
             Ok(received) => received,
             Err(fault) => {
@@ -188,13 +188,13 @@ impl SrpSession {
                 let len = self.core.requests.at(owner).spec.len;
                 let end = match rsp.response {
                     None | Some(RspCode::Complete) => {
-                        let answer = response_from(&rsp, len);
-                        self.on_attention(owner, &answer);
+                        let response = response_from(&rsp, len);
+                        self.on_attention(owner, &response);
                         // The commands to abort may be on any channel.
                         for channel in 0..self.config.channels {
                             self.pump_functions(channel, now);
                         }
-                        AttemptOutcome::Answered(answer)
+                        AttemptOutcome::Responded(response)
                     }
                     Some(code) => AttemptOutcome::Refused(RequestError::Refused(code)),
                 };
@@ -207,13 +207,21 @@ impl SrpSession {
                 };
                 self.on_function_completed(channel.0, end, now);
             }
-            Received::Answer(answer) => {
-                self.core.outputs.push_back(Output::Answer(channel, answer));
+            Received::Reply(response) => {
+                self.core
+                    .outputs
+                    .push_back(Output::Reply(channel, response));
             }
-            Received::Event { lun, sense, answer } => {
+            Received::Event {
+                lun,
+                sense,
+                response,
+            } => {
                 let sense: Box<[u8]> = Box::from(sense);
                 self.hold_if(Sense::parse(&sense));
-                self.core.outputs.push_back(Output::Answer(channel, answer));
+                self.core
+                    .outputs
+                    .push_back(Output::Reply(channel, response));
                 self.core.report_unit_event(lun, sense);
             }
             Received::Logout(reason) => self.tear_down(Down::Logout(reason), false),

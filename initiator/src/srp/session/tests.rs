@@ -361,7 +361,7 @@ impl script::Rig for Rig {
         let mut credit = [0; 16];
         credit[0] = 0x81;
         self.session.handle_iu(CH0, &credit, self.now);
-        assert!(matches!(self.next(), Output::Answer(CH0, _)));
+        assert!(matches!(self.next(), Output::Reply(CH0, _)));
     }
 
     fn handle_retired(&mut self, request: RequestId) {
@@ -549,7 +549,7 @@ fn exhausted_request_limit_causes_reconnect() {
         iu[0] = 0x81;
         iu[4..8].copy_from_slice(&(-31i32).to_be_bytes());
         rig.session.handle_iu(channel, &iu, rig.now);
-        assert!(matches!(rig.next(), Output::Answer(c, _) if c == channel));
+        assert!(matches!(rig.next(), Output::Reply(c, _) if c == channel));
     };
     let slow = rig.submit(Effect::None);
     let (_, channel) = rig.started();
@@ -769,13 +769,13 @@ fn late_ping_is_aborted_keeping_connection() {
 
 #[test]
 fn unabortable_ping_reconnects_without_reset() {
-    for answer in [Some(5), None] {
+    for response in [Some(5), None] {
         let mut rig = Rig::pinging();
         rig.wait(5 * SEC);
         rig.ping();
         rig.wait(10 * SEC);
         let (abort, on) = rig.tsk_mgmt();
-        match answer {
+        match response {
             Some(code) => rig.respond_to_tsk_mgmt(on, &abort, code),
             None => rig.wait(SEC),
         }
@@ -978,7 +978,7 @@ fn oversized_command_on_idle_connection_fails() {
 #[derive(Clone, Debug)]
 enum Action {
     Submit(u8),
-    Answer(u8, u8),
+    Respond(u8, u8),
     Retire(u8),
     Advance(u16),
     Garbage(Vec<u8>),
@@ -986,7 +986,7 @@ enum Action {
     Break(u8),
     LogIn(u8),
     Refuse(u8),
-    AnswerTskMgmt(u8),
+    RespondTskMgmt(u8),
     Crowd(u8),
 }
 
@@ -1045,14 +1045,14 @@ fn action() -> impl Strategy<Value = Action> {
     one_of![
         4 => forged().prop_map(Action::Forged),
         4 => (0u8..4).prop_map(Action::Submit),
-        4 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),
+        4 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Respond(i, s)),
         4 => any::<u8>().prop_map(Action::Retire),
         2 => (0u16..8000).prop_map(Action::Advance),
         1 => proptest::collection::vec(any::<u8>(), 0..50).prop_map(Action::Garbage),
         1 => (0u8..2).prop_map(Action::Break),
         4 => (0u8..2).prop_map(Action::LogIn),
         1 => (0u8..2).prop_map(Action::Refuse),
-        2 => any::<u8>().prop_map(Action::AnswerTskMgmt),
+        2 => any::<u8>().prop_map(Action::RespondTskMgmt),
         1 => (0u8..4).prop_map(Action::Crowd),
     ]
 }
@@ -1083,7 +1083,7 @@ fn run(actions: Vec<Action>) {
                     assert!(open.insert(id));
                 }
             }
-            Action::Answer(which, status) if !rig.sent.is_empty() => {
+            Action::Respond(which, status) if !rig.sent.is_empty() => {
                 let (id, ..) = rig.sent.remove(usize::from(which) % rig.sent.len());
                 if exposed.contains_key(&id) && !retiring.contains(&id) {
                     rig.sent.push((id, exposed[&id], 0));
@@ -1121,7 +1121,7 @@ fn run(actions: Vec<Action>) {
                 rig.session
                     .handle_rejected(ChannelIndex(c), 28, &[], rig.now);
             }
-            Action::AnswerTskMgmt(code) if !tmfs.is_empty() => {
+            Action::RespondTskMgmt(code) if !tmfs.is_empty() => {
                 let (c, iu): (ChannelIndex, [u8; 48]) = tmfs.remove(0);
                 rig.respond_to_tsk_mgmt(c, &iu, code % 6);
             }
@@ -1158,7 +1158,7 @@ fn run(actions: Vec<Action>) {
                     rig.session.handle_channel_closed(c, rig.now);
                 }
                 Output::SendTskMgmt(c, iu) => tmfs.push((c, iu)),
-                Output::Answer(..) | Output::Event(_) | Output::Ping => {}
+                Output::Reply(..) | Output::Event(_) | Output::Ping => {}
             }
         }
     }

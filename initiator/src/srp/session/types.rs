@@ -64,7 +64,7 @@ pub enum Output {
     /// Send a task-management request.
     SendTskMgmt(ChannelIndex, [u8; TSK_MGMT_LEN]),
     /// Send a response, and only then repost the receive.
-    Answer(ChannelIndex, [u8; SHORT_IU_LEN]),
+    Reply(ChannelIndex, [u8; SHORT_IU_LEN]),
     /// Submit a command that all units support and that has no effect
     /// ([`Retry::Probe`](crate::request::Retry::Probe)): SRP has no message for checking that the
     /// target is alive.

@@ -1,7 +1,7 @@
 //! Login state machine for an initiator.
 
 use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
-use super::super::keys::{Key, KeyContext, KeyError, MAX_ANSWER, Negotiation, Offer, Sender};
+use super::super::keys::{Key, KeyContext, KeyError, MAX_RESPONSE, Negotiation, Offer, Sender};
 use super::super::name::{IscsiName, TargetAddress};
 use super::super::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
 use super::super::text::{self, Collector, TextError};
@@ -93,7 +93,7 @@ pub struct InitiatorLogin {
     challenge: Challenge,
     challenged: bool,
     /// Set when the target doesn't require authentication.
-    is_unasked: bool,
+    is_auth_skipped: bool,
     proved: bool,
     next: Option<Vec<u8>>,
     collector: Collector,
@@ -139,7 +139,7 @@ impl InitiatorLogin {
                 bytes,
             },
             challenged: false,
-            is_unasked: false,
+            is_auth_skipped: false,
             proved: false,
             next: Some(first),
             collector: Collector::default(),
@@ -186,7 +186,7 @@ impl InitiatorLogin {
         data: &[u8],
     ) -> Result<LoginStep, LoginError> {
         // This response may change the requested stage, but only for the next request.
-        let asked = self.wants;
+        let requested = self.wants;
         self.rounds += 1;
         // Without this limit, a target could keep the login going forever by never setting T, even
         // if each response is received before the timeout.
@@ -213,22 +213,22 @@ impl InitiatorLogin {
         };
         let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>()?;
         // Process the keys before the stage is changed, because they are for the current stage.
-        let mut answer = self.take_keys(&pairs)?;
-        if response.flags.transit == Some(Stage::FullFeature) && !is_settled(&answer, &pairs) {
+        let mut reply = self.take_keys(&pairs)?;
+        if response.flags.transit == Some(Stage::FullFeature) && !is_agreed(&reply, &pairs) {
             return Err(LoginError::Protocol("offer that requires another response"));
         }
         if self.stage == Stage::Security {
-            self.authenticate(&pairs, &mut answer)?;
+            self.authenticate(&pairs, &mut reply)?;
         }
         match response.flags.transit {
             // A target must not change the stage if this was not requested (RFC 7143 11.13.6). This
             // could be used to skip CHAP.
-            Some(next) if Some(next) != asked => {
+            Some(next) if Some(next) != requested => {
                 Err(LoginError::Protocol("stage transition was not requested"))
             }
-            Some(next) => self.start_stage(next, response.tsih, answer),
+            Some(next) => self.start_stage(next, response.tsih, reply),
             None => {
-                self.next = Some(answer);
+                self.next = Some(reply);
                 Ok(LoginStep::Send)
             }
         }
@@ -267,7 +267,7 @@ impl InitiatorLogin {
                 // Only accept this if we don't need to authenticate the target. Otherwise, a target
                 // could just send this to avoid it.
                 "None" if self.config.target_credentials.is_none() => {
-                    self.is_unasked = true;
+                    self.is_auth_skipped = true;
                     self.wants = Some(Stage::Operational);
                 }
                 _ => return Err(LoginError::Method),
@@ -314,7 +314,7 @@ impl InitiatorLogin {
             let is_named = value("CHAP_N") == Some(theirs.name.as_str());
             self.proved = self.challenged
                 && is_named
-                && self.challenge.is_answered_by(response, &theirs.secret);
+                && self.challenge.is_valid_response(response, &theirs.secret);
         }
         Ok(())
     }
@@ -330,7 +330,7 @@ impl InitiatorLogin {
         // Don't allow a target to skip CHAP, because it could be a different target (RFC 7143
         // 12.1.3).
         if self.stage == Stage::Security {
-            if self.config.credentials.is_some() && !self.challenged && !self.is_unasked {
+            if self.config.credentials.is_some() && !self.challenged && !self.is_auth_skipped {
                 return Err(LoginError::TargetNotProved);
             }
             if self.config.target_credentials.is_some() && !self.proved {
@@ -361,7 +361,7 @@ impl InitiatorLogin {
             }
         }
         // This is the default limit for a target until it declares a larger value (RFC 7143 13.12).
-        if out.len() > MAX_ANSWER {
+        if out.len() > MAX_RESPONSE {
             return Err(KeyError::TooMany.into());
         }
         self.next = Some(out);
@@ -371,9 +371,9 @@ impl InitiatorLogin {
 
 /// Returns whether the negotiation is complete, even though we cannot send these responses. This is
 /// the case if the responses are the same as the offers, or if the keys are not used here.
-fn is_settled(answers: &[u8], offers: &[(&str, &str)]) -> bool {
-    text::pairs(answers).all(|answer| {
-        answer.is_ok_and(|(name, value)| {
+fn is_agreed(replies: &[u8], offers: &[(&str, &str)]) -> bool {
+    text::pairs(replies).all(|pair| {
+        pair.is_ok_and(|(name, value)| {
             matches!(value, "Irrelevant" | "NotUnderstood") || offers.contains(&(name, value))
         })
     })

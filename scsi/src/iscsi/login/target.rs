@@ -257,7 +257,7 @@ impl TargetLogin {
         data: &[u8],
         gate: &mut dyn Gatekeeper,
     ) -> LoginReply {
-        let mut answer = LoginReply {
+        let mut reply = LoginReply {
             response: LoginResponse {
                 flags: LoginFlags {
                     current: request.flags.current,
@@ -276,18 +276,18 @@ impl TargetLogin {
         };
         // If the login is refused, discard any response we've created so far. Only the status, or
         // the address for a redirection, should be sent (RFC 7143 11.13.5).
-        let refusal = match self.on_request(request, data, gate, &mut answer) {
-            Ok(()) if answer.text.len() > MAX_RESPONSE => self.refuse(LoginFault::Response),
-            Ok(()) => return answer,
+        let refusal = match self.on_request(request, data, gate, &mut reply) {
+            Ok(()) if reply.text.len() > MAX_RESPONSE => self.refuse(LoginFault::Response),
+            Ok(()) => return reply,
             Err(refusal) => refusal,
         };
-        answer.text.clear();
-        answer.response.flags.transit = None;
-        answer.outcome = Outcome::Failed;
-        answer.response.status = match refusal {
+        reply.text.clear();
+        reply.response.flags.transit = None;
+        reply.outcome = Outcome::Failed;
+        reply.response.status = match refusal {
             Refusal::Status(status) => status,
             Refusal::Redirect { to, permanent } => {
-                text::put_pair(&mut answer.text, "TargetAddress", &to.to_string());
+                text::put_pair(&mut reply.text, "TargetAddress", &to.to_string());
                 if permanent {
                     LoginStatus::MOVED_PERMANENTLY
                 } else {
@@ -295,7 +295,7 @@ impl TargetLogin {
                 }
             }
         };
-        answer
+        reply
     }
 
     fn on_request(
@@ -303,7 +303,7 @@ impl TargetLogin {
         request: &LoginRequest,
         data: &[u8],
         gate: &mut dyn Gatekeeper,
-        answer: &mut LoginReply,
+        reply: &mut LoginReply,
     ) -> Result<(), Refusal> {
         self.check_header(request)?;
         // As long as the C bit is set, we have to send an empty response (RFC 7143 6.2) and wait
@@ -317,18 +317,18 @@ impl TargetLogin {
         // Start with the identity, because the offer and the need for CHAP depend on it. The names
         // must be sent in the first request (RFC 7143 6.3).
         if self.identity.is_none() {
-            self.identify(request, &pairs, gate, &mut answer.text)?;
+            self.identify(request, &pairs, gate, &mut reply.text)?;
         }
-        let chap = self.negotiate(&pairs, &mut answer.text)?;
+        let chap = self.negotiate(&pairs, &mut reply.text)?;
         if self.stage == Stage::Security {
-            self.authenticate(&chap, gate, &mut answer.text)?;
+            self.authenticate(&chap, gate, &mut reply.text)?;
         } else {
-            self.declare(&mut answer.text);
+            self.declare(&mut reply.text);
         }
         // Do this last, after this request has been processed. We can only leave the stage if it is
         // complete. Otherwise, we send a response without T and the initiator has to continue.
         match request.flags.transit {
-            Some(next) if self.may_leave() => self.leave_stage(next, gate, answer),
+            Some(next) if self.may_leave() => self.leave_stage(next, gate, reply),
             _ => Ok(()),
         }
     }
@@ -541,7 +541,7 @@ impl TargetLogin {
         // If the name is unknown, we still calculate a digest, so that the response time is the
         // same.
         let secret = known.map_or(&[][..], |known| &known.secret);
-        let is_right = sent.is_answered_by(response, secret);
+        let is_right = sent.is_valid_response(response, secret);
         let known = known.filter(|_| is_right).ok_or_else(failure)?;
         // The initiator hasn't requested mutual authentication. An identifier without a challenge
         // is an error, because there is nothing to calculate a response for.
@@ -579,9 +579,9 @@ impl TargetLogin {
         &mut self,
         next: Stage,
         gate: &mut dyn Gatekeeper,
-        answer: &mut LoginReply,
+        reply: &mut LoginReply,
     ) -> Result<(), Refusal> {
-        answer.response.flags.transit = Some(next);
+        reply.response.flags.transit = Some(next);
         self.stage = next;
         if next != Stage::FullFeature {
             return Ok(());
@@ -598,8 +598,8 @@ impl TargetLogin {
         };
         // This must be the last step, so that a failed login never creates a session or replaces an
         // existing one.
-        answer.response.tsih = gate.join(&joined).map_err(fault)?;
-        answer.outcome = Outcome::FullFeature(Box::new(joined));
+        reply.response.tsih = gate.join(&joined).map_err(fault)?;
+        reply.outcome = Outcome::FullFeature(Box::new(joined));
         Ok(())
     }
 }

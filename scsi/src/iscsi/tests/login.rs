@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::iscsi::chap::{self, ALGORITHMS, Algorithm, Credentials};
-use crate::iscsi::keys::{Key, KeyContext, KeyError, MAX_ANSWER, Negotiation, Offer, Sender};
+use crate::iscsi::keys::{Key, KeyContext, KeyError, MAX_RESPONSE, Negotiation, Offer, Sender};
 use crate::iscsi::login::{
     Auth, CompletedLogin, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin, LoginError,
     LoginReply, LoginStep, Outcome, Refusal, TargetLogin, Terms,
@@ -108,8 +108,8 @@ fn step(
     login.handle(&request(current, transit), text.as_bytes(), gate)
 }
 
-fn value<'a>(answer: &'a LoginReply, key: &str) -> Option<&'a str> {
-    text::pairs(&answer.text)
+fn value<'a>(reply: &'a LoginReply, key: &str) -> Option<&'a str> {
+    text::pairs(&reply.text)
         .map(Result::unwrap)
         .find(|(name, _)| *name == key)
         .map(|(_, value)| value)
@@ -126,10 +126,10 @@ fn login_without_authentication_takes_one_request() {
          MaxRecvDataSegmentLength=0x20000\0ErrorRecoveryLevel=2\0MaxConnections=4\0\
          OFMarker=No\0X-com.example.key=1\0"
     );
-    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
-    assert_eq!(answer.response.status, LoginStatus::SUCCESS);
-    assert_eq!(answer.response.flags.transit, Some(FullFeature));
-    assert_eq!(answer.response.tsih, Tsih(77));
+    let reply = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
+    assert_eq!(reply.response.status, LoginStatus::SUCCESS);
+    assert_eq!(reply.response.flags.transit, Some(FullFeature));
+    assert_eq!(reply.response.tsih, Tsih(77));
     for (key, expected) in [
         ("TargetPortalGroupTag", "1"),
         ("HeaderDigest", "CRC32C"),
@@ -143,9 +143,9 @@ fn login_without_authentication_takes_one_request() {
         ("OFMarker", "No"),
         ("X-com.example.key", "NotUnderstood"),
     ] {
-        assert_eq!(value(&answer, key), Some(expected), "{key}");
+        assert_eq!(value(&reply, key), Some(expected), "{key}");
     }
-    let Outcome::FullFeature(joined) = answer.outcome else {
+    let Outcome::FullFeature(joined) = reply.outcome else {
         panic!("expected the full-feature phase");
     };
     assert_eq!(joined.session.first_burst, 16384, "limited to a burst");
@@ -168,16 +168,16 @@ fn initiator_names_may_repeat_but_not_change() {
     ] {
         let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
         let first = format!("{again}AuthMethod=CHAP,None\0");
-        let answer = step(&mut login, &mut gate, Security, Some(Operational), &first);
-        assert_eq!(value(&answer, "AuthMethod"), Some("None"));
-        let answer = step(
+        let reply = step(&mut login, &mut gate, Security, Some(Operational), &first);
+        assert_eq!(value(&reply, "AuthMethod"), Some("None"));
+        let reply = step(
             &mut login,
             &mut gate,
             Operational,
             Some(FullFeature),
             &second,
         );
-        assert_eq!(answer.response.status, status, "{second:?}");
+        assert_eq!(reply.response.status, status, "{second:?}");
     }
 }
 
@@ -213,20 +213,20 @@ fn refusals_use_rfc_status() {
     ];
     for (text, stage, status) in cases {
         let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
-        let answer = step(&mut login, &mut gate, *stage, None, text);
-        assert_eq!(answer.response.status, *status, "{text}");
-        assert_eq!(answer.outcome, Outcome::Failed);
+        let reply = step(&mut login, &mut gate, *stage, None, text);
+        assert_eq!(reply.response.status, *status, "{text}");
+        assert_eq!(reply.outcome, Outcome::Failed);
     }
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
-    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), NAMES);
-    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+    let reply = step(&mut login, &mut gate, Operational, Some(FullFeature), NAMES);
+    assert_eq!(reply.response.status, LoginStatus::AUTHENTICATION_FAILURE);
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
     let none = format!("{NAMES}AuthMethod=None\0");
-    let answer = step(&mut login, &mut gate, Security, Some(Operational), &none);
-    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+    let reply = step(&mut login, &mut gate, Security, Some(Operational), &none);
+    assert_eq!(reply.response.status, LoginStatus::AUTHENTICATION_FAILURE);
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
-    let answer = step(&mut login, &mut gate, Security, Some(FullFeature), NAMES);
-    assert_eq!(answer.response.flags.transit, None, "not before CHAP");
+    let reply = step(&mut login, &mut gate, Security, Some(FullFeature), NAMES);
+    assert_eq!(reply.response.flags.transit, None, "not before CHAP");
     assert!(gate.joined.is_empty());
 }
 
@@ -235,10 +235,10 @@ fn refusals_use_rfc_status() {
 fn cve_2026_90293_stages_cannot_be_skipped() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
     let first = format!("{NAMES}AuthMethod=CHAP\0");
-    let answer = step(&mut login, &mut gate, Security, None, &first);
-    assert_eq!(value(&answer, "AuthMethod"), Some("CHAP"));
-    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), "");
-    assert_eq!(answer.outcome, Outcome::Failed);
+    let reply = step(&mut login, &mut gate, Security, None, &first);
+    assert_eq!(value(&reply, "AuthMethod"), Some("CHAP"));
+    let reply = step(&mut login, &mut gate, Operational, Some(FullFeature), "");
+    assert_eq!(reply.outcome, Outcome::Failed);
     assert!(gate.joined.is_empty());
 }
 
@@ -248,15 +248,15 @@ fn cve_2026_90293_stages_cannot_be_skipped() {
 fn cve_2026_63887_unknown_keys_limit_response() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let many: String = (0..2000).map(|i| format!("k{i}=\0")).collect();
-    let answer = step(
+    let reply = step(
         &mut login,
         &mut gate,
         Operational,
         None,
         &format!("{NAMES}{many}"),
     );
-    assert_eq!(answer.response.status, LoginStatus::INITIATOR_ERROR);
-    assert!(answer.text.is_empty());
+    assert_eq!(reply.response.status, LoginStatus::INITIATOR_ERROR);
+    assert!(reply.text.is_empty());
     // It should also not be that long before it's discarded. The limit is only exceeded by the last
     // key.
     let mut keys = Negotiation::new(Offer::default());
@@ -270,7 +270,7 @@ fn cve_2026_63887_unknown_keys_limit_response() {
     let mut names = (0..2000).map(|i| format!("k{i}"));
     let error = names.find_map(|name| keys.handle_key(&name, "", context, &mut text).err());
     assert_eq!(error, Some(KeyError::TooMany));
-    assert!(text.len() < MAX_ANSWER + 64, "{} bytes", text.len());
+    assert!(text.len() < MAX_RESPONSE + 64, "{} bytes", text.len());
 }
 
 /// tgt and LIO continue here, and initiators which send such keys do so too.
@@ -285,12 +285,12 @@ fn misplaced_key_is_not_understood() {
     ] {
         let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
         let text = format!("{NAMES}{key}={sent}\0");
-        let answer = step(&mut login, &mut gate, stage, Some(FullFeature), &text);
-        assert_eq!(answer.response.status, LoginStatus::SUCCESS, "{key}");
-        let mut values = text::pairs(&answer.text).map(Result::unwrap);
+        let reply = step(&mut login, &mut gate, stage, Some(FullFeature), &text);
+        assert_eq!(reply.response.status, LoginStatus::SUCCESS, "{key}");
+        let mut values = text::pairs(&reply.text).map(Result::unwrap);
         let is_refused = |pair| pair == (key, "NotUnderstood");
         assert!(values.any(is_refused), "{key}");
-        let Outcome::FullFeature(joined) = answer.outcome else {
+        let Outcome::FullFeature(joined) = reply.outcome else {
             panic!("{key}");
         };
         assert_eq!(joined.session.max_burst, 262_144);
@@ -304,19 +304,19 @@ fn joining_connection_may_repeat_leading_keys() {
     let mut request = request(Operational, Some(FullFeature));
     request.tsih = Tsih(77);
     let text = format!("{NAMES}SessionType=Normal\0MaxConnections=4\0InitialR2T=Yes\0");
-    let answer = login.handle(&request, text.as_bytes(), &mut gate);
-    assert_eq!(answer.response.status, LoginStatus::SUCCESS);
-    assert_eq!(value(&answer, "SessionType"), None);
-    assert_eq!(value(&answer, "MaxConnections"), Some("NotUnderstood"));
-    assert_eq!(value(&answer, "InitialR2T"), Some("NotUnderstood"));
+    let reply = login.handle(&request, text.as_bytes(), &mut gate);
+    assert_eq!(reply.response.status, LoginStatus::SUCCESS);
+    assert_eq!(value(&reply, "SessionType"), None);
+    assert_eq!(value(&reply, "MaxConnections"), Some("NotUnderstood"));
+    assert_eq!(value(&reply, "InitialR2T"), Some("NotUnderstood"));
 }
 
 #[test]
 fn refused_login_names_key_and_stage() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = format!("{NAMES}MaxBurstLength=512\0MaxBurstLength=1024\0");
-    let answer = step(&mut login, &mut gate, Operational, None, &text);
-    assert_eq!(answer.response.status, LoginStatus::INITIATOR_ERROR);
+    let reply = step(&mut login, &mut gate, Operational, None, &text);
+    assert_eq!(reply.response.status, LoginStatus::INITIATOR_ERROR);
     let fault = login.fault().unwrap().to_string();
     assert_eq!(
         fault,
@@ -328,9 +328,9 @@ fn refused_login_names_key_and_stage() {
 fn discovery_session_ignores_irrelevant_keys() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let text = "InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0MaxBurstLength=512\0MaxRecvDataSegmentLength=1\0";
-    let answer = step(&mut login, &mut gate, Operational, None, text);
-    assert_eq!(value(&answer, "MaxBurstLength"), Some("Irrelevant"));
-    assert_eq!(value(&answer, "MaxRecvDataSegmentLength"), Some("Reject"));
+    let reply = step(&mut login, &mut gate, Operational, None, text);
+    assert_eq!(value(&reply, "MaxBurstLength"), Some("Irrelevant"));
+    assert_eq!(value(&reply, "MaxRecvDataSegmentLength"), Some("Reject"));
 }
 
 #[test]
@@ -340,18 +340,15 @@ fn split_text_is_reassembled() {
     let (a, b) = text.split_at(40);
     let mut first = request(Operational, None);
     first.flags.continues = true;
-    let answer = login.handle(&first, a.as_bytes(), &mut gate);
-    assert_eq!(
-        (answer.text.len(), &answer.outcome),
-        (0, &Outcome::Continue)
-    );
-    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), b);
-    assert_eq!(value(&answer, "MaxBurstLength"), Some("16384"));
+    let reply = login.handle(&first, a.as_bytes(), &mut gate);
+    assert_eq!((reply.text.len(), &reply.outcome), (0, &Outcome::Continue));
+    let reply = step(&mut login, &mut gate, Operational, Some(FullFeature), b);
+    assert_eq!(value(&reply, "MaxBurstLength"), Some("16384"));
     let mut endless = TargetLogin::new();
     let mut failed = 0;
     for _ in 0..10 {
-        let answer = endless.handle(&first, &[b'A'; 8000], &mut gate);
-        failed += u32::from(answer.outcome == Outcome::Failed);
+        let reply = endless.handle(&first, &[b'A'; 8000], &mut gate);
+        failed += u32::from(reply.outcome == Outcome::Failed);
     }
     assert!(failed > 0);
 }
@@ -373,12 +370,12 @@ fn redirection_contains_target_address() {
         to: TargetAddress::parse("10.0.0.9:3260,1").unwrap(),
         permanent: false,
     });
-    let answer = step(&mut login, &mut gate, Operational, None, NAMES);
-    assert_eq!(answer.response.status, LoginStatus::MOVED_TEMPORARILY);
-    assert_eq!(value(&answer, "TargetAddress"), Some("10.0.0.9:3260,1"));
+    let reply = step(&mut login, &mut gate, Operational, None, NAMES);
+    assert_eq!(reply.response.status, LoginStatus::MOVED_TEMPORARILY);
+    assert_eq!(value(&reply, "TargetAddress"), Some("10.0.0.9:3260,1"));
     let mut initiator = InitiatorLogin::new(config(), [1; 33]);
     initiator.poll_request().unwrap();
-    let moved = initiator.handle_response(&answer.response, &answer.text);
+    let moved = initiator.handle_response(&reply.response, &reply.text);
     assert!(matches!(
         moved,
         Ok(LoginStep::Redirect {
@@ -398,16 +395,16 @@ fn challenged(gate: &mut Gate, algorithms: &str) -> (TargetLogin, Algorithm, u8,
         None,
         &format!("{NAMES}AuthMethod=CHAP,None\0"),
     );
-    let answer = step(
+    let reply = step(
         &mut login,
         gate,
         Security,
         None,
         &format!("CHAP_A={algorithms}\0"),
     );
-    let algorithm = Algorithm::of(value(&answer, "CHAP_A").unwrap()).unwrap();
-    let id = value(&answer, "CHAP_I").unwrap().parse().unwrap();
-    let challenge = chap::decode(value(&answer, "CHAP_C").unwrap()).unwrap();
+    let algorithm = Algorithm::of(value(&reply, "CHAP_A").unwrap()).unwrap();
+    let id = value(&reply, "CHAP_I").unwrap().parse().unwrap();
+    let challenge = chap::decode(value(&reply, "CHAP_C").unwrap()).unwrap();
     (login, algorithm, id, challenge)
 }
 
@@ -430,9 +427,9 @@ fn chap_requires_correct_secret() {
             assert_eq!(chosen, algorithm);
             let proof = chap::encode(&algorithm.respond(id, secret.as_bytes(), &challenge));
             let text = format!("CHAP_N={name}\0CHAP_R={proof}\0");
-            let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
+            let reply = step(&mut login, &mut gate, Security, Some(Operational), &text);
             assert_eq!(
-                answer.response.status == LoginStatus::SUCCESS,
+                reply.response.status == LoginStatus::SUCCESS,
                 good,
                 "{name}"
             );
@@ -447,8 +444,8 @@ fn chap_requires_correct_secret() {
         None,
         &format!("{NAMES}AuthMethod=CHAP\0"),
     );
-    let answer = step(&mut login, &mut gate, Security, None, "CHAP_A=9\0");
-    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+    let reply = step(&mut login, &mut gate, Security, None, "CHAP_A=9\0");
+    assert_eq!(reply.response.status, LoginStatus::AUTHENTICATION_FAILURE);
 }
 
 /// CVE-2018-14633, CVE-2026-63886: a response of any length should be either checked or refused,
@@ -475,13 +472,13 @@ fn cve_2018_14633_and_2026_63886_long_chap_response_fails() {
                         chap::encode(&right)
                     ),
                 };
-                let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
+                let reply = step(&mut login, &mut gate, Security, Some(Operational), &text);
                 // The challenge that we have to respond to can have any length up to the maximum.
-                let is_legal = key == "CHAP_C" && answer.response.status == LoginStatus::SUCCESS;
+                let is_legal = key == "CHAP_C" && reply.response.status == LoginStatus::SUCCESS;
                 let bytes = chap::decode(&long);
                 assert_eq!(is_legal, key == "CHAP_C" && bytes.is_some(), "{key}={long}");
                 assert!(bytes.is_none_or(|b| b.len() <= chap::MAX_BINARY));
-                assert!(answer.text.len() < 512);
+                assert!(reply.text.len() < 512);
             }
         }
     }
@@ -505,8 +502,8 @@ fn reflected_challenge_is_refused() {
         "CHAP_N=alice\0CHAP_R={proof}\0CHAP_I=1\0CHAP_C={}\0",
         chap::encode(&challenge)
     );
-    let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
-    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+    let reply = step(&mut login, &mut gate, Security, Some(Operational), &text);
+    assert_eq!(reply.response.status, LoginStatus::AUTHENTICATION_FAILURE);
 }
 
 fn config() -> InitiatorConfig {
@@ -540,8 +537,8 @@ fn run(config: InitiatorConfig, gate: &mut Gate) -> Result<LoginStep, LoginError
     let mut target = TargetLogin::new();
     loop {
         let (request, text) = initiator.poll_request().expect("next request");
-        let answer = target.handle(&request, &text, gate);
-        match initiator.handle_response(&answer.response, &answer.text)? {
+        let reply = target.handle(&request, &text, gate);
+        match initiator.handle_response(&reply.response, &reply.text)? {
             LoginStep::Send => {}
             end => return Ok(end),
         }
@@ -574,15 +571,15 @@ fn unoffered_digest_is_refused() {
     let mut login = login.with_algorithms(vec![Algorithm::Md5]);
     let mut target = TargetLogin::new();
     let (request, text) = login.poll_request().unwrap();
-    let answer = target.handle(&request, &text, &mut gate);
-    let step = login.handle_response(&answer.response, &answer.text);
+    let reply = target.handle(&request, &text, &mut gate);
+    let step = login.handle_response(&reply.response, &reply.text);
     assert_eq!(step, Ok(LoginStep::Send));
     let (request, text) = login.poll_request().unwrap();
     assert_eq!(text, b"CHAP_A=5\0");
-    let answer = target.handle(&request, &text, &mut gate);
-    assert_eq!(value(&answer, "CHAP_A"), Some("5"));
+    let reply = target.handle(&request, &text, &mut gate);
+    assert_eq!(value(&reply, "CHAP_A"), Some("5"));
     let other = b"CHAP_A=7\0CHAP_I=1\0CHAP_C=0x0102\0";
-    let end = login.handle_response(&answer.response, other);
+    let end = login.handle_response(&reply.response, other);
     assert!(matches!(end, Err(LoginError::Protocol(_))), "{end:?}");
 }
 
@@ -591,7 +588,7 @@ fn unoffered_digest_is_refused() {
 #[test]
 fn unrequested_stage_transition_is_refused() {
     let to_operational = response(Security, Some(Operational));
-    let not_asked = Err(LoginError::Protocol("stage transition was not requested"));
+    let not_requested = Err(LoginError::Protocol("stage transition was not requested"));
     let with_secret = || {
         let config = InitiatorConfig {
             credentials: Some(credentials("alice", "alice has a secret")),
@@ -608,11 +605,14 @@ fn unrequested_stage_transition_is_refused() {
     let (second, _) = login.poll_request().unwrap();
     assert_eq!(second.flags.transit, None);
     let challenge = b"CHAP_A=5\0CHAP_I=1\0CHAP_C=0x0102\0";
-    assert_eq!(login.handle_response(&to_operational, challenge), not_asked);
+    assert_eq!(
+        login.handle_response(&to_operational, challenge),
+        not_requested
+    );
     assert_eq!(login.poll_request(), None);
     let mut login = with_secret();
     let end = login.handle_response(&to_operational, b"AuthMethod=None\0");
-    assert_eq!(end, not_asked);
+    assert_eq!(end, not_requested);
 }
 
 #[test]
@@ -684,9 +684,9 @@ proptest! {
             let transit = [None, Some(Operational), Some(FullFeature), None][usize::from(transit)].filter(|t| *t > current);
             let text: String = picks.iter().map(|p| format!("{}\0", words[*p])).collect();
             let text = std::mem::take(&mut first) + &text;
-            let answer = step(&mut login, &mut gate, current, transit, &text);
-            prop_assert!(answer.text.len() <= 8192);
-            if answer.outcome == Outcome::Failed { break }
+            let reply = step(&mut login, &mut gate, current, transit, &text);
+            prop_assert!(reply.text.len() <= 8192);
+            if reply.outcome == Outcome::Failed { break }
         }
         prop_assert!(gate.joined.is_empty());
     }
@@ -734,8 +734,8 @@ fn rdma_login_swaps_segment_lengths() {
     let mut initiator = InitiatorLogin::new(config, [7; chap::CHALLENGE_LEN + 1]);
     let ours = loop {
         let (request, text) = initiator.poll_request().unwrap();
-        let answer = target.handle(&request, &text, &mut gate);
-        match initiator.handle_response(&answer.response, &answer.text) {
+        let reply = target.handle(&request, &text, &mut gate);
+        match initiator.handle_response(&reply.response, &reply.text) {
             Ok(LoginStep::Send) => {}
             Ok(LoginStep::FullFeature {
                 session,
@@ -771,9 +771,9 @@ fn login_succeeds_despite_not_understood_keys() {
     let (mut target, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let mut initiator = InitiatorLogin::new(config, [7; chap::CHALLENGE_LEN + 1]);
     let (request, _) = initiator.poll_request().unwrap();
-    let answer = target.handle(&request, NAMES.as_bytes(), &mut gate);
+    let reply = target.handle(&request, NAMES.as_bytes(), &mut gate);
     let text = keys.map(|key| format!("{}=NotUnderstood\0", key.row().name));
-    let step = initiator.handle_response(&answer.response, text.concat().as_bytes());
+    let step = initiator.handle_response(&reply.response, text.concat().as_bytes());
     assert!(step.is_ok(), "{step:?}");
 }
 
@@ -811,16 +811,16 @@ fn offering() -> InitiatorLogin {
     login
 }
 
-fn answer_to(login: &mut InitiatorLogin, text: &str) -> Result<String, LoginError> {
+fn reply_to(login: &mut InitiatorLogin, text: &str) -> Result<String, LoginError> {
     login.handle_response(&response(Operational, None), text.as_bytes())?;
-    let (_, answer) = login.poll_request().expect("next request");
-    Ok(String::from_utf8(answer).unwrap())
+    let (_, reply) = login.poll_request().expect("next request");
+    Ok(String::from_utf8(reply).unwrap())
 }
 
 /// RFC 7143 6.2: a response is required for each key that was offered by the other side.
 #[test]
 fn initiator_responds_to_target_offers() {
-    for (proposal, answer) in [
+    for (proposal, expected) in [
         ("X-com.example.key=1\0", "X-com.example.key=NotUnderstood\0"),
         ("X-com.example.key=NotUnderstood\0", ""),
         // Keys that are not part of our offer.
@@ -844,14 +844,14 @@ fn initiator_responds_to_target_offers() {
         ),
     ] {
         assert_eq!(
-            answer_to(&mut offering(), proposal).as_deref(),
-            Ok(answer),
+            reply_to(&mut offering(), proposal).as_deref(),
+            Ok(expected),
             "{proposal}"
         );
     }
     let mut login = offering();
-    answer_to(&mut login, "OFMarker=Yes\0").unwrap();
-    let twice = answer_to(&mut login, "OFMarker=Yes\0");
+    reply_to(&mut login, "OFMarker=Yes\0").unwrap();
+    let twice = reply_to(&mut login, "OFMarker=Yes\0");
     assert_eq!(twice, Err(LoginError::Key(KeyError::Twice(Key::OfMarker))));
 }
 
@@ -877,12 +877,12 @@ fn early_target_offers_get_operational_response() {
 #[test]
 fn last_response_must_not_need_reply() {
     let last = response(Operational, Some(FullFeature));
-    let settled: [&[u8]; 3] = [
+    let agreed: [&[u8]; 3] = [
         b"X-com.example.key=1\0",
         b"DefaultTime2Wait=7\0",
         b"InitiatorRecvDataSegmentLength=512\0",
     ];
-    for text in settled {
+    for text in agreed {
         let step = offering().handle_response(&last, text);
         assert!(
             matches!(step, Ok(LoginStep::FullFeature { .. })),
@@ -899,8 +899,8 @@ fn last_response_must_not_need_reply() {
 fn unknown_target_keys_limit_response() {
     let text: String = (0..1600).map(|n| format!("k{n}=\0")).collect();
     assert!(text.len() < 16 << 10);
-    let answer = answer_to(&mut offering(), &text);
-    assert_eq!(answer, Err(LoginError::Key(KeyError::TooMany)));
+    let reply = reply_to(&mut offering(), &text);
+    assert_eq!(reply, Err(LoginError::Key(KeyError::TooMany)));
 }
 
 #[test]
@@ -910,18 +910,18 @@ fn rdma_keys_are_irrelevant_on_tcp() {
         "{NAMES}RDMAExtensions=Yes\0InitiatorRecvDataSegmentLength=4096\0iSERHelloRequired=Yes\0\
          MaxAHSLength=512\0"
     );
-    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
-    assert_eq!(value(&answer, "RDMAExtensions"), Some("No"));
+    let reply = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
+    assert_eq!(value(&reply, "RDMAExtensions"), Some("No"));
     for key in [
         "InitiatorRecvDataSegmentLength",
         "iSERHelloRequired",
         "MaxAHSLength",
     ] {
-        assert_eq!(value(&answer, key), Some("Irrelevant"), "{key}");
+        assert_eq!(value(&reply, key), Some("Irrelevant"), "{key}");
     }
-    assert_eq!(value(&answer, "MaxRecvDataSegmentLength"), Some("65536"));
-    let Outcome::FullFeature(joined) = answer.outcome else {
-        panic!("{answer:?}");
+    assert_eq!(value(&reply, "MaxRecvDataSegmentLength"), Some("65536"));
+    let Outcome::FullFeature(joined) = reply.outcome else {
+        panic!("{reply:?}");
     };
     assert!(!joined.session.rdma_extensions);
     assert_eq!(joined.connection.max_recv_segment, 65536);
@@ -940,8 +940,8 @@ fn rdma_limits_must_not_be_one() {
             let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
             gate.offer = iser_offer();
             let text = format!("{NAMES}RDMAExtensions=Yes\0{name}={limit}\0");
-            let answer = step(&mut login, &mut gate, Operational, None, &text);
-            let is_rejected = value(&answer, name) == Some("Reject");
+            let reply = step(&mut login, &mut gate, Operational, None, &text);
+            let is_rejected = value(&reply, name) == Some("Reject");
             assert_eq!(is_rejected, is_refused, "{name}={limit}");
         }
     }
@@ -964,17 +964,17 @@ fn only_allowed_algorithms_are_selected() {
         let mut login = TargetLogin::new();
         let hello = "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t\0AuthMethod=CHAP\0";
         let first = request(Stage::Security, None);
-        let answer = login.handle(&first, hello.as_bytes(), &mut gate);
-        assert_eq!(answer.response.status, LoginStatus::SUCCESS);
+        let reply = login.handle(&first, hello.as_bytes(), &mut gate);
+        assert_eq!(reply.response.status, LoginStatus::SUCCESS);
         let algorithms = format!("CHAP_A={offered}\0");
-        let answer = login.handle(&first, algorithms.as_bytes(), &mut gate);
+        let reply = login.handle(&first, algorithms.as_bytes(), &mut gate);
         match chosen {
             Some(chosen) => {
-                let text = String::from_utf8(answer.text).unwrap();
+                let text = String::from_utf8(reply.text).unwrap();
                 assert!(text.contains(&format!("CHAP_A={chosen}\0")), "{text}");
             }
             None => {
-                let status = answer.response.status;
+                let status = reply.response.status;
                 assert_eq!(status, LoginStatus::AUTHENTICATION_FAILURE);
             }
         }

@@ -229,10 +229,10 @@ fn cve_2026_18724_to_2026_18728_discovery_names_are_checked() {
         assert_eq!(IscsiName::new(bad), Err(error), "{bad:?}");
     }
     assert!(IscsiName::new(&format!("iqn.2026-01.{}", "a".repeat(300))).is_err());
-    let answer = b"TargetName=iqn.2026-01.a:x\0TargetAddress=10.0.0.1:3260,1\0\
+    let text = b"TargetName=iqn.2026-01.a:x\0TargetAddress=10.0.0.1:3260,1\0\
         TargetName=iqn.2026-01.b/../../etc\0TargetAddress=10.0.0.2,1\0\
         TargetName=iqn.2026-01.c\0TargetAddress=a;reboot\0";
-    let (found, refused) = name::parse_targets(answer).unwrap();
+    let (found, refused) = name::parse_targets(text).unwrap();
     let names: Vec<_> = found.iter().map(|f| f.name.as_str()).collect();
     assert_eq!(names, ["iqn.2026-01.a:x", "iqn.2026-01.c"]);
     assert_eq!(found[0].addresses[0].to_string(), "10.0.0.1:3260,1");
@@ -299,10 +299,10 @@ fn chap_responses_match_reference() {
             id: 1,
             bytes: [7; 32],
         };
-        assert!(challenge.is_answered_by(response, b"secret"));
-        assert!(!challenge.is_answered_by(response, b"other"));
-        assert!(!challenge.is_answered_by(&response[..response.len() - 2], b"secret"));
-        assert!(!challenge.is_answered_by("", b"secret"));
+        assert!(challenge.is_valid_response(response, b"secret"));
+        assert!(!challenge.is_valid_response(response, b"other"));
+        assert!(!challenge.is_valid_response(&response[..response.len() - 2], b"secret"));
+        assert!(!challenge.is_valid_response("", b"secret"));
     }
 }
 

@@ -22,12 +22,14 @@ pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
 fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
     let mut accepted = Tally::default();
     let mut refused = Tally::default();
-    let mut answered: BTreeMap<String, Functions> = BTreeMap::new();
+    let mut functions_by_protocol: BTreeMap<String, Functions> = BTreeMap::new();
     for snapshot in snapshots {
         accepted.merge(&snapshot.logins);
         refused.merge(&snapshot.rejects);
         for (protocol, functions) in &snapshot.functions {
-            let sum = answered.entry(protocol.to_string()).or_default();
+            let sum = functions_by_protocol
+                .entry(protocol.to_string())
+                .or_default();
             sum.merge(functions);
         }
     }
@@ -54,12 +56,12 @@ fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
         "riser_task_management_total",
         "Completed task-management functions, by function and response.",
     );
-    for (protocol, tally) in &answered {
-        for ((function, answer), n) in tally.iter() {
+    for (protocol, tally) in &functions_by_protocol {
+        for ((function, response), n) in tally.iter() {
             let labels = [
                 ("protocol", protocol.as_str()),
                 ("function", function),
-                ("answer", answer),
+                ("answer", response),
             ];
             functions.add(&labels, n as f64);
         }
@@ -163,11 +165,11 @@ fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
         // number of requests in flight.
         let families = [
             ("srp", "received", srp.commands + srp.task_management),
-            ("srp", "answered", srp.answered),
+            ("srp", "answered", srp.responded),
             ("srp", "aborted", srp.aborted),
             ("srp", "torn_down", srp.torn_down),
             ("iscsi", "received", iscsi.commands + iscsi.task_management),
-            ("iscsi", "answered", iscsi.answered),
+            ("iscsi", "answered", iscsi.responded),
             ("iscsi", "aborted", iscsi.aborted),
             ("iscsi", "torn_down", iscsi.torn_down),
         ];

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Maximum output size in bytes.
-const MAX_ANSWER: u64 = 16 << 20;
+const MAX_RESPONSE: u64 = 16 << 20;
 
 /// A program that can be used for an upgrade.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ pub(super) enum CandidateError {
     #[error("not a regular file")]
     NotAFile,
     #[error("cannot run the program to check the configuration: {0}")]
-    NotAsked(#[source] std::io::Error),
+    NotRun(#[source] std::io::Error),
     #[error("the configuration check timed out after {} s", PATIENCE.as_secs())]
     Silent,
     #[error("the program rejected the current configuration: {0}")]
@@ -104,8 +104,8 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
     access(program, Access::EXEC_OK).map_err(|e| CandidateError::NotThere(e.into()))?;
     // We use a file instead of a pipe, because a child that does not read its input must not block
     // us.
-    let config = process::sealed(yaml.as_bytes()).map_err(CandidateError::NotAsked)?;
-    let (status, answer, complaint) = run_check(program, config)?;
+    let config = process::sealed(yaml.as_bytes()).map_err(CandidateError::NotRun)?;
+    let (status, info, complaint) = run_check(program, config)?;
     if !status.success() {
         // We only use the first line, because an unknown program could print anything.
         let complaint = String::from_utf8_lossy(&complaint);
@@ -117,28 +117,28 @@ pub(super) fn check(program: &Path, yaml: &str) -> Result<Candidate, CandidateEr
         let why = first.map_or_else(ended, str::to_owned);
         return Err(CandidateError::Refuses(why));
     }
-    let answer: ProgramInfo =
+    let info: ProgramInfo =
         // A program can exit successfully without being a riserd: `true` accepts any arguments.
-        serde_json::from_slice(&answer).map_err(|_| CandidateError::Stranger)?;
-    if !answer.valid {
+        serde_json::from_slice(&info).map_err(|_| CandidateError::Stranger)?;
+    if !info.valid {
         return Err(CandidateError::Stranger);
     }
-    if !answer.takes_over.contains(&VERSION) {
+    if !info.takes_over.contains(&VERSION) {
         return Err(CandidateError::OtherVersions {
-            version: answer.version,
-            versions: answer.takes_over,
+            version: info.version,
+            versions: info.takes_over,
         });
     }
-    let refused = refused_calls(&answer.system_calls);
+    let refused = refused_calls(&info.system_calls);
     if !refused.is_empty() {
         return Err(CandidateError::SystemCalls {
-            version: answer.version,
+            version: info.version,
             calls: refused.join(", "),
         });
     }
     Ok(Candidate {
         program: program.to_owned(),
-        version: answer.version,
+        version: info.version,
     })
 }
 
@@ -170,11 +170,11 @@ fn run_check(
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .map_err(CandidateError::NotAsked)?;
+        .map_err(CandidateError::NotRun)?;
     let until = Instant::now() + PATIENCE;
     // Read both pipes concurrently: if the child fills one pipe while we read the other, it would
     // block forever.
-    let answer = read(child.stdout.take());
+    let output = read(child.stdout.take());
     let complaint = read(child.stderr.take());
     let status = wait(&mut child, until)?;
     // A grandchild process may still hold the pipes.
@@ -182,7 +182,7 @@ fn run_check(
         let left = until.saturating_duration_since(Instant::now());
         pipe.recv_timeout(left).map_err(|_| CandidateError::Silent)
     };
-    Ok((status, rest(&answer)?, rest(&complaint)?))
+    Ok((status, rest(&output)?, rest(&complaint)?))
 }
 
 /// Reads a pipe until EOF on a separate thread.
@@ -192,7 +192,7 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> Receiver<Vec<u8>> {
         let mut bytes = Vec::new();
         if let Some(pipe) = pipe {
             // On errors, we use the output received so far.
-            let _ = pipe.take(MAX_ANSWER).read_to_end(&mut bytes);
+            let _ = pipe.take(MAX_RESPONSE).read_to_end(&mut bytes);
         }
         // The check may have timed out.
         let _ = tx.send(bytes);
@@ -212,7 +212,7 @@ fn wait(child: &mut Child, until: Instant) -> Result<ExitStatus, CandidateError>
                 let _ = child.wait();
                 return Err(CandidateError::Silent);
             }
-            Err(error) => return Err(CandidateError::NotAsked(error)),
+            Err(error) => return Err(CandidateError::NotRun(error)),
         }
     }
 }

@@ -46,14 +46,14 @@ impl Builder {
                 let meanwhile = std::mem::replace(&mut self.identities, kept);
                 self.unread = None;
                 self.identities.add_losses(&meanwhile);
-                self.keep_given(config);
+                self.keep_configured(config);
             }
             Err(error) => self.unread = Some(error.to_string()),
         }
     }
 
     /// Also stores the names of units that were added in the meantime.
-    fn keep_given(&mut self, config: &Config) {
+    fn keep_configured(&mut self, config: &Config) {
         for backend in &config.backends {
             let unit = self.units.get(&backend.name);
             if let Some(unit) = unit.filter(|unit| unit.lu.has_medium()) {

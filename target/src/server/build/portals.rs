@@ -96,7 +96,7 @@ pub(super) mod tests {
     use std::time::{Duration, Instant};
 
     use riser_transport::netif::Interface;
-    use riser_transport::shm::{ShmListener, ShmUsers, ask_listener};
+    use riser_transport::shm::{ShmListener, ShmUsers, query_listener};
     use riser_transport::wire::ROCE_PORT;
 
     use super::*;
@@ -293,7 +293,7 @@ pub(super) mod tests {
         drop(taken);
         retry(&mut server).unwrap();
         assert_eq!(problems(&server), []);
-        ask_listener(addr, &ShmUsers::default()).unwrap();
+        query_listener(addr, &ShmUsers::default()).unwrap();
         server.shutdown().unwrap();
     }
 

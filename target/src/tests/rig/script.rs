@@ -12,7 +12,7 @@ use riser_scsi::lun::LunId;
 use riser_test_peers::pdus::{cdb10, scsi_command, tmf_request};
 
 use super::{Peer, Rig, windowed};
-use crate::fabric::task_mgmt::{Function, FunctionAnswer};
+use crate::fabric::task_mgmt::{Function, FunctionResponse};
 use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::unit_config;
 use crate::iscsi::TaskState;
@@ -22,7 +22,7 @@ use crate::worker::fabrics::Input;
 pub(crate) const GOOD: Outcome = Outcome::Status(0, None);
 
 /// The response to a function that was executed.
-pub(crate) const COMPLETE: Outcome = Outcome::Function(FunctionAnswer::Complete);
+pub(crate) const COMPLETE: Outcome = Outcome::Function(FunctionResponse::Complete);
 
 /// A task of another worker.
 pub(crate) const FOREIGN: TaskRef = TaskRef {
@@ -164,7 +164,7 @@ pub(crate) struct Response {
 pub(crate) enum Outcome {
     /// Status, with the sense key, additional sense code and qualifier.
     Status(u8, Option<(u8, u8, u8)>),
-    Function(FunctionAnswer),
+    Function(FunctionResponse),
 }
 
 impl Outcome {
@@ -182,15 +182,15 @@ pub(super) fn response_of(pdu: &FromTarget, data: &[u8]) -> Option<Response> {
         }
         FromTarget::DataIn(pdu) => (pdu.itt, Outcome::Status(pdu.status?.status, None)),
         FromTarget::TmfResponse(response) => {
-            let answer = match response.status {
-                TmfStatus::Complete => FunctionAnswer::Complete,
-                TmfStatus::TaskDoesNotExist => FunctionAnswer::NoSuchTask,
-                TmfStatus::LunDoesNotExist => FunctionAnswer::NoSuchLun,
-                TmfStatus::NotSupported => FunctionAnswer::NotSupported,
-                TmfStatus::AuthorizationFailed => FunctionAnswer::NotAuthorized,
+            let reply = match response.status {
+                TmfStatus::Complete => FunctionResponse::Complete,
+                TmfStatus::TaskDoesNotExist => FunctionResponse::NoSuchTask,
+                TmfStatus::LunDoesNotExist => FunctionResponse::NoSuchLun,
+                TmfStatus::NotSupported => FunctionResponse::NotSupported,
+                TmfStatus::AuthorizationFailed => FunctionResponse::NotAuthorized,
                 other => panic!("{other:?} is not in a script"),
             };
-            (response.itt, Outcome::Function(answer))
+            (response.itt, Outcome::Function(reply))
         }
         _ => return None,
     };
@@ -319,7 +319,7 @@ impl<P: Peer> Rig<P> {
     pub(crate) fn statuses(&mut self) -> Vec<(u32, u8)> {
         let of = |response: Response| match response.outcome {
             Outcome::Status(status, _) => (response.tag, status),
-            Outcome::Function(FunctionAnswer::Complete) => (response.tag, 0),
+            Outcome::Function(FunctionResponse::Complete) => (response.tag, 0),
             other => panic!("{other:?}"),
         };
         self.responses().into_iter().map(of).collect()

@@ -15,7 +15,7 @@ use riser_test_peers::pdus::cdb10;
 use super::script::{Command, Management, Outcome, Response};
 use super::{Peer, Rig, UNITS, Work, windowed};
 use crate::config::DATA_OUT_TIMEOUT;
-use crate::fabric::task_mgmt::{Function, FunctionAnswer};
+use crate::fabric::task_mgmt::{Function, FunctionResponse};
 use crate::fabric::{RdmaRequest, TaskAction, TaskIdx};
 use crate::iscsi::TaskState;
 use crate::pool::Buffer;
@@ -120,10 +120,10 @@ impl Peer for SrpPeer {
         };
         let outcome = match rsp.response.map(u8::from) {
             None => Outcome::of_sense(rsp.status, rsp.sense),
-            Some(0) => Outcome::Function(FunctionAnswer::Complete),
-            Some(2) => Outcome::Function(FunctionAnswer::NoSuchLun),
-            Some(4) => Outcome::Function(FunctionAnswer::NotSupported),
-            Some(5) => Outcome::Function(FunctionAnswer::NotAuthorized),
+            Some(0) => Outcome::Function(FunctionResponse::Complete),
+            Some(2) => Outcome::Function(FunctionResponse::NoSuchLun),
+            Some(4) => Outcome::Function(FunctionResponse::NotSupported),
+            Some(5) => Outcome::Function(FunctionResponse::NotAuthorized),
             other => panic!("{other:?} is not in a script"),
         };
         let tag = rsp.tag.0 as u32;
@@ -250,7 +250,7 @@ impl Peer for SrpPeer {
         assert_eq!(self.channel.state(), ChState::Disconnected);
         assert!(self.released);
         let c = self.channel.stats().counters;
-        let ended = c.answered + c.aborted + c.torn_down;
+        let ended = c.responded + c.aborted + c.torn_down;
         assert!(ended >= c.commands + c.task_management);
         assert_eq!(self.channel.requests().len(), 0);
         assert!(self.channel.sender().queue.is_idle());
@@ -360,24 +360,24 @@ impl Rig<SrpPeer> {
     }
 
     /// Returns the only response that was received.
-    pub(crate) fn rsp(&mut self) -> Answer {
+    pub(crate) fn rsp(&mut self) -> SrpResponse {
         assert_eq!(self.received.len(), 1, "one message: {:?}", self.received);
         let (_, bytes) = self.received.remove(0);
-        Answer::of(&bytes)
+        SrpResponse::of(&bytes)
     }
 
-    pub(crate) fn answers(&mut self) -> Vec<Answer> {
+    pub(crate) fn srp_responses(&mut self) -> Vec<SrpResponse> {
         std::mem::take(&mut self.received)
             .iter()
             .filter(|(_, b)| b[0] == 0xc1)
-            .map(|(_, b)| Answer::of(b))
+            .map(|(_, b)| SrpResponse::of(b))
             .collect()
     }
 }
 
 /// An SRP_RSP with owned data.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct SrpResponse {
     pub(crate) tag: u64,
     pub(crate) delta: i32,
     pub(crate) status: u8,
@@ -387,7 +387,7 @@ pub(crate) struct Answer {
     pub(crate) data_out: Residual,
 }
 
-impl Answer {
+impl SrpResponse {
     fn of(bytes: &[u8]) -> Self {
         let FromTarget::Rsp(Rsp {
             req_lim_delta,

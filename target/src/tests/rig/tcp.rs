@@ -44,7 +44,7 @@ pub(crate) struct TcpPeer {
     /// PDUs that the socket is sending.
     in_socket: Option<Vec<Received>>,
     /// R2Ts without a response, because the data is withheld.
-    asked: Vec<R2t>,
+    r2ts: Vec<R2t>,
     /// Bytes that were not read by the channel because its send queue is full.
     pub(crate) unread: Vec<u8>,
     pub(crate) disconnected: bool,
@@ -69,7 +69,7 @@ impl TcpPeer {
             digests: Digests::default(),
             cmd_sn: 1,
             in_socket: None,
-            asked: Vec::new(),
+            r2ts: Vec::new(),
             unread: Vec::new(),
             disconnected: false,
             released: false,
@@ -245,7 +245,7 @@ impl Peer for TcpPeer {
 
     fn provide_data(rig: &mut Rig<Self>) {
         for peer in 0..rig.peers.len() {
-            for r2t in std::mem::take(&mut rig.peers[peer].asked) {
+            for r2t in std::mem::take(&mut rig.peers[peer].r2ts) {
                 rig.send_solicited(peer, r2t);
             }
         }
@@ -402,7 +402,7 @@ impl Rig<TcpPeer> {
                     memory[pdu.offset as usize..][..bytes.len()].copy_from_slice(bytes);
                 }
             }
-            FromTarget::R2t(r2t) if self.withholds_data => self.peers[peer].asked.push(*r2t),
+            FromTarget::R2t(r2t) if self.withholds_data => self.peers[peer].r2ts.push(*r2t),
             FromTarget::R2t(r2t) => self.send_solicited(peer, *r2t),
             _ => {}
         }
@@ -496,7 +496,7 @@ pub(crate) fn sense(received: &[Received]) -> (u8, u8, u8) {
         FromTarget::ScsiResponse(_) => data.get(2..),
         _ => None,
     });
-    let sense = found.unwrap_or_else(|| panic!("no answer in {received:?}"));
+    let sense = found.unwrap_or_else(|| panic!("no response in {received:?}"));
     (sense[2] & 15, sense[12], sense[13])
 }
 
@@ -512,7 +512,7 @@ pub(crate) fn tmf_status(received: &[Received]) -> TmfStatus {
         FromTarget::TmfResponse(response) => Some(response.status),
         _ => None,
     });
-    found.unwrap_or_else(|| panic!("no answer in {received:?}"))
+    found.unwrap_or_else(|| panic!("no response in {received:?}"))
 }
 
 /// Returns an R-Data SNACK for all data of a command starting at `begin`.

@@ -116,7 +116,7 @@ impl Worker {
     }
 
     /// Notifies a connection that it may have the next command of its session.
-    pub(super) fn give_turn(&mut self, ConnRef { worker, serial }: ConnRef) {
+    pub(super) fn notify_turn(&mut self, ConnRef { worker, serial }: ConnRef) {
         self.post_mail(worker, Mail::TakeTurn { serial });
     }
 
@@ -146,7 +146,7 @@ impl Worker {
             };
             match action {
                 Action::Task(action) => self.carry_out_task(key, action),
-                Action::TakeTurn(conn) => self.give_turn(conn),
+                Action::TakeTurn(conn) => self.notify_turn(conn),
                 Action::EndOthers => self.end_others(key),
                 Action::Lost => self.lose_iscsi(key),
                 Action::Detached => self.detach_iscsi(key),

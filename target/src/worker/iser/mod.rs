@@ -92,7 +92,7 @@ impl Worker {
     fn carry_out_iser(&mut self, key: ConnKey, action: Action) {
         match action {
             Action::Task(action) => self.carry_out_task(key, action),
-            Action::TakeTurn(conn) => self.give_turn(conn),
+            Action::TakeTurn(conn) => self.notify_turn(conn),
             Action::EndOthers => self.end_others(key),
             Action::Disconnect | Action::Release => {
                 unreachable!("the connection keeps these for itself")

@@ -14,8 +14,8 @@ use riser_transport::wire::{
     emit_headers,
 };
 
-use super::overheard::{COMM_ID, Host, MAD};
-use super::{Act, CheatPlan, Overheard, Pace, Surroundings};
+use super::sniffer::{COMM_ID, Host, MAD};
+use super::{Act, CheatPlan, Pace, Sniffer, Surroundings};
 
 /// Offsets in a MAD: attribute ID, remote communication ID, and remote QPN in a DREQ.
 const ATTRIBUTE: usize = MAD + 16;
@@ -31,7 +31,7 @@ const GUID: usize = MAD + 40;
 pub struct Forger {
     pace: Pace,
     fabric: Fabric,
-    overheard: Overheard,
+    sniffer: Sniffer,
     victim: u8,
 }
 
@@ -40,7 +40,7 @@ impl Forger {
         Self {
             pace: Pace::new(plan, rng, world.fabric.now()),
             fabric: world.fabric.clone(),
-            overheard: world.overheard.clone(),
+            sniffer: world.sniffer.clone(),
             victim: world.host(plan.aim.victim().unwrap_or_default()),
         }
     }
@@ -54,7 +54,7 @@ impl Forger {
         while let Some(act) = self.pace.act(now) {
             // Uses another initiator if the victim has no RDMA connection.
             let of_rdma = |host: &Host| host.request.is_some().then(|| host.clone());
-            if let (Act::Message, Some(host)) = (act, self.overheard.stolen(self.victim, of_rdma)) {
+            if let (Act::Message, Some(host)) = (act, self.sniffer.stolen(self.victim, of_rdma)) {
                 self.forge(&host);
             }
             worked = true;

@@ -13,8 +13,8 @@
 //! [`Mutator`]: riser_tests::mutator::Mutator
 
 mod forger;
-mod overheard;
 mod rdma;
+mod sniffer;
 mod tcp;
 
 use std::net::{IpAddr, Ipv4Addr};
@@ -29,8 +29,8 @@ use riser_transport::loopback::Fabric;
 use serde::{Deserialize, Serialize};
 
 use self::forger::Forger;
-pub use self::overheard::{Overheard, is_cheat};
 use self::rdma::RdmaCheat;
+pub use self::sniffer::{Sniffer, is_cheat};
 use self::tcp::TcpCheat;
 use crate::initiator::Dialed;
 use crate::plan::Protocol;
@@ -220,7 +220,7 @@ pub struct Surroundings {
     /// Number of initiators and of rivals.
     pub hosts: (usize, usize),
     /// Eavesdropped packets.
-    pub overheard: Overheard,
+    pub sniffer: Sniffer,
 }
 
 impl Surroundings {
@@ -229,7 +229,7 @@ impl Surroundings {
         let (initiators, rivals) = self.hosts;
         let index = victim % (initiators + rivals).max(1);
         match index.checked_sub(initiators) {
-            None => overheard::host(initiator::address(index)),
+            None => sniffer::host(initiator::address(index)),
             Some(rival) => 200 + rival as u8,
         }
     }
@@ -307,7 +307,7 @@ impl Pace {
 
     /// Returns the next action if it is due.
     fn act(&mut self, now: Instant) -> Option<Act> {
-        if !self.goes_on() || self.next > now {
+        if !self.is_active() || self.next > now {
             return None;
         }
         self.left = self.left.saturating_sub(1);
@@ -338,12 +338,12 @@ impl Pace {
     }
 
     /// Returns whether there are more actions.
-    fn goes_on(&self) -> bool {
+    fn is_active(&self) -> bool {
         self.left > 0 || self.plan.lasts
     }
 
     fn next(&self) -> Option<Instant> {
-        self.goes_on().then_some(self.next)
+        self.is_active().then_some(self.next)
     }
 }
 

@@ -22,10 +22,10 @@ use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, ROCE_PORT, emit_headers,
 };
 
-use super::overheard::Host;
+use super::sniffer::Host;
 use super::{
-    Act, Aim, CheatPlan, HostileCommand, Names, Overheard, Pace, SILENCES, SRP_PORT, Surroundings,
-    address, overheard, set_number,
+    Act, Aim, CheatPlan, HostileCommand, Names, Pace, SILENCES, SRP_PORT, Sniffer, Surroundings,
+    address, set_number, sniffer,
 };
 use crate::plan::Protocol;
 use crate::target;
@@ -73,7 +73,7 @@ pub struct RdmaCheat {
     pace: Pace,
     mutator: Mutator,
     fabric: Fabric,
-    overheard: Overheard,
+    sniffer: Sniffer,
     /// SRP ports of the target for cheating peers, and of the tested target.
     port: TargetPortId,
     honest: TargetPortId,
@@ -115,7 +115,7 @@ impl RdmaCheat {
             mutator: mutator.with_seed(rng.u64(..), 2),
             pace: Pace::new(plan, rng, now),
             fabric: world.fabric.clone(),
-            overheard: world.overheard.clone(),
+            sniffer: world.sniffer.clone(),
             port: world.port,
             honest: world.honest,
             victim: plan.aim.victim().map(|victim| world.host(victim)),
@@ -244,7 +244,7 @@ impl RdmaCheat {
     }
 
     fn stolen_port(&self) -> Option<InitiatorPortId> {
-        self.overheard.stolen(self.victim?, |host| host.port)
+        self.sniffer.stolen(self.victim?, |host| host.port)
     }
 
     /// Abandons the connection, with or without a disconnect.
@@ -263,9 +263,9 @@ impl RdmaCheat {
 
     /// Processes received events and completions. Returns whether there were any.
     fn poll(&mut self, now: Instant) -> bool {
-        let mut came = false;
+        let mut received = false;
         while let Some(event) = self.device.poll_cm_event() {
-            came = true;
+            received = true;
             let Some(connection) = self.connection.as_mut().filter(|c| c.cm == event.id) else {
                 continue;
             };
@@ -279,11 +279,11 @@ impl RdmaCheat {
             }
         }
         let Some(connection) = &self.connection else {
-            return came;
+            return received;
         };
         let mut done: Vec<Completion> = Vec::new();
         let _ = self.device.poll_cq(connection.cq, 64, &mut done);
-        came |= !done.is_empty();
+        received |= !done.is_empty();
         for completion in done {
             if !completion.status.is_ok() {
                 self.leave(now);
@@ -295,7 +295,7 @@ impl RdmaCheat {
                 self.post_recv(completion.wr_id.0 as usize);
             }
         }
-        came
+        received
     }
 
     /// Sends a login, if this is not part of the connection request.
@@ -304,7 +304,7 @@ impl RdmaCheat {
             let victim = self.victim;
             let stolen = victim.and_then(|victim| {
                 let names = |host: &Host| host.names.clone();
-                self.overheard.stolen(victim, names)
+                self.sniffer.stolen(victim, names)
             });
             let mut names = stolen.unwrap_or_else(|| Names::own(self.index));
             names.tsih = 0;
@@ -435,7 +435,7 @@ impl RdmaCheat {
     fn acknowledge(&mut self, syndromes: &[u8]) {
         let from = SocketAddr::new(address(self.index), ROCE_PORT);
         let to = SocketAddr::new(target::ADDRESS, ROCE_PORT);
-        let Some(known) = self.overheard.of(overheard::host(from.ip())) else {
+        let Some(known) = self.sniffer.of(sniffer::host(from.ip())) else {
             return;
         };
         let (Some(qpn), Some(psn)) = (known.qpns[0], known.psns[0]) else {

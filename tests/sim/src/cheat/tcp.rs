@@ -10,7 +10,7 @@ use riser_scsi::iscsi::frame::Framer;
 use riser_tests::mutator::Mutator;
 
 use super::{
-    Act, Aim, CheatPlan, HostileCommand, Names, Overheard, Pace, Surroundings, address, set_number,
+    Act, Aim, CheatPlan, HostileCommand, Names, Pace, Sniffer, Surroundings, address, set_number,
 };
 use crate::initiator::{Dial, Dialed};
 use crate::target;
@@ -30,7 +30,7 @@ pub struct TcpCheat {
     pace: Pace,
     mutator: Mutator,
     dialed: Dialed,
-    overheard: Overheard,
+    sniffer: Sniffer,
     /// The initiator that it impersonates.
     victim: Option<u8>,
     stream: Option<UnixStream>,
@@ -54,7 +54,7 @@ impl TcpCheat {
             mutator: MESSAGES.with_seed(rng.u64(..), 1),
             pace: Pace::new(plan, rng, now),
             dialed: world.dialed.clone(),
-            overheard: world.overheard.clone(),
+            sniffer: world.sniffer.clone(),
             victim: plan.aim.victim().map(|victim| world.host(victim)),
             stream: None,
             framer: Framer::new(MAX_RECV),
@@ -159,7 +159,7 @@ impl TcpCheat {
         let Some(victim) = self.victim else {
             return Some(Names::own(self.index));
         };
-        let mut names = self.overheard.stolen(victim, |host| host.names.clone())?;
+        let mut names = self.sniffer.stolen(victim, |host| host.names.clone())?;
         // Reinstates the victim's session, or joins it or another session, either with a new
         // connection or by reinstating an existing one.
         let rng = &mut self.pace.rng;
@@ -218,14 +218,14 @@ impl TcpCheat {
                     self.number = u32::from_be_bytes(next);
                 }
                 NOP_IN if bhs[20..24] != [0xff; 4] => {
-                    let mut answer = [0; 48];
+                    let mut response = [0; 48];
                     // Immediate and final, with the target's TTT, but without an ITT.
-                    (answer[0], answer[1]) = (0x40, 0x80);
-                    answer[8..16].copy_from_slice(&bhs[8..16]);
-                    answer[16..20].fill(0xff);
-                    answer[20..24].copy_from_slice(&bhs[20..24]);
-                    answer[24..28].copy_from_slice(&self.number.to_be_bytes());
-                    self.leaving.extend_from_slice(&answer);
+                    (response[0], response[1]) = (0x40, 0x80);
+                    response[8..16].copy_from_slice(&bhs[8..16]);
+                    response[16..20].fill(0xff);
+                    response[20..24].copy_from_slice(&bhs[20..24]);
+                    response[24..28].copy_from_slice(&self.number.to_be_bytes());
+                    self.leaving.extend_from_slice(&response);
                 }
                 _ => {}
             }

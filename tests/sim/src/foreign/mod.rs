@@ -97,7 +97,7 @@ enum Mischief {
 
 /// Compares the number of failed flushes with the number of lost caches.
 #[derive(Debug, Default)]
-struct Judge {
+struct Checker {
     verdict: Verdict,
     /// Events after which the initiator has to assume that the cache was lost.
     losses: Cell<usize>,
@@ -107,7 +107,7 @@ struct Judge {
     is_excused: Cell<bool>,
 }
 
-impl Judge {
+impl Checker {
     fn blame(&self, why: String) {
         self.verdict.borrow_mut().get_or_insert(why);
     }
@@ -138,7 +138,7 @@ struct World {
     engine: Engine<SimulatedEnv>,
     executor: Executor,
     history: Rc<History>,
-    judge: Rc<Judge>,
+    checker: Rc<Checker>,
     opened: Rc<RefCell<Option<(User, Lun)>>>,
     active: Vec<bool>,
     steps: u64,
@@ -203,10 +203,10 @@ impl World {
             engine,
             executor: Executor::default(),
             history: Rc::new(history),
-            judge: Rc::new(Judge {
+            checker: Rc::new(Checker {
                 verdict,
                 tasks: plan.tasks + 1,
-                ..Judge::default()
+                ..Checker::default()
             }),
             opened: Rc::default(),
             rng,
@@ -225,7 +225,7 @@ impl World {
             is_alone: true,
             max_latency: Duration::MAX,
             begun: Cell::default(),
-            verdict: Rc::clone(&self.judge.verdict),
+            verdict: Rc::clone(&self.checker.verdict),
         }
     }
 
@@ -240,7 +240,7 @@ impl World {
         let Some((user, lun)) = self.opened.borrow_mut().take() else {
             return Err("the unit was never opened".to_owned());
         };
-        let last = look_at_last((user, lun), self.url.clone(), &self.plan, &self.judge);
+        let last = look_at_last((user, lun), self.url.clone(), &self.plan, &self.checker);
         self.executor.spawn(last);
         self.run_until("all blocks are read", |world| world.executor.is_empty())?;
         self.client.shutdown();
@@ -269,7 +269,7 @@ impl World {
     fn start(&mut self) {
         let (client, url) = (self.client.clone(), self.url.clone());
         let opened = Rc::clone(&self.opened);
-        let (judge, plan) = (Rc::clone(&self.judge), self.plan.clone());
+        let (checker, plan) = (Rc::clone(&self.checker), self.plan.clone());
         let users = (0..plan.tasks).map(|_| (self.user(), self.rng.fork()));
         let users: Vec<_> = users.collect();
         let first = self.user();
@@ -279,11 +279,11 @@ impl World {
             *opened.borrow_mut() = Some((first, lun.clone()));
             let mut all = Executor::default();
             for (user, rng) in users {
-                let (lun, plan, judge) = (lun.clone(), plan.clone(), Rc::clone(&judge));
-                all.spawn(run_workload((user, lun), plan, rng, judge));
+                let (lun, plan, checker) = (lun.clone(), plan.clone(), Rc::clone(&checker));
+                all.spawn(run_workload((user, lun), plan, rng, checker));
             }
             if is_watched(&plan) {
-                all.spawn(watch_paths(lun, plan, judge));
+                all.spawn(watch_paths(lun, plan, checker));
             }
             all.finish().await;
         });
@@ -298,14 +298,14 @@ impl World {
         if targets == 0 {
             return;
         }
-        let (client, judge) = (self.client.clone(), Rc::clone(&self.judge));
+        let (client, checker) = (self.client.clone(), Rc::clone(&self.checker));
         self.executor.spawn(async move {
             loop {
                 match client.discover_targets(&url).await {
                     Ok(found) if found.len() == targets => return,
                     Ok(found) => {
                         let found = found.len();
-                        return judge.blame(format!("discovery finds {found} of {targets}"));
+                        return checker.blame(format!("discovery finds {found} of {targets}"));
                     }
                     Err(error) => debug!(%error, "discovery fails"),
                 }
@@ -322,7 +322,7 @@ impl World {
         let limit = self.fabric.elapsed() + self.plan.healed() + PATIENCE;
         while !is_reached(self) {
             self.step();
-            if let Some(why) = self.judge.verdict.borrow().clone() {
+            if let Some(why) = self.checker.verdict.borrow().clone() {
                 return Err(why);
             }
             if self.fabric.elapsed() > limit || self.steps > STEPS {
@@ -443,8 +443,8 @@ impl World {
         if is_lost {
             self.history.power_cut();
         }
-        let is_excused = self.judge.is_excused.get() || fault.fails_requests();
-        self.judge.is_excused.set(is_excused);
+        let is_excused = self.checker.is_excused.get() || fault.fails_requests();
+        self.checker.is_excused.set(is_excused);
         // With a single path, an initiator cannot distinguish between a restart of the portal and
         // of the disk.
         let ends_sessions = |trouble: &Trouble| match trouble.fault {
@@ -455,7 +455,7 @@ impl World {
         let may_be_only = self.plan.paths == 1 || troubles.any(ends_sessions);
         let is_only = may_be_only && fault.interrupts();
         if is_lost || fault.loses_data() || is_only {
-            self.judge.losses.set(self.judge.losses.get() + 1);
+            self.checker.losses.set(self.checker.losses.get() + 1);
         }
     }
 }
@@ -479,11 +479,11 @@ fn look_at_last(
     (user, lun): (User, Lun),
     url: TargetUrl,
     plan: &Plan,
-    judge: &Rc<Judge>,
+    checker: &Rc<Checker>,
 ) -> impl Future<Output = ()> + use<> {
     let replaces = |trouble: &Trouble| trouble.fault == Fault::Foreign(ForeignFault::ReplaceUnit);
     let may_be_closed = plan.troubles.iter().any(replaces);
-    let (judge, blocks) = (Rc::clone(judge), plan.blocks);
+    let (checker, blocks) = (Rc::clone(checker), plan.blocks);
     async move {
         let client = lun.session().client().clone();
         let mut lun = lun;
@@ -491,7 +491,7 @@ fn look_at_last(
         if may_be_closed && result == Err(LunError::Request(RequestError::Closed)) {
             // The flush that reports the closed session covers all later losses.
             if user.flush(&lun).await.is_ok() {
-                judge.blame("a flush succeeds on a closed session".to_owned());
+                checker.blame("a flush succeeds on a closed session".to_owned());
             }
             lun.session().close().await;
             user.history.forgive_losses();
@@ -499,11 +499,11 @@ fn look_at_last(
             result = user.write_at_last(&lun, 0).await;
         }
         if let Err(error) = result {
-            judge.blame(format!("no fault is left, and a write fails: {error}"));
+            checker.blame(format!("no fault is left, and a write fails: {error}"));
         }
         for block in 0..blocks {
             if !user.read(&lun, block..block + 1).await {
-                judge.blame(format!("no fault is left, and block {block} is unreadable"));
+                checker.blame(format!("no fault is left, and block {block} is unreadable"));
             }
         }
         lun.session().close().await;
@@ -521,7 +521,7 @@ fn is_watched(plan: &Plan) -> bool {
 
 /// Continuously reads a block that is never written, to check that no read waits for an unavailable
 /// path.
-async fn watch_paths(lun: Lun, plan: Plan, judge: Rc<Judge>) {
+async fn watch_paths(lun: Lun, plan: Plan, checker: Rc<Checker>) {
     let client = lun.session().client().clone();
     let prompt = prompt(plan.initiators[0]);
     while events::now() < plan.healed() {
@@ -530,14 +530,14 @@ async fn watch_paths(lun: Lun, plan: Plan, judge: Rc<Judge>) {
         let result = lun.read(plan.blocks * BLOCK as u64, buffer).await;
         let time = events::now() - begin;
         if result.is_err() || time > prompt {
-            judge.blame(format!("a path serves, and a read takes {time:?}"));
+            checker.blame(format!("a path serves, and a read takes {time:?}"));
         }
         pause(&client, Duration::from_millis(500)).await;
     }
 }
 
 /// Sends random commands to the unit, during the troubles of the plan.
-async fn run_workload((user, lun): (User, Lun), plan: Plan, mut rng: Rng, judge: Rc<Judge>) {
+async fn run_workload((user, lun): (User, Lun), plan: Plan, mut rng: Rng, checker: Rc<Checker>) {
     let client = lun.session().client().clone();
     let each = plan.healed().max(Duration::from_millis(10)) / plan.commands.max(1) as u32;
     for _ in 0..plan.commands {
@@ -551,18 +551,18 @@ async fn run_workload((user, lun): (User, Lun), plan: Plan, mut rng: Rng, judge:
         match rng.u8(..8) {
             0 => {
                 if let Err(error) = user.flush(&lun).await {
-                    judge.on_failure("flush", true, &error);
+                    checker.on_failure("flush", true, &error);
                 }
             }
             1..5 => {
                 if let Err(error) = write(&user, &lun, blocks, is_fua).await {
-                    judge.on_failure("write", is_fua, &error);
+                    checker.on_failure("write", is_fua, &error);
                 }
             }
             _ => {
                 let is_read = user.read(&lun, blocks.clone()).await;
-                if !is_read && !judge.is_excused.get() {
-                    judge.blame(format!("a read of blocks {blocks:?} fails"));
+                if !is_read && !checker.is_excused.get() {
+                    checker.blame(format!("a read of blocks {blocks:?} fails"));
                 }
             }
         }

@@ -140,7 +140,7 @@ impl Channel {
             cdb: cmd.cdb,
             expected: buffer.data_len(),
             is_counted: false,
-            is_heard: true,
+            is_connected: true,
         };
         let received = Received {
             tag: cmd.tag.0,

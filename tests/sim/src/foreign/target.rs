@@ -400,7 +400,7 @@ impl Target {
 
     fn execute_srp(&mut self, node: usize, at: usize, mut received: Received, now: Instant) {
         let qp = self.nodes[node].channels[at].qp;
-        received.command.is_heard = !self.is_closed(node, Some(qp));
+        received.command.is_connected = !self.is_closed(node, Some(qp));
         let step = self.unit.execute(&received.command);
         let mischief = match &step {
             Step::Complete(reply) => self.mischief(reply),
@@ -637,7 +637,7 @@ impl Target {
         all.first_burst = offer.first_burst.or(all.first_burst);
         all.is_discovery |= offer.is_discovery;
         if !all.is_discovery {
-            self.judge_wait(node, now);
+            self.check_wait(node, now);
         }
         let is_last = pdu.bhs[1] & 0x83 == 0x83;
         if is_last && !connection.offer.is_discovery {
@@ -654,7 +654,7 @@ impl Target {
     }
 
     /// Checks that a login was not received earlier than DefaultTime2Wait after a lost connection.
-    fn judge_wait(&self, node: usize, now: Instant) {
+    fn check_wait(&self, node: usize, now: Instant) {
         let time2wait = Duration::from_secs(self.traits.time2wait.into());
         if let Some(closed) = self.nodes[node].closed
             && now + SLACK < closed + time2wait
@@ -706,7 +706,7 @@ impl Target {
             cdb: pdu.bhs[32..48].try_into().expect("sixteen bytes"),
             expected: pdu.word(20),
             is_counted: self.protocol == Protocol::Iscsi,
-            is_heard: !connection.is_eof && !self.is_closed(node, connection.qp()),
+            is_connected: !connection.is_eof && !self.is_closed(node, connection.qp()),
         };
         let step = self.unit.execute(&command);
         let write = match step {

@@ -54,7 +54,7 @@ pub(super) struct Command {
     /// The number of transferred bytes is known from the protocol, even if the residual is wrong.
     pub(super) is_counted: bool,
     /// The initiator will receive the response, because it has not closed the connection.
-    pub(super) is_heard: bool,
+    pub(super) is_connected: bool,
 }
 
 /// Difference between the expected and the actual length of a transfer, as reported in the
@@ -462,7 +462,7 @@ impl Unit {
     fn condition(&mut self, command: &Command) -> Option<Reply> {
         let opcode = command.cdb[0];
         // A condition is only reported once, so the initiator must receive the report.
-        if matches!(opcode, 0x12 | 0xa0) || !command.is_heard {
+        if matches!(opcode, 0x12 | 0xa0) || !command.is_connected {
             return None;
         }
         let nexus = self.nexuses.entry(command.session).or_default();

@@ -50,7 +50,7 @@ pub(crate) struct Connection {
     is_blocked: bool,
     /// The stream is not read.
     pub(crate) is_deaf: bool,
-    pub(crate) last_heard: Instant,
+    pub(crate) last_received: Instant,
 }
 
 impl Connection {
@@ -76,7 +76,7 @@ impl Connection {
             is_ended: false,
             is_reported: false,
             is_retired: false,
-            last_heard: now,
+            last_received: now,
         }
     }
 
@@ -87,7 +87,7 @@ impl Connection {
 
     /// Returns whether no PDU was received since then on an open connection.
     pub(crate) fn is_silent_since(&self, then: Instant) -> bool {
-        !self.is_retired && self.last_heard < then
+        !self.is_retired && self.last_received < then
     }
 
     /// Closes the connection immediately, without sending the remaining data.
@@ -170,7 +170,7 @@ impl Connection {
                 Ok(0) => self.is_ended = true,
                 Ok(len) => {
                     moved += len;
-                    self.last_heard = now;
+                    self.last_received = now;
                     self.arrived.extend_from_slice(&self.scratch[..len]);
                     if len < self.scratch.len() {
                         break;

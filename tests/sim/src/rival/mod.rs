@@ -382,8 +382,8 @@ impl Rival {
             FromTarget::DataIn(header) => self.on_data_in(at, &header, data, now),
             FromTarget::R2t(r2t) => self.on_r2t(at, &r2t, now),
             FromTarget::TmfResponse(response) => self.on_function_end(at, response, now),
-            FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => self.answer_ping(at, ping.ttt, now),
-            FromTarget::LogoutResponse(answer) => match self.logouts.remove(&answer.itt.0) {
+            FromTarget::NopIn(ping) if ping.ttt != Ttt::NONE => self.send_pong(at, ping.ttt, now),
+            FromTarget::LogoutResponse(reply) => match self.logouts.remove(&reply.itt.0) {
                 Some(lost) => self.on_detached(lost, now),
                 None => self.end_session(),
             },
@@ -400,7 +400,7 @@ impl Rival {
         }
     }
 
-    fn answer_ping(&mut self, at: usize, ttt: Ttt, now: Instant) {
+    fn send_pong(&mut self, at: usize, ttt: Ttt, now: Instant) {
         let pdu = NopOut {
             itt: Itt::NONE,
             ttt,
@@ -606,7 +606,7 @@ impl Rival {
             return self.lose_connection(at, now);
         }
         for at in 0..self.connections.len() {
-            if self.connections[at].is_ready() && self.connections[at].last_heard + PING < now {
+            if self.connections[at].is_ready() && self.connections[at].last_received + PING < now {
                 let tag = self.take_tag();
                 let exp_stat_sn = self.connections[at].exp_stat_sn();
                 let ping = NopOut {

@@ -165,7 +165,7 @@ impl Rival {
         };
         let mut functions = self.functions.values();
         if !functions.any(|sent| sent.referenced == tag) {
-            self.ask_for(tag, function, now);
+            self.send_function(tag, function, now);
         }
         true
     }
@@ -204,7 +204,7 @@ impl Rival {
     }
 
     /// Sends a function to reassign or query an orphan.
-    fn ask_for(&mut self, orphan: u32, function: TmfFunction, now: Instant) {
+    fn send_function(&mut self, orphan: u32, function: TmfFunction, now: Instant) {
         let (tag, connection) = (self.take_tag(), self.pick_connection());
         let task = &self.orphans[&orphan].task;
         let reassigns = function == TmfFunction::TaskReassign;

@@ -439,11 +439,11 @@ impl Rival {
             if header.acknowledge {
                 self.acknowledge_data(at, header, now);
             }
-        } else if !self.is_answer_from_before(at, tag) {
+        } else if !self.is_stale_response(at, tag) {
             self.fail(&format!("{header:?} for {:?}", self.tasks.get(&tag)));
         }
         if let Some(with) = header.status {
-            self.on_answer(at, tag, with.status, None);
+            self.on_status(at, tag, with.status, None);
         }
     }
 
@@ -455,11 +455,11 @@ impl Rival {
         if response.response != 0 {
             self.fail(&format!("{response:?}"));
         }
-        self.on_answer(at, response.itt.0, response.status, sense);
+        self.on_status(at, response.itt.0, response.status, sense);
     }
 
     /// Called when a command was completed.
-    fn on_answer(&mut self, at: usize, tag: u32, status: u8, sense: Option<Sense>) {
+    fn on_status(&mut self, at: usize, tag: u32, status: u8, sense: Option<Sense>) {
         match self.tasks.remove(&tag) {
             Some(task) if task.connection == at => {
                 coverage::note(
@@ -471,7 +471,7 @@ impl Rival {
                     port = self.user.port.0,
                     tag, "{:?} ends: {status:#04x}", task.kind
                 );
-                self.judge_answer(&task, status, sense);
+                self.check_response(&task, status, sense);
                 if status == GOOD {
                     self.end_fence();
                 }
@@ -490,7 +490,7 @@ impl Rival {
                 }
             }
             // It was in flight when the function was completed on another connection.
-            None if self.is_answer_from_before(at, tag) => drop(self.aborted.remove(&tag)),
+            None if self.is_stale_response(at, tag) => drop(self.aborted.remove(&tag)),
             other => self.fail(&format!(
                 "status {status:#04x} on connection {at} for tag {tag}: {other:?}"
             )),
@@ -506,7 +506,7 @@ impl Rival {
     }
 
     /// Compares a response with the model.
-    fn judge_answer(&self, task: &Task, status: u8, sense: Option<Sense>) {
+    fn check_response(&self, task: &Task, status: u8, sense: Option<Sense>) {
         let (model, port) = (&self.model, self.user.port);
         let attention = sense.filter(|sense| sense.key == SenseKey::UnitAttention);
         if let Some(Sense { additional, .. }) = attention {
@@ -525,17 +525,17 @@ impl Rival {
             self.user.check_result(model.on_success(port, task.begin));
         }
         if let (GOOD | CONFLICT, Some(writes)) = (status, task.access()) {
-            let judged = model.judge_access(port, task.begin, writes, status == CONFLICT);
-            self.user.check_result(judged);
+            let result = model.check_access(port, task.begin, writes, status == CONFLICT);
+            self.user.check_result(result);
         }
         match task.kind {
-            Kind::Change { id, .. } => self.judge_change(id, status, sense),
-            Kind::Look(action) if status == GOOD => self.judge_look(action, task),
+            Kind::Change { id, .. } => self.check_change(id, status, sense),
+            Kind::Look(action) if status == GOOD => self.check_look(action, task),
             _ => {}
         }
     }
 
-    fn judge_change(&self, id: ChangeId, status: u8, sense: Option<Sense>) {
+    fn check_change(&self, id: ChangeId, status: u8, sense: Option<Sense>) {
         let is_refused = sense.is_some_and(|sense| sense.key == SenseKey::IllegalRequest);
         let is_gone = sense.is_some_and(|sense| sense.additional.code == NOT_SUPPORTED);
         let status = match status {
@@ -549,7 +549,7 @@ impl Rival {
         self.user.check_result(self.model.end_change(id, status));
     }
 
-    fn judge_look(&self, action: u8, task: &Task) {
+    fn check_look(&self, action: u8, task: &Task) {
         let seen = self
             .model
             .observe_states(task.begin, |one| one.is_reported(action, &task.received));
@@ -588,7 +588,7 @@ impl Rival {
 
     /// The same, or the command was completed on the lost connection before the function was
     /// executed. Then the function did not abort it, and TASK REASSIGN returns its response again.
-    fn is_answer_from_before(&self, at: usize, tag: u32) -> bool {
+    fn is_stale_response(&self, at: usize, tag: u32) -> bool {
         let ended = self.aborted.get(&tag);
         let is_repeated = ended.is_some_and(|ended| ended.connection == at && ended.was_moved);
         is_repeated || self.is_from_before(at, tag)
@@ -750,7 +750,9 @@ impl Rival {
                     return self.end_by(sent, |tag, _| tag == sent.referenced);
                 }
                 if !is_ending && task.is_some_and(|task| task.connection == at) {
-                    self.fail(&format!("no answer to {task:?}, and the target has it not"));
+                    self.fail(&format!(
+                        "no response to {task:?}, which is unknown to the target"
+                    ));
                 }
             }
             (TargetColdReset, _) | (_, TmfStatus::Rejected) => {}

@@ -141,7 +141,7 @@ impl Kernel {
     /// Like [`Kernel::operations`], but without operations that cannot complete because one of
     /// these disks hangs.
     #[must_use]
-    pub fn operations_beside(&self, hung: &[Disk]) -> Vec<Operation> {
+    pub fn operations_except(&self, hung: &[Disk]) -> Vec<Operation> {
         let state = self.0.borrow();
         let hangs = |pending: &&Pending| match pending.handle.simulated() {
             Some(Object::File(file)) => {

@@ -864,17 +864,19 @@ pub(super) fn limits_hold() {
     config.max_half_open_per_peer = 3;
     let mut p = Cm::new(config, 0, 0, [2; 32]);
     p.listen(SERVICE, u64::MAX, 4).unwrap();
-    let ask = |p: &mut Cm, host: u8, qpn: u32| {
+    let send_request = |p: &mut Cm, host: u8, qpn: u32| {
         let mut a = machine(host, qpn as u8);
         a.send_req(now, addr(2), &req_params(host, 2, qpn)).unwrap();
         let (_, mad) = a.poll_transmit().unwrap();
         p.handle_mad(now, addr(host), &mad).unwrap();
         p.poll_event().map(|event| event.id)
     };
-    let ids: Vec<_> = (10..13).map(|qpn| ask(&mut p, 1, qpn).unwrap()).collect();
-    assert_eq!(ask(&mut p, 1, 13), None, "three of one peer");
-    let fourth = ask(&mut p, 3, 14).unwrap();
-    assert_eq!(ask(&mut p, 4, 15), None, "a backlog of four");
+    let ids: Vec<_> = (10..13)
+        .map(|qpn| send_request(&mut p, 1, qpn).unwrap())
+        .collect();
+    assert_eq!(send_request(&mut p, 1, 13), None, "three of one peer");
+    let fourth = send_request(&mut p, 3, 14).unwrap();
+    assert_eq!(send_request(&mut p, 4, 15), None, "a backlog of four");
     assert_eq!((p.counters().dropped, p.poll_transmit()), (2, None));
 
     // Established connections are not counted anymore.
@@ -884,9 +886,9 @@ pub(super) fn limits_hold() {
     }
     p.poll_transmit();
     p.poll_transmit();
-    assert!(ask(&mut p, 5, 16).is_some());
+    assert!(send_request(&mut p, 5, 16).is_some());
     assert_eq!(p.id_count(), 6);
-    assert_eq!(ask(&mut p, 6, 17), None, "six identifiers");
+    assert_eq!(send_request(&mut p, 6, 17), None, "six identifiers");
     let (_, CmMessage::Rej(rej), _) = only(&mut p) else {
         panic!()
     };
@@ -898,7 +900,7 @@ pub(super) fn limits_hold() {
     // A REJ that is only kept for retransmission can be removed.
     p.destroy(now, ids[1]).unwrap();
     p.poll_transmit();
-    assert!(ask(&mut p, 6, 18).is_some());
+    assert!(send_request(&mut p, 6, 18).is_some());
     assert_eq!(p.id_count(), 6);
 }
 

@@ -210,8 +210,8 @@ pub(super) fn lap_for_unknown_connection_is_rejected() {
     let (_, mad) = pair.a.poll_transmit().unwrap();
     let mut stranger = machine(2, 50);
     stranger.handle_mad(pair.now, addr(1), &mad).unwrap();
-    let (_, answer) = stranger.poll_transmit().unwrap();
-    let (_, CmMessage::Apr(apr)) = CmMessage::parse(&answer).unwrap() else {
+    let (_, response) = stranger.poll_transmit().unwrap();
+    let (_, CmMessage::Apr(apr)) = CmMessage::parse(&response).unwrap() else {
         panic!()
     };
     assert_eq!(
@@ -266,7 +266,7 @@ pub(super) fn crossing_and_stray_path_messages_are_ignored() {
     for status in [AprStatus::InvalidGid, AprStatus::Success] {
         let sent = pair.p.send_apr(ids.p, status, info, PrivateData::default());
         let is_first = status == AprStatus::InvalidGid;
-        assert_eq!(sent.is_ok(), is_first, "one answer to a question");
+        assert_eq!(sent.is_ok(), is_first, "one response per request");
     }
     pair.p_to_a();
     assert!(matches!(

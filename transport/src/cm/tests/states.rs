@@ -115,7 +115,7 @@ fn mra_is_followed_by_completion() {
     pair.p.destroy(pair.now, ids.p).unwrap();
     assert_eq!(pair.p.state(ids.p), Timewait);
 
-    let asked_for_time = || {
+    let after_mra = || {
         let mut pair = Pair::new();
         let ids = pair.rep_rcvd();
         mra(&mut pair.a, ids.a);
@@ -123,12 +123,12 @@ fn mra_is_followed_by_completion() {
         assert_eq!(pair.states(ids), (MraRepSent, MraRepRcvd));
         (pair, ids)
     };
-    let (mut pair, ids) = asked_for_time();
+    let (mut pair, ids) = after_mra();
     pair.a.destroy(pair.now, ids.a).unwrap();
     pair.p.destroy(pair.now, ids.p).unwrap();
     assert_eq!(pair.states(ids), (Timewait, Timewait));
 
-    let (mut pair, ids) = asked_for_time();
+    let (mut pair, ids) = after_mra();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
     pair.a.poll_transmit().expect("an RTU, which is lost");
     let none = PrivateData::default();

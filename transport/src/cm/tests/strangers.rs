@@ -106,7 +106,10 @@ fn silent_peer_is_dropped_after_few_responses() {
         }
         assert!(pair.now - begin <= pair.p.config.max_half_open);
         // REPs, and a REJ at the end.
-        assert!(sent <= 5, "{sent} answers to an interval of 2^{exponent}");
+        assert!(
+            sent <= 5,
+            "{sent} responses for an interval of 2^{exponent}"
+        );
     }
 }
 
@@ -266,17 +269,17 @@ fn new_request_displaces_own_oldest_connection() {
     let mut cm = machine(2, 2);
     let listener = cm.listen(SERVICE, u64::MAX, 256).unwrap();
     let mut now = Instant::now();
-    let ask = |cm: &mut Cm, now, host, n: u32| {
+    let send_request = |cm: &mut Cm, now, host, n: u32| {
         let mad = req_mad(addr(host), 1, n + 1, n + 17, 1);
         cm.handle_mad(now, addr(host), &mad).unwrap();
         accept_all(cm, now).len()
     };
-    let first: usize = (0..192).map(|n| ask(&mut cm, now, 1, n)).sum();
-    let others: usize = (0..60).map(|n| ask(&mut cm, now, 3, n)).sum();
+    let first: usize = (0..192).map(|n| send_request(&mut cm, now, 1, n)).sum();
+    let others: usize = (0..60).map(|n| send_request(&mut cm, now, 3, n)).sum();
     assert_eq!((first, others), (192, 60));
     now += Duration::from_millis(20);
     for n in 1..=10 {
-        assert_eq!(ask(&mut cm, now, 1, 1000 + n), 1, "request {n}");
+        assert_eq!(send_request(&mut cm, now, 1, 1000 + n), 1, "request {n}");
         assert_eq!(cm.counters().displaced, u64::from(n));
         assert_eq!(cm.half_open[&(listener, addr(1))], 192);
     }

@@ -93,7 +93,7 @@ fn unproven_address_gets_limited_responses() {
         let mut pair = Pair::new();
         pair.a.send_req(pair.now, addr(2), &linux_params()).unwrap();
         let (_, req) = pair.a.poll_transmit().unwrap();
-        let (begin, mut answers, mut times, mut lives) = (pair.now, 0, 0, 0);
+        let (begin, mut responses, mut times, mut lives) = (pair.now, 0, 0, 0);
         let mut next_req = Some(pair.now);
         loop {
             if next_req == Some(pair.now) {
@@ -109,7 +109,7 @@ fn unproven_address_gets_limited_responses() {
                 }
             }
             while pair.p.poll_transmit().is_some() {
-                answers += 1;
+                responses += 1;
             }
             let Some(next) = pair.p.poll_timeout().into_iter().chain(next_req).min() else {
                 break;
@@ -119,8 +119,8 @@ fn unproven_address_gets_limited_responses() {
         }
         // Three retries, and the REJ at the end. The count restarts if the peer sends more requests
         // than specified.
-        assert!(answers <= times + 4 * lives, "{answers} to {times}");
-        assert!(answers > repetitions, "{answers} to {times}");
+        assert!(responses <= times + 4 * lives, "{responses} to {times}");
+        assert!(responses > repetitions, "{responses} to {times}");
         assert_eq!(lives, if repetitions > 15 { 2 } else { 1 });
         // We wait while requests are received, but not forever.
         let most = Duration::from_secs(4 * repetitions + 18 + 2);

@@ -190,7 +190,7 @@ impl Device {
         }
         // This must be done while we still know the peer, so we can send the last acknowledgements.
         if matches!(to, QpState::Error | QpState::Reset) {
-            self.keep_last_answers(id);
+            self.keep_last_responses(id);
         }
         if to == QpState::Reset {
             self.leave_peer(id);
@@ -320,7 +320,7 @@ impl Device {
     pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
         self.qps.get(id)?;
         // This needs the QP and its peer.
-        self.keep_last_answers(id);
+        self.keep_last_responses(id);
         self.groups.detach_all(id);
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;

@@ -118,7 +118,7 @@ impl Device {
     /// Saves the pending acknowledgements of a QP before it is destroyed. A hardware adapter would
     /// have sent them immediately, but our owner can close a connection or destroy its QP while it
     /// is still handling received packets.
-    pub(super) fn keep_last_answers(&mut self, id: QpId) {
+    pub(super) fn keep_last_responses(&mut self, id: QpId) {
         let now = self.clock.now();
         let Ok(qp) = self.qps.get_mut(id) else {
             return;
@@ -129,13 +129,13 @@ impl Device {
         let (Machine::Rc(rc) | Machine::Xrc(rc), Some(peer)) = (&mut qp.machine, peer) else {
             return;
         };
-        while self.schedule.has_room_for_answer()
-            && rc.poll_last_answer(now, &mut env, &mut self.tx)
+        while self.schedule.has_room_for_response()
+            && rc.poll_last_response(now, &mut env, &mut self.tx)
         {
             if !is_migrated {
                 Bth::clear_migrated(&mut self.tx.headers);
             }
-            self.schedule.push_answer(peer, self.tx.headers.clone());
+            self.schedule.push_response(peer, self.tx.headers.clone());
         }
     }
 

@@ -58,7 +58,7 @@ impl CmAgent {
             return Err(CmError::InvalidState("connect"));
         }
         if entry.qp_type == QpType::Ud {
-            return self.ask_for_qp(device, id, param);
+            return self.send_sidr_request(device, id, param);
         }
         let mut param = param.clone();
         // If we offered the peer more than the device supports, this would only fail later, when
@@ -155,7 +155,7 @@ impl CmAgent {
         entry.depths = Some((responder_resources, initiator_depth));
         entry.external = external;
         let local_qpn = connected_qpn(device, qp, external)?;
-        let failover = self.judge_offered_path(device, id);
+        let failover = self.check_offered_path(device, id);
         // The QP must be ready before we send the REP, since the peer can send data as soon as it
         // receives this message.
         if let Some(qp) = qp {

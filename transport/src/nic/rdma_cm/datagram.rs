@@ -15,7 +15,7 @@ use super::{CmAgent, Id, IdState};
 use crate::cm::{IbCmId, SidrRepParams, SidrReqParams};
 use crate::nic::Device;
 use crate::verbs::{
-    CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_DATAGRAM_ANSWER_PRIVATE_DATA, PKey,
+    CmError, CmEventKind, CmId, ConnParam, DATAGRAM_QKEY, MAX_DATAGRAM_REPLY_PRIVATE_DATA, PKey,
     QKey, QpType,
 };
 use crate::wire::cm_msg::{
@@ -25,7 +25,7 @@ use crate::wire::{Psn, Qpn};
 
 impl CmAgent {
     /// Requests the QP number for a port of the peer.
-    pub(super) fn ask_for_qp(
+    pub(super) fn send_sidr_request(
         &mut self,
         device: &mut Device,
         id: CmId,
@@ -75,13 +75,13 @@ impl CmAgent {
         if qpn == 0 {
             return Err(CmError::InvalidState("accept"));
         }
-        let answer = (SidrStatus::Success, Qpn::new(qpn));
+        let result = (SidrStatus::Success, Qpn::new(qpn));
         let qkey = param.qkey.unwrap_or(DATAGRAM_QKEY);
-        self.answer_sidr(
+        self.send_sidr_response(
             device,
             id,
             IdState::Established,
-            answer,
+            result,
             qkey,
             &param.private_data,
         )
@@ -94,11 +94,11 @@ impl CmAgent {
         id: CmId,
         private_data: &[u8],
     ) -> Result<(), CmError> {
-        let answer = (SidrStatus::Reject, Qpn::default());
-        self.answer_sidr(device, id, IdState::Closed, answer, QKey(0), private_data)
+        let result = (SidrStatus::Reject, Qpn::default());
+        self.send_sidr_response(device, id, IdState::Closed, result, QKey(0), private_data)
     }
 
-    fn answer_sidr(
+    fn send_sidr_response(
         &mut self,
         device: &mut Device,
         id: CmId,
@@ -107,10 +107,10 @@ impl CmAgent {
         qkey: QKey,
         private_data: &[u8],
     ) -> Result<(), CmError> {
-        check_len(private_data, MAX_DATAGRAM_ANSWER_PRIVATE_DATA)?;
-        let entry = self.cm_id(id, "an answer")?;
+        check_len(private_data, MAX_DATAGRAM_REPLY_PRIVATE_DATA)?;
+        let entry = self.cm_id(id, "response")?;
         let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
-            return Err(CmError::InvalidState("an answer"));
+            return Err(CmError::InvalidState("response"));
         };
         // The IB CM removes the request after sending the response.
         become_state(&mut entry.state, next);

@@ -295,7 +295,7 @@ impl CmAgent {
         let now = device.now();
         match kind {
             IbCmEventKind::RepReceived { qp, rep } => {
-                self.judge_answered_path(id, rep.failover);
+                self.check_accepted_path(id, rep.failover);
                 self.on_rep(device, id, ib, &qp, &rep);
             }
             IbCmEventKind::RtuReceived { .. } => self.on_established(id, ConnParam::default()),

@@ -78,7 +78,7 @@ impl CmAgent {
 
 impl CmAgent {
     /// Returns whether to accept the alternate path of a request that is being accepted.
-    pub(super) fn judge_offered_path(&mut self, device: &mut Device, id: CmId) -> Failover {
+    pub(super) fn check_offered_path(&mut self, device: &mut Device, id: CmId) -> Failover {
         let Ok(entry) = self.ids.get(id) else {
             return Failover::Rejected;
         };
@@ -97,7 +97,7 @@ impl CmAgent {
     }
 
     /// Removes the alternate path of our request if it was not accepted by the peer.
-    pub(super) fn judge_answered_path(&mut self, id: CmId, failover: Failover) {
+    pub(super) fn check_accepted_path(&mut self, id: CmId, failover: Failover) {
         if failover != Failover::Accepted
             && let Ok(entry) = self.ids.get_mut(id)
         {
@@ -106,12 +106,12 @@ impl CmAgent {
     }
 
     pub(super) fn on_lap(&mut self, device: &mut Device, id: CmId, ib: IbCmId, lap: &LapMsg) {
-        let judged = self.take_lap(device, id, lap);
-        let status = judged.err().unwrap_or(AprStatus::Success);
+        let result = self.take_lap(device, id, lap);
+        let status = result.err().unwrap_or(AprStatus::Success);
         let info = AdditionalInfo::default();
         // We don't need to respond if the connection has been closed since.
         let _ = self.cm.send_apr(ib, status, info, PrivateData::default());
-        if let Ok(path) = judged {
+        if let Ok(path) = result {
             self.report(id, CmEventKind::AlternatePath { path });
         }
     }

@@ -62,7 +62,7 @@ impl Id {
             return Some(to_rtr);
         }
         let (said, (holds, _)) = (self.said.as_deref()?, self.depths(limits)?);
-        let answers = matches!(self.qp_type, QpType::Rc | QpType::XrcTgt);
+        let is_responder = matches!(self.qp_type, QpType::Rc | QpType::XrcTgt);
         // By default, both sides use the value from the active side's request.
         let class = self
             .options
@@ -73,8 +73,8 @@ impl Id {
             path_mtu: Some(said.path_mtu),
             dest_qp: Some(said.dest_qpn.value()),
             rq_psn: Some(self.rq_psn.value()),
-            max_dest_rd_atomic: answers.then_some(holds),
-            min_rnr_timer: answers.then_some(MIN_RNR_TIMER),
+            max_dest_rd_atomic: is_responder.then_some(holds),
+            min_rnr_timer: is_responder.then_some(MIN_RNR_TIMER),
             ..to_rtr
         })
     }
@@ -100,7 +100,7 @@ impl Id {
         };
         // An unreliable connection doesn't use responses, and an extended connection's target only
         // sends responses.
-        let asks = match self.qp_type {
+        let is_requester = match self.qp_type {
             QpType::Uc => return Some(to_rts),
             kind => kind != QpType::XrcTgt,
         };
@@ -110,10 +110,10 @@ impl Id {
         let proposed = said.path.ack_timeout.exponent();
         let proposed = proposed.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end());
         Some(QpAttr {
-            max_rd_atomic: asks.then_some(sends),
+            max_rd_atomic: is_requester.then_some(sends),
             timeout: Some(self.options.ack_timeout.unwrap_or(proposed)),
-            retry_cnt: asks.then_some(said.retry_count.value() as u8),
-            rnr_retry: asks.then_some(said.rnr_retry_count.value() as u8),
+            retry_cnt: is_requester.then_some(said.retry_count.value() as u8),
+            rnr_retry: is_requester.then_some(said.rnr_retry_count.value() as u8),
             ..to_rts
         })
     }

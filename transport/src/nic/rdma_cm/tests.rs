@@ -55,7 +55,7 @@ impl Two {
     }
 
     /// Requests the QP number of the datagram port, and returns the id.
-    fn ask(&mut self) -> CmId {
+    fn request_qp(&mut self) -> CmId {
         let id = resolved_in(&mut self.a, PortSpace::Udp);
         self.a.connect(id, &ConnParam::default()).unwrap();
         id
@@ -171,7 +171,7 @@ fn valid_transitions_occur() {
         two.a.disconnect(a).unwrap();
         two.exchange();
         // QP managed by the application, which either continues or does not.
-        for goes_on in [true, false] {
+        for continues in [true, false] {
             let id = resolved(&mut two.a);
             let param = ConnParam {
                 qp_num: 77,
@@ -182,7 +182,7 @@ fn valid_transitions_occur() {
             let request = last_event(&mut two.b).id;
             two.b.accept(request, &param).unwrap();
             two.exchange();
-            match goes_on {
+            match continues {
                 true => two.a.establish(id).unwrap(),
                 false => two.a.reject(id, &[]).unwrap(),
             }
@@ -190,7 +190,7 @@ fn valid_transitions_occur() {
         }
         // Datagram request which is either accepted or rejected.
         for tells in [true, false] {
-            two.ask();
+            two.request_qp();
             two.exchange();
             let request = last_event(&mut two.b).id;
             let param = ConnParam {
@@ -247,7 +247,7 @@ fn lose(now: Instant, nic: &mut Nic) -> usize {
 #[test]
 fn lost_sidr_messages_are_retransmitted() {
     let two = &mut Two::new();
-    let id = two.ask();
+    let id = two.request_qp();
     assert_eq!(lose(two.now, &mut two.a), 1);
     two.pass(Duration::from_millis(600));
     two.exchange();
@@ -278,7 +278,7 @@ fn lost_sidr_messages_are_retransmitted() {
 #[test]
 fn unanswered_request_times_out() {
     let two = &mut Two::new();
-    let id = two.ask();
+    let id = two.request_qp();
     let mut sent = 0;
     for _ in 0..20 {
         sent += lose(two.now, &mut two.a);

@@ -11,7 +11,7 @@ use crate::wire::HeaderBuf;
 
 /// Max number of queued acknowledgements for QPs which have been destroyed. Any more will be
 /// dropped.
-const MAX_LAST_ANSWERS: usize = 1024;
+const MAX_LAST_RESPONSES: usize = 1024;
 
 /// QPs waiting to send, and their timers. Entries refer to QPs using handles with a generation, so
 /// they cannot be used after the QP has been destroyed (CVE-2026-45910).
@@ -21,7 +21,7 @@ pub(crate) struct Schedule {
     ready: VecDeque<QpId>,
     timers: BinaryHeap<Reverse<(Instant, QpId)>>,
     /// Headers and destinations of the last acknowledgements from destroyed QPs.
-    last_answers: VecDeque<(Peer, HeaderBuf)>,
+    last_responses: VecDeque<(Peer, HeaderBuf)>,
 }
 
 impl Schedule {
@@ -71,25 +71,25 @@ impl Schedule {
 
     /// Returns whether another last acknowledgement can be added. This must be bounded, because a
     /// peer can close many connections at once.
-    pub(in crate::nic) fn has_room_for_answer(&self) -> bool {
-        self.last_answers.len() < MAX_LAST_ANSWERS
+    pub(in crate::nic) fn has_room_for_response(&self) -> bool {
+        self.last_responses.len() < MAX_LAST_RESPONSES
     }
 
     /// Adds an acknowledgement of a QP that is being destroyed.
-    pub(in crate::nic) fn push_answer(&mut self, peer: Peer, headers: HeaderBuf) {
-        self.last_answers.push_back((peer, headers));
+    pub(in crate::nic) fn push_response(&mut self, peer: Peer, headers: HeaderBuf) {
+        self.last_responses.push_back((peer, headers));
     }
 
     /// Removes the next last acknowledgement.
     #[inline]
-    pub(in crate::nic) fn pop_answer(&mut self) -> Option<(Peer, HeaderBuf)> {
-        self.last_answers.pop_front()
+    pub(in crate::nic) fn pop_response(&mut self) -> Option<(Peer, HeaderBuf)> {
+        self.last_responses.pop_front()
     }
 
     /// Returns whether there is anything to send.
     #[inline]
     pub(crate) fn has_output(&self) -> bool {
-        !self.ready.is_empty() || !self.last_answers.is_empty()
+        !self.ready.is_empty() || !self.last_responses.is_empty()
     }
 
     /// Removes all entries when the device is removed.

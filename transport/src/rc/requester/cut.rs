@@ -288,7 +288,7 @@ impl Requester {
         }
         // READs and atomics always have a response. This is treated like a requested
         // acknowledgement, as it also advances the window.
-        let asks = has_response || self.asks_for_ack(wqe, cut.is_last, may_start);
+        let ack_request = has_response || self.requests_ack(wqe, cut.is_last, may_start);
         let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
         let mut opcode = plan_opcode(&wqe.op, cut);
         let is_xrc = ctx.cfg.service == Service::Xrc;
@@ -296,7 +296,7 @@ impl Requester {
             opcode = opcode.in_service(Service::Xrc);
         }
         let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
-            .with_ack_request(asks)
+            .with_ack_request(ack_request)
             // The solicited event is for the receiver's completion, so it is only set in the last
             // packet.
             .with_solicited(wakes && cut.is_last)
@@ -308,19 +308,23 @@ impl Requester {
         push_extended(&mut tx.headers, wqe, cut, self.mtu);
         debug_assert_eq!(tx.headers.len(), Bth::LEN + opcode.info().ext_len);
         let is_read = matches!(wqe.op, SendOp::Read(_));
-        self.on_cut(ctx, count, asks, has_response.then_some(is_read));
+        self.on_cut(ctx, count, ack_request, has_response.then_some(is_read));
         Ok(true)
     }
 
     /// Updates the state when a packet using `count` numbers is sent. For a request with a
     /// response, `read` indicates if it is a READ request.
-    fn on_cut(&mut self, ctx: &mut Ctx<'_>, count: u32, asks: bool, read: Option<bool>) {
-        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
+    fn on_cut(&mut self, ctx: &mut Ctx<'_>, count: u32, ack_request: bool, read: Option<bool>) {
+        self.since_ack_request = if ack_request {
+            0
+        } else {
+            self.since_ack_request + 1
+        };
         if self.nxt < self.sent {
             ctx.counters.retransmits += 1;
         // Only use the first transmission, and only packets with an immediate response. Without a
         // request, the acknowledgement may be delayed until a later packet.
-        } else if asks && self.timed.is_none() {
+        } else if ack_request && self.timed.is_none() {
             self.timed = Some((self.nxt, ctx.now));
         }
         let is_first_time = self.nxt == self.sent;
@@ -348,7 +352,7 @@ impl Requester {
     /// Returns whether packet `nxt` should request an acknowledgement: often enough to keep the
     /// window moving, and at the end of a message that is not immediately followed by a new
     /// message.
-    fn asks_for_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
+    fn requests_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
         let window = self.congestion.packets();
         // Request two acknowledgements per window, so that packets are sent as they are
         // acknowledged and not in bursts.
@@ -365,7 +369,7 @@ impl Requester {
     /// Returns true if the current request will be followed by a SEND or WRITE without any delay.
     fn is_followed(&self, may_start: bool) -> bool {
         // The keys of the next request are checked when it is started. If a key is invalid, we
-        // request the acknowledgement then (`ask_before`), so that we don't need to check twice.
+        // request the acknowledgement then (`request_ack_before`), so that we don't need to check twice.
         let mut at = self.cur + 1;
         while let Some(next) = self.sq.peek(at) {
             let may_run = match next.phase {

@@ -29,7 +29,7 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
         });
     let payload = one_of![Just(0usize), Just(256), 0usize..300];
     (opcode, psn, any::<bool>(), ext, payload).prop_map(
-        |(opcode, psn, asks, (ext, syndrome), len)| {
+        |(opcode, psn, ack_request, (ext, syndrome), len)| {
             let words = match opcode {
                 0x06 | 0x0a | 0x0c => ext[..16].to_vec(),
                 0x0b => ext[..20].to_vec(),
@@ -44,7 +44,7 @@ fn arbitrary_packet(rkey: RKey) -> impl Strategy<Value = Vec<u8>> {
             packet(
                 opcode,
                 psn,
-                asks,
+                ack_request,
                 &words,
                 &bytes(if has_payload { len } else { 0 }),
             )

@@ -266,13 +266,19 @@ pub(super) fn brief(p: &[u8]) -> (u8, u32) {
     (p[0], u32::from_be_bytes([p[8] & 0x80, p[9], p[10], p[11]]))
 }
 
-pub(super) const ASKS: u32 = 0x8000_0000;
+pub(super) const ACK_REQUEST: u32 = 0x8000_0000;
 
 /// Creates a packet for the QP, without ICRC.
-pub(super) fn packet(opcode: u8, psn: u32, asks: bool, ext: &[u8], payload: &[u8]) -> Vec<u8> {
+pub(super) fn packet(
+    opcode: u8,
+    psn: u32,
+    ack_request: bool,
+    ext: &[u8],
+    payload: &[u8],
+) -> Vec<u8> {
     let pad = (4 - payload.len() % 4) % 4;
     let mut p = vec![opcode, (pad as u8) << 4, 0xff, 0xff, 0, 0, 0, 0x11];
-    p.push(if asks { 0x80 } else { 0 });
+    p.push(if ack_request { 0x80 } else { 0 });
     p.extend_from_slice(&psn.to_be_bytes()[1..]);
     p.extend_from_slice(ext);
     p.extend_from_slice(payload);

@@ -118,25 +118,29 @@ fn chained_messages_share_acknowledgement() {
     // Only the last message should request an ACK, or at least every eighth packet.
     assert_eq!(
         rig.sent_brief(),
-        [(4, SQ_PSN), (4, SQ_PSN + 1), (4, (SQ_PSN + 2) | ASKS)]
+        [
+            (4, SQ_PSN),
+            (4, SQ_PSN + 1),
+            (4, (SQ_PSN + 2) | ACK_REQUEST)
+        ]
     );
     rig.ack(SQ_PSN + 1, UNLIMITED);
     assert_eq!(rig.sends(), []);
     rig.ack(SQ_PSN + 2, UNLIMITED);
     assert_eq!(rig.sends(), [(2, Success)]);
     rig.post(3, WRITE, 256 * 12);
-    let asking: Vec<usize> = rig
+    let requesting: Vec<usize> = rig
         .sent_brief()
         .iter()
         .enumerate()
-        .filter(|(_, (_, psn))| psn & ASKS != 0)
+        .filter(|(_, (_, psn))| psn & ACK_REQUEST != 0)
         .map(|(i, _)| i)
         .collect();
-    assert_eq!(asking, [7, 11]);
+    assert_eq!(requesting, [7, 11]);
 }
 
 /// Sends a message that requests an acknowledgement.
-fn ask(rig: &mut Rig, psn: u32) {
+fn receive_request(rig: &mut Rig, psn: u32) {
     rig.post_recv(9, 64);
     rig.feed(&packet(0x04, psn, true, &[], &[1; 8]));
 }
@@ -144,12 +148,16 @@ fn ask(rig: &mut Rig, psn: u32) {
 #[test]
 fn ack_precedes_ready_messages() {
     let mut rig = Rig::new();
-    ask(&mut rig, RQ_PSN);
+    receive_request(&mut rig, RQ_PSN);
     rig.post(1, SendOp::Write(PEER), 256);
     rig.post(2, SendOp::Send, 16);
-    let sent = [(0x11, RQ_PSN), (0x0a, SQ_PSN), (0x04, (SQ_PSN + 1) | ASKS)];
+    let sent = [
+        (0x11, RQ_PSN),
+        (0x0a, SQ_PSN),
+        (0x04, (SQ_PSN + 1) | ACK_REQUEST),
+    ];
     assert_eq!(rig.sent_brief(), sent);
-    ask(&mut rig, RQ_PSN + 1);
+    receive_request(&mut rig, RQ_PSN + 1);
     assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 1)], "it waits for none");
 }
 
@@ -159,7 +167,7 @@ fn ack_follows_ready_reads() {
         window: 64,
         ..DEFAULT
     });
-    ask(&mut rig, RQ_PSN);
+    receive_request(&mut rig, RQ_PSN);
     rig.post(1, SendOp::Read(PEER), 16);
     rig.post(2, SendOp::Read(PEER), 16);
     rig.post(3, SendOp::Send, 16);
@@ -173,10 +181,10 @@ fn read_receives_response_packets() {
     rig.post(1, READ, 600);
     rig.post(2, SendOp::Send, 4);
     let sent = rig.sent();
-    assert_eq!(brief(&sent[0]), (0x0c, SQ_PSN | ASKS));
+    assert_eq!(brief(&sent[0]), (0x0c, SQ_PSN | ACK_REQUEST));
     assert_eq!(sent[0][12..], reth(PEER.addr, PEER.rkey, 600));
     // The READ uses three PSNs.
-    assert_eq!(brief(&sent[1]), (0x04, (SQ_PSN + 3) | ASKS));
+    assert_eq!(brief(&sent[1]), (0x04, (SQ_PSN + 3) | ACK_REQUEST));
     let data = bytes(600);
     let aeth = [UNLIMITED, 0, 0, 1];
     rig.feed(&packet(0x0d, SQ_PSN, false, &aeth, &data[..256]));
@@ -200,9 +208,9 @@ fn lost_read_response_is_requested_from_gap() {
     // The acknowledgement for the SEND implies that the remaining READ responses were sent.
     rig.ack(SQ_PSN + 3, UNLIMITED);
     let sent = rig.sent();
-    assert_eq!(brief(&sent[0]), (0x0c, (SQ_PSN + 1) | ASKS));
+    assert_eq!(brief(&sent[0]), (0x0c, (SQ_PSN + 1) | ACK_REQUEST));
     assert_eq!(sent[0][12..], reth(PEER.addr + 256, PEER.rkey, 444));
-    assert_eq!(brief(&sent[1]), (0x04, (SQ_PSN + 3) | ASKS));
+    assert_eq!(brief(&sent[1]), (0x04, (SQ_PSN + 3) | ACK_REQUEST));
     // A duplicate must not cause a new request.
     rig.ack(SQ_PSN + 3, UNLIMITED);
     assert!(rig.sent().is_empty());
@@ -220,33 +228,36 @@ fn long_read_is_split_and_partially_repeated() {
         ..DEFAULT
     });
     rig.post(1, READ, 256 * 10);
-    let ask = |rig: &mut Rig| -> Vec<(u32, u32)> {
+    let sent_requests = |rig: &mut Rig| -> Vec<(u32, u32)> {
         let len = |p: &[u8]| u32::from_be_bytes(p[24..28].try_into().unwrap());
         rig.sent()
             .iter()
-            .map(|p| (brief(p).1 & !ASKS, len(p)))
+            .map(|p| (brief(p).1 & !ACK_REQUEST, len(p)))
             .collect()
     };
-    assert_eq!(ask(&mut rig), [(SQ_PSN, 1024), (SQ_PSN + 4, 1024)]);
+    assert_eq!(
+        sent_requests(&mut rig),
+        [(SQ_PSN, 1024), (SQ_PSN + 4, 1024)]
+    );
     let aeth = [UNLIMITED, 0, 0, 1];
     rig.feed(&packet(0x0d, SQ_PSN, false, &aeth, &bytes(256)));
     rig.expire();
     // This is the rest of the first piece, even though the window after a timeout is only four
     // packets.
-    assert_eq!(ask(&mut rig), [(SQ_PSN + 1, 768)]);
+    assert_eq!(sent_requests(&mut rig), [(SQ_PSN + 1, 768)]);
     for psn in 1..4 {
         let opcode = [0x0d, 0x0e, 0x0f][psn as usize - 1];
         let ext = if psn == 2 { &[][..] } else { &aeth[..] };
         rig.feed(&packet(opcode, SQ_PSN + psn, false, ext, &bytes(256)));
     }
-    assert_eq!(ask(&mut rig), [(SQ_PSN + 4, 1024)]);
+    assert_eq!(sent_requests(&mut rig), [(SQ_PSN + 4, 1024)]);
     // After a second loss the window is smaller than the piece, so we request it in separate parts.
     rig.expire();
-    assert_eq!(ask(&mut rig), [(SQ_PSN + 4, 512)]);
+    assert_eq!(sent_requests(&mut rig), [(SQ_PSN + 4, 512)]);
     rig.feed(&packet(0x0d, SQ_PSN + 4, false, &aeth, &bytes(256)));
-    assert_eq!(ask(&mut rig), []);
+    assert_eq!(sent_requests(&mut rig), []);
     rig.feed(&packet(0x0f, SQ_PSN + 5, false, &aeth, &bytes(256)));
-    assert_eq!(ask(&mut rig), [(SQ_PSN + 6, 512)]);
+    assert_eq!(sent_requests(&mut rig), [(SQ_PSN + 6, 512)]);
 }
 
 #[test]
@@ -268,12 +279,12 @@ fn atomic_returns_original_value() {
     );
     rig.post(2, SendOp::FetchAdd { remote, add: 5 }, 8);
     let sent = rig.sent();
-    assert_eq!(brief(&sent[0]), (0x13, SQ_PSN | ASKS));
+    assert_eq!(brief(&sent[0]), (0x13, SQ_PSN | ACK_REQUEST));
     assert_eq!(sent[0][12..], atomic_eth(0x40, RKey(9), 0x0202, 0x0101));
-    assert_eq!(brief(&sent[1]), (0x14, (SQ_PSN + 1) | ASKS));
+    assert_eq!(brief(&sent[1]), (0x14, (SQ_PSN + 1) | ACK_REQUEST));
     assert_eq!(sent[1][12..], atomic_eth(0x40, RKey(9), 5, 0));
-    let answer = [&[UNLIMITED, 0, 0, 1][..], &0x1234_5678u64.to_be_bytes()].concat();
-    rig.feed(&packet(0x12, SQ_PSN, false, &answer, &[]));
+    let response = [&[UNLIMITED, 0, 0, 1][..], &0x1234_5678u64.to_be_bytes()].concat();
+    rig.feed(&packet(0x12, SQ_PSN, false, &response, &[]));
     assert_eq!(rig.sends(), [(1, Success)]);
     assert_eq!(
         rig.memory.slice(0..8).unwrap().to_vec(),
@@ -290,9 +301,9 @@ fn packets_after_lost_atomic_are_repeated() {
     };
     rig.post(1, add, 8);
     rig.post(2, SendOp::Send, 4);
-    let both = [(0x14, SQ_PSN), (0x04, (SQ_PSN + 1) | ASKS)];
+    let both = [(0x14, SQ_PSN), (0x04, (SQ_PSN + 1) | ACK_REQUEST)];
     let brief = |sent: Vec<(u8, u32)>| -> Vec<_> {
-        let plain = |(op, psn)| (op, if op == 0x14 { psn & !ASKS } else { psn });
+        let plain = |(op, psn)| (op, if op == 0x14 { psn & !ACK_REQUEST } else { psn });
         sent.into_iter().map(plain).collect()
     };
     assert_eq!(brief(rig.sent_brief()), both);
@@ -309,7 +320,7 @@ fn reads_are_limited_to_initiator_depth() {
     rig.post(4, SendOp::Send, 4);
     assert_eq!(rig.sent_brief().len(), 2);
     rig.feed(&packet(0x10, SQ_PSN, false, &[UNLIMITED, 0, 0, 1], &[1; 4]));
-    assert_eq!(rig.sent_brief(), [(0x0c, (SQ_PSN + 2) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x0c, (SQ_PSN + 2) | ACK_REQUEST)]);
 }
 
 #[test]
@@ -320,10 +331,13 @@ fn fence_waits_for_previous_reads() {
     rig.post_flags(3, SendOp::Send, 4, SendFlags::SIGNALED | SendFlags::FENCE);
     assert_eq!(
         rig.sent_brief(),
-        [(0x0c, SQ_PSN | ASKS), (0x0a, (SQ_PSN + 1) | ASKS)]
+        [
+            (0x0c, SQ_PSN | ACK_REQUEST),
+            (0x0a, (SQ_PSN + 1) | ACK_REQUEST)
+        ]
     );
     rig.feed(&packet(0x10, SQ_PSN, false, &[UNLIMITED, 0, 0, 1], &[1; 4]));
-    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 2) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 2) | ACK_REQUEST)]);
     rig.ack(SQ_PSN + 2, UNLIMITED);
     assert_eq!(rig.sends(), [(1, Success), (2, Success), (3, Success)]);
 }
@@ -341,7 +355,7 @@ fn sequence_nak_restarts_within_message() {
         [
             (0x01, SQ_PSN + 2),
             (0x01, SQ_PSN + 3),
-            (0x02, (SQ_PSN + 4) | ASKS)
+            (0x02, (SQ_PSN + 4) | ACK_REQUEST)
         ]
     );
     assert_eq!(rig.qp.counters().retransmits, 3);
@@ -360,7 +374,7 @@ fn late_ack_after_going_back_is_used() {
     rig.expire();
     rig.ack(SQ_PSN + 2, UNLIMITED);
     assert_eq!(rig.sends(), [(1, Success)]);
-    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 3) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 3) | ACK_REQUEST)]);
 }
 
 #[test]
@@ -378,8 +392,8 @@ fn responses_to_unsent_packets_are_ignored() {
         for syndrome in [UNLIMITED, 0x60, 0x62, 0x2e] {
             rig.ack(psn, syndrome);
         }
-        let answer = [UNLIMITED, 0, 0, 0];
-        rig.feed(&packet(0x10, psn & 0xff_ffff, false, &answer, &[1; 4]));
+        let response = [UNLIMITED, 0, 0, 0];
+        rig.feed(&packet(0x10, psn & 0xff_ffff, false, &response, &[1; 4]));
     }
     assert_eq!(rig.sends(), []);
     assert!(rig.sent().is_empty());
@@ -409,7 +423,7 @@ fn rnr_nak_delays_retry() {
         [
             (0x00, SQ_PSN),
             (0x02, SQ_PSN + 1),
-            (0x0a, (SQ_PSN + 2) | ASKS)
+            (0x0a, (SQ_PSN + 2) | ACK_REQUEST)
         ]
     );
     // Any progress resets the retry count: here the first packet was acknowledged.
@@ -430,7 +444,7 @@ fn rnr_retry_seven_is_unlimited() {
     });
     rig.post(1, SendOp::Send, 4);
     for _ in 0..100 {
-        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ASKS)]);
+        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ACK_REQUEST)]);
         rig.ack(SQ_PSN, 0x21);
         assert_eq!(rig.expire(), Duration::from_micros(10));
     }
@@ -504,7 +518,7 @@ fn armed_connection_restarts_on_alternate_path() {
     assert!(sent.contains(&(0x11, RQ_PSN - 1)));
     sent.retain(|packet| *packet != (0x11, RQ_PSN - 1));
     assert_eq!(sent.len(), window, "the window of a new connection");
-    assert_eq!(sent[0].1 & !ASKS, SQ_PSN);
+    assert_eq!(sent[0].1 & !ACK_REQUEST, SQ_PSN);
     // There are no more paths.
     for _ in 0..6 {
         rig.expire();
@@ -548,7 +562,7 @@ fn retries_depend_on_time_without_progress() {
     // With one retry, it is used after 3·T, and the request fails after 3·T more.
     for _ in 0..5 {
         assert_eq!(rig.expire(), T);
-        assert_eq!(rig.sent_brief()[0].1 & !ASKS, SQ_PSN);
+        assert_eq!(rig.sent_brief()[0].1 & !ACK_REQUEST, SQ_PSN);
     }
     // Any progress resets the count.
     rig.ack(SQ_PSN, UNLIMITED);
@@ -557,7 +571,7 @@ fn retries_depend_on_time_without_progress() {
     rig.sent();
     assert!(rig.expire() < T);
     for _ in 0..5 {
-        assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 1) | ASKS)]);
+        assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 1) | ACK_REQUEST)]);
         assert_eq!(rig.expire(), T);
     }
     rig.sent();
@@ -599,18 +613,18 @@ fn credits_limit_sends_but_allow_probe() {
     rig.ack(SQ_PSN + 2, 0x60);
     assert_eq!(
         rig.sent_brief(),
-        [(0x00, SQ_PSN + 2), (0x02, (SQ_PSN + 3) | ASKS)],
+        [(0x00, SQ_PSN + 2), (0x02, (SQ_PSN + 3) | ACK_REQUEST)],
         "the second message, and nothing after it"
     );
     rig.ack(SQ_PSN + 3, 0x00);
     assert_eq!(
         rig.sent_brief(),
-        [(0x00, (SQ_PSN + 4) | ASKS)],
+        [(0x00, (SQ_PSN + 4) | ACK_REQUEST)],
         "one packet beyond the limit"
     );
     // The acknowledgement shows that the message has a receive.
     rig.ack(SQ_PSN + 4, 0x01);
-    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 5) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 5) | ACK_REQUEST)]);
     rig.ack(SQ_PSN + 5, UNLIMITED);
     assert_eq!(rig.sent_brief().len(), 3);
     rig.ack(SQ_PSN + 8, UNLIMITED);
@@ -628,8 +642,8 @@ fn window_limits_packets_in_flight() {
     assert_eq!(sent.len(), 5);
     assert_eq!(
         sent[4].1,
-        (SQ_PSN + 4) | ASKS,
-        "the packet that fills the window asks"
+        (SQ_PSN + 4) | ACK_REQUEST,
+        "the packet that fills the window requests an ACK"
     );
     rig.ack(SQ_PSN + 2, UNLIMITED);
     assert_eq!(rig.sent_brief().len(), 3);
@@ -650,12 +664,17 @@ fn psns_wrap() {
     rig.post(2, READ, 256 * 2);
     assert_eq!(
         rig.sent_brief(),
-        [(0, 0xff_fffe), (1, 0xff_ffff), (2, ASKS), (0x0c, 1 | ASKS)]
+        [
+            (0, 0xff_fffe),
+            (1, 0xff_ffff),
+            (2, ACK_REQUEST),
+            (0x0c, 1 | ACK_REQUEST)
+        ]
     );
     rig.ack(0xff_ffff, 0x60);
     assert_eq!(
         rig.sent_brief(),
-        [(1, 0xff_ffff), (2, ASKS), (0x0c, 1 | ASKS)]
+        [(1, 0xff_ffff), (2, ACK_REQUEST), (0x0c, 1 | ACK_REQUEST)]
     );
     rig.feed(&packet(0x0d, 1, false, &[UNLIMITED, 0, 0, 1], &bytes(256)));
     rig.feed(&packet(0x0f, 2, false, &[UNLIMITED, 0, 0, 2], &bytes(256)));
@@ -680,7 +699,11 @@ fn registrations_run_in_order() {
     let (first, third) = (SQ_PSN, SQ_PSN + 2);
     assert_eq!(
         rig.sent_brief(),
-        [(0x04, first), (0x04, first + 1), (0x04, third | ASKS)]
+        [
+            (0x04, first),
+            (0x04, first + 1),
+            (0x04, third | ACK_REQUEST)
+        ]
     );
     assert!(!rig.mrs.query(mr).unwrap().valid);
     // They should complete in order.
@@ -728,10 +751,10 @@ fn invalidation_waits_for_requests_using_key() {
         rig.post_flags(3, SendOp::LocalInv(key), 0, flags);
         rig.post(4, SendOp::Send, 4);
         // The message it waits for should request an acknowledgement.
-        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ASKS)]);
+        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ACK_REQUEST)]);
         assert!(rig.mrs.query(mr).unwrap().valid);
         rig.ack(SQ_PSN, UNLIMITED);
-        assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 1) | ASKS)]);
+        assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 1) | ACK_REQUEST)]);
         assert!(!rig.mrs.query(mr).unwrap().valid);
         assert_eq!(rig.sends(), [(1, Success), (2, Success), (3, Success)]);
     }
@@ -787,7 +810,7 @@ fn message_before_bad_key_requests_ack_immediately() {
         rig.mrs.dereg(other.id).unwrap();
         rig.sent();
         assert_eq!(rig.expire(), Duration::ZERO, "after {before} packets");
-        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ASKS)]);
+        assert_eq!(rig.sent_brief(), [(0x04, SQ_PSN | ACK_REQUEST)]);
         rig.ack(SQ_PSN, UNLIMITED);
         assert_eq!(rig.sends(), [(1, Success), (2, LocProtErr)]);
     }
@@ -807,7 +830,7 @@ fn bad_key_does_not_repeat_acked_messages() {
     rig.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
     assert_eq!(rig.sent_brief().len(), 10);
     rig.expire();
-    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 9) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 9) | ACK_REQUEST)]);
     rig.ack(SQ_PSN + 7, UNLIMITED);
     assert_eq!(rig.sends(), [(1, Success)]);
     rig.ack(SQ_PSN + 9, UNLIMITED);
@@ -818,7 +841,7 @@ fn bad_key_does_not_repeat_acked_messages() {
 fn invalid_response_fails_connection() {
     let read = |len| packet(0x10, SQ_PSN, false, &[UNLIMITED, 0, 0, 1], &bytes(len));
     let atomic = [&[UNLIMITED, 0, 0, 1][..], &[0; 8]].concat();
-    for (op, answer) in [
+    for (op, response) in [
         (READ, read(3)),
         (READ, read(8)),
         (READ, packet(0x12, SQ_PSN, false, &atomic, &[])),
@@ -827,7 +850,7 @@ fn invalid_response_fails_connection() {
         let mut rig = Rig::new();
         rig.post(1, op, 4);
         rig.sent();
-        rig.feed(&answer);
+        rig.feed(&response);
         assert_eq!(rig.sends(), [(1, BadRespErr)]);
     }
 }
@@ -843,14 +866,14 @@ fn draining_queue_completes_started_requests() {
     assert_eq!(rig.sent_brief().len(), 2);
     rig.run(RcQp::to_sqd);
     rig.ack(SQ_PSN + 1, UNLIMITED);
-    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 2) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x02, (SQ_PSN + 2) | ACK_REQUEST)]);
     rig.ack(SQ_PSN + 2, UNLIMITED);
     let events = rig.events();
     assert_eq!(events.len(), 2);
     assert_eq!(events[1], RcEvent::Async(AsyncEvent::SqDrained(QP)));
     assert!(rig.sent().is_empty());
     rig.qp.resume();
-    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 3) | ASKS)]);
+    assert_eq!(rig.sent_brief(), [(0x04, (SQ_PSN + 3) | ACK_REQUEST)]);
 }
 
 #[test]
@@ -961,7 +984,7 @@ fn early_timeout_restores_window() {
     // Twelve packets are acknowledged but only four were sent again, so the rest was never lost.
     rig.ack(SQ_PSN + 11, UNLIMITED);
     let sent = rig.sent_brief();
-    assert_eq!((sent.len(), sent[0].1 & !ASKS), (16, SQ_PSN + 12));
+    assert_eq!((sent.len(), sent[0].1 & !ACK_REQUEST), (16, SQ_PSN + 12));
     // In this case all acknowledged packets may have been sent again, so the window remains small.
     rig.expire();
     assert_eq!(rig.sent().len(), 4);
@@ -1026,8 +1049,8 @@ fn repeated_cnps_do_not_stop_connection() {
 fn marked_responses_reduce_window() {
     let mut rig = Rig::new();
     rig.post(1, READ, 256 * 100);
-    let asked = |rig: &mut Rig| rig.sent().iter().filter(|p| p[0] == 0x0c).count();
-    assert_eq!(asked(&mut rig), 2, "eight packets each");
+    let requested = |rig: &mut Rig| rig.sent().iter().filter(|p| p[0] == 0x0c).count();
+    assert_eq!(requested(&mut rig), 2, "eight packets each");
     let aeth = [UNLIMITED, 0, 0, 1];
     rig.feed_marked(&packet(0x0d, SQ_PSN, false, &aeth, &bytes(256)));
     for psn in 1..8 {

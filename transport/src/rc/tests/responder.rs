@@ -4,7 +4,7 @@ use super::*;
 use crate::verbs::{AsyncEvent, Completion, WcOpcode};
 
 /// Returns an acknowledgement as sent: PSN, syndrome and MSN.
-fn answer(psn: u32, syndrome: u8, msn: u8) -> Vec<u8> {
+fn acknowledgement(psn: u32, syndrome: u8, msn: u8) -> Vec<u8> {
     let mut p = vec![0x11, 0x40, 0xff, 0xff, 0, 0, 0, 0x22];
     p.extend_from_slice(&psn.to_be_bytes());
     p.extend_from_slice(&[syndrome, 0, 0, msn]);
@@ -55,7 +55,7 @@ fn send_completes_receive_and_is_acknowledged() {
     );
     assert!(done[0].solicited && done[0].opcode == WcOpcode::Recv);
     // There are no more receives, so the credit is zero. One message is complete.
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 2, 0x00, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 2, 0x00, 1)]);
 }
 
 #[test]
@@ -65,17 +65,17 @@ fn credits_match_remaining_receives() {
         rig.post_recv(id, 600);
     }
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x03, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x03, 1)]);
     // An incomplete message is still included in the credit because it has a receive.
     rig.feed(&packet(0x00, RQ_PSN + 1, true, &[], &bytes(256)));
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x03, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 1, 0x03, 1)]);
     let mut rig = Rig::with(&Options {
         has_srq: true,
         ..DEFAULT
     });
     rig.post_recv(0, 600);
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x1f, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x1f, 1)]);
 }
 
 #[test]
@@ -88,11 +88,11 @@ fn acks_are_coalesced_within_limit() {
     for psn in RQ_PSN..RQ_PSN + 3 {
         rig.feed(&write(psn));
     }
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 2, 0x00, 3)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 2, 0x00, 3)]);
     for psn in RQ_PSN + 3..RQ_PSN + 9 {
         rig.feed(&packet(0x0a, psn, false, &reth(0, RKey(0), 0), &[]));
     }
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 6, 0x00, 9)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 6, 0x00, 9)]);
 }
 
 #[test]
@@ -102,13 +102,13 @@ fn gap_sends_single_nak() {
     for psn in [2, 1, 2] {
         rig.feed(&packet(0x04, RQ_PSN + psn, true, &[], &[9]));
     }
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x60, 0)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x60, 0)]);
     assert_eq!(rig.qp.counters().out_of_order, 3);
     rig.feed(&packet(0x04, RQ_PSN, true, &[], &[9]));
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x00, 1)]);
     // The next gap should be handled separately.
     rig.feed(&packet(0x04, RQ_PSN + 2, true, &[], &[9]));
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x60, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 1, 0x60, 1)]);
 }
 
 #[test]
@@ -117,13 +117,13 @@ fn send_without_receive_gets_rnr_nak() {
     for _ in 0..2 {
         rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
         rig.feed(&packet(0x02, RQ_PSN + 1, true, &[], &[1]));
-        assert_eq!(rig.sent(), [answer(RQ_PSN, 0x2e, 0)]);
+        assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x2e, 0)]);
     }
     assert_eq!(rig.qp.counters().tx_rnr_naks, 2);
     rig.post_recv(1, 300);
     rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
     rig.feed(&packet(0x02, RQ_PSN + 1, true, &[], &[1]));
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x00, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 1, 0x00, 1)]);
     assert_eq!(receives(&mut rig)[0].byte_len, 257);
 }
 
@@ -141,11 +141,11 @@ fn immediate_write_consumes_receive_at_end() {
     ));
     let last = packet(0x09, RQ_PSN + 1, true, &[0, 0, 0, 7], &data[256..]);
     rig.feed(&last);
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x2e, 0)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 1, 0x2e, 0)]);
     assert_eq!(rig.memory.slice(256..260).unwrap().to_vec(), [0; 4]);
     rig.post_recv(3, 0);
     rig.feed(&last);
-    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x00, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN + 1, 0x00, 1)]);
     let done = receives(&mut rig);
     assert_eq!(
         (done[0].wr_id.0, done[0].byte_len, done[0].imm),
@@ -168,7 +168,7 @@ fn cve_2022_49929_rnr_nak_leaks_nothing() {
         &[1; 4],
     );
     rig.feed(&write);
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x2e, 0)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x2e, 0)]);
     rig.mrs.dereg(rig.mr.id).unwrap();
     assert!(rig.mrs.is_empty());
     rig.post_recv(1, 0);
@@ -185,7 +185,7 @@ fn empty_write_needs_no_key() {
         ..DEFAULT
     });
     rig.feed(&packet(0x0a, RQ_PSN, true, &reth(0, RKey(0), 0), &[]));
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x00, 1)]);
     assert_eq!(
         rig.events(),
         [RcEvent::Async(AsyncEvent::CommEstablished(QP))]
@@ -245,11 +245,11 @@ fn misplaced_opcodes_and_lengths_are_rejected() {
             vec![first(), packet(0x02, second, false, &[], &[])],
         ),
         (
-            "a write shorter than told",
+            "a write shorter than announced",
             vec![packet(0x0a, RQ_PSN, true, &reth(addr, key, 5), &[1; 4])],
         ),
         (
-            "a write longer than told",
+            "a write longer than announced",
             vec![packet(0x0a, RQ_PSN, true, &reth(addr, key, 3), &[1; 4])],
         ),
         ("a first that is the whole", vec![write(256)]),
@@ -492,7 +492,7 @@ fn duplicate_send_is_acknowledged_but_not_delivered() {
     for _ in 0..1000 {
         rig.feed(&packet(0x04, RQ_PSN, true, &[], &[2]));
     }
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x01, 1)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x01, 1)]);
     assert!(receives(&mut rig).is_empty());
     assert_eq!(rig.received(1), [1]);
     assert_eq!(rig.qp.counters().duplicates, 1000);
@@ -615,7 +615,7 @@ fn read_fails_if_key_is_invalidated() {
 
 /// The network duplicated a READ while we are still sending the response.
 #[test]
-fn unfinished_read_is_not_considered_answered() {
+fn unfinished_read_is_not_complete() {
     let begun = || {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
@@ -654,7 +654,7 @@ fn unfinished_read_is_not_considered_answered() {
 
 /// The requester can repeat the request in parts while it has never received a full response.
 #[test]
-fn read_is_answered_with_last_packet() {
+fn read_completes_with_last_packet() {
     let in_parts = || {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
@@ -971,11 +971,11 @@ fn send_before_dropped_read_is_acknowledged() {
     rig.feed(&packet(0x0c, RQ_PSN + 4, true, &reth(addr, key, 4), &[]));
     assert_eq!(receives(&mut rig).len(), 1);
     rig.run(RcQp::to_error);
-    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 3)]);
+    assert_eq!(rig.sent(), [acknowledgement(RQ_PSN, 0x00, 3)]);
 }
 
 #[test]
-fn poll_last_answer_skips_reads_and_terminates() {
+fn poll_last_response_skips_reads_and_terminates() {
     let mut rig = Rig::with(&Options {
         reads: 4,
         ..DEFAULT
@@ -988,7 +988,7 @@ fn poll_last_answer_skips_reads_and_terminates() {
     rig.feed(&write(RQ_PSN + 2));
     rig.feed(&packet(0x14, RQ_PSN + 3, true, &add, &[]));
     let (now, mut tx, mut sent) = (rig.now, TxPacket::default(), Vec::new());
-    while rig.run(|qp, env| qp.poll_last_answer(now, env, &mut tx)) {
+    while rig.run(|qp, env| qp.poll_last_response(now, env, &mut tx)) {
         let mut bytes = Vec::new();
         tx.copy_to(&mut bytes);
         sent.push(brief(&bytes));
@@ -1000,7 +1000,7 @@ fn poll_last_answer_skips_reads_and_terminates() {
 /// Acknowledging a PSN of the READ would indicate that the peer has received its data.
 #[test]
 fn dropped_read_is_not_acknowledged() {
-    for asks in [false, true] {
+    for ack_request in [false, true] {
         let mut rig = Rig::new();
         let (addr, key) = (rig.mr.addr, rig.mr.rkey);
         rig.post_recv(1, 64);
@@ -1008,9 +1008,9 @@ fn dropped_read_is_not_acknowledged() {
         assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
         rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
         // The acknowledgement was lost, so the SEND is repeated.
-        rig.feed(&packet(0x04, RQ_PSN, asks, &[], b"bye!"));
+        rig.feed(&packet(0x04, RQ_PSN, ack_request, &[], b"bye!"));
         rig.run(RcQp::to_error);
-        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)], "asks: {asks}");
+        assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)], "asks: {ack_request}");
     }
 }
 
@@ -1031,7 +1031,7 @@ fn nak_is_sent_on_close() {
 /// A READ needs memory that now belongs to the owner again, but the result of an atomic is stored
 /// in the QP.
 #[test]
-fn closing_answers_atomics_but_not_reads() {
+fn closing_responds_only_to_atomics() {
     let mut rig = Rig::with(&Options {
         reads: 4,
         ..DEFAULT

@@ -108,7 +108,7 @@ fn wrong_queue_is_rejected_in_order() {
     let nak = sent.last().unwrap();
     // Invalid request, using the PSN of the packet.
     assert_eq!((nak[0], nak[12]), (0xb1, 0x61));
-    assert_eq!(brief(nak).1 & !ASKS, RQ_PSN + 1);
+    assert_eq!(brief(nak).1 & !ACK_REQUEST, RQ_PSN + 1);
     assert!(!rig.qp.expects(Psn::new(RQ_PSN + 1)));
 }
 

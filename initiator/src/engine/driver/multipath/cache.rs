@@ -23,8 +23,8 @@ const VOUCH: Duration = Duration::from_secs(15);
 
 impl PathsLink {
     /// Returns the time of the unit's last message on any path.
-    fn last_heard(&self) -> Option<Instant> {
-        self.members.iter().filter_map(|m| m.heard).max()
+    fn last_received(&self) -> Option<Instant> {
+        self.members.iter().filter_map(|m| m.last_received).max()
     }
 
     fn is_in_use(&self) -> bool {
@@ -34,9 +34,10 @@ impl PathsLink {
     /// Returns the time between the unit's last message on any path and a login, and whether a
     /// connection was refused during this time.
     pub(super) fn outage(&self, login: Instant) -> (Option<Duration>, bool) {
-        let heard = self.last_heard();
-        let outage = heard.map(|heard| login.saturating_duration_since(heard));
-        (outage, self.refused > heard)
+        let last_received = self.last_received();
+        let outage =
+            last_received.map(|last_received| login.saturating_duration_since(last_received));
+        (outage, self.refused > last_received)
     }
 
     /// Returns whether another path, in use from before the loss of this path until after its
@@ -44,14 +45,18 @@ impl PathsLink {
     /// paths whose cache loss was already counted.
     fn is_covered(&self, path: PathIndex) -> bool {
         let at = usize::from(path.0);
-        let Member { heard, login, .. } = self.members[at];
-        let since = heard.max(self.lost);
+        let Member {
+            last_received,
+            login,
+            ..
+        } = self.members[at];
+        let since = last_received.max(self.lost);
         let others = self.members.iter().enumerate().filter(|(i, _)| *i != at);
         let mut in_use = others.map(|(_, m)| m).filter(|m| m.is_in_use);
         match self.members[at].cache {
             // The first attention is not evidence for a cache that only other paths have used.
             None => in_use.next().is_some(),
-            Some(_) => in_use.any(|m| m.login <= since && m.heard >= login),
+            Some(_) => in_use.any(|m| m.login <= since && m.last_received >= login),
         }
     }
 
@@ -88,7 +93,7 @@ impl PathsLink {
         if !member.is_in_use {
             tracing::info!(portal = %member.target.dst, "path is live");
             member.is_logged = false;
-            member.heard = member.heard.max(login);
+            member.last_received = member.last_received.max(login);
             if is_covered {
                 evidence = Evidence::default();
             }
@@ -117,7 +122,7 @@ impl PathsLink {
         let is_reported = |member: &Member| {
             let since = match member.cache {
                 None => member.attended,
-                Some(_) => member.heard.max(self.lost),
+                Some(_) => member.last_received.max(self.lost),
             };
             let mut in_use = self.members.iter().filter(|m| m.is_in_use);
             !member.is_in_use
@@ -139,11 +144,11 @@ impl PathsLink {
         }
     }
 
-    /// Called when an outage starts, after the unit's last message at `heard`: discards evidence
+    /// Called when an outage starts, after the unit's last message at `last_received`: discards evidence
     /// collected before by paths that were never in use.
-    fn clear_unused(&mut self, heard: Instant) {
+    fn clear_unused(&mut self, last_received: Instant) {
         let unused = self.members.iter_mut().filter(|m| m.cache.is_none());
-        let old = unused.filter(|m| m.attended.is_none_or(|at| at <= heard));
+        let old = unused.filter(|m| m.attended.is_none_or(|at| at <= last_received));
         old.for_each(|m| m.evidence.clear());
     }
 
@@ -153,12 +158,12 @@ impl PathsLink {
         &mut self,
         path: PathIndex,
         why: Down,
-        heard: Option<Instant>,
+        last_received: Option<Instant>,
         now: Instant,
     ) -> bool {
         if self.member(path).is_in_use {
             let member = self.member(path);
-            member.heard = heard.or(member.heard);
+            member.last_received = last_received.or(member.last_received);
             self.clear_covered();
         }
         let member = self.member(path);
@@ -171,11 +176,11 @@ impl PathsLink {
         if end.refused && member.cache.is_some() {
             self.refused = Some(now);
         }
-        if let Some(heard) = self
-            .last_heard()
+        if let Some(last_received) = self
+            .last_received()
             .filter(|_| was_in_use && !self.is_in_use())
         {
-            self.clear_unused(heard);
+            self.clear_unused(last_received);
         }
         was_in_use
     }
@@ -183,12 +188,13 @@ impl PathsLink {
 
 impl<E: Env> Driver<E> {
     /// Updates the time of the target's last message for each path in use.
-    pub(super) fn note_heard(&mut self, key: SessionKey) {
+    pub(super) fn update_last_received(&mut self, key: SessionKey) {
         for at in 0..self.paths(key).map_or(0, |(_, link)| link.members.len()) {
             let session = self.member_in_use(key, at);
-            let heard = session.and_then(|i| self.sessions[i].link.machine().last_heard());
+            let last_received =
+                session.and_then(|i| self.sessions[i].link.machine().last_received());
             if let Some((_, link)) = self.paths(key) {
-                link.members[at].heard = link.members[at].heard.max(heard);
+                link.members[at].last_received = link.members[at].last_received.max(last_received);
             }
         }
     }
@@ -265,7 +271,7 @@ impl<E: Env> Driver<E> {
     /// Called when a path is in use again: counts a loss of the cache found by its check.
     pub(super) fn finish_path_check(&mut self, index: usize, path: PathIndex, now: Instant) {
         let key = self.sessions.key(index);
-        self.note_heard(key);
+        self.update_last_received(key);
         let Some(link) = self.sessions[index].link.paths_mut() else {
             return;
         };

@@ -55,8 +55,8 @@ struct Member {
     /// The check starts when the pings on the other paths complete.
     is_waiting: bool,
     /// Time of the target's last message on this path, if it was in use. Updated by
-    /// [`Driver::note_heard`].
-    heard: Option<Instant>,
+    /// [`Driver::update_last_received`].
+    last_received: Option<Instant>,
     /// Time of its last login.
     login: Option<Instant>,
 }
@@ -151,7 +151,7 @@ impl PathsLink {
             is_held: true,
             pings: 0,
             is_waiting: false,
-            heard: None,
+            last_received: None,
             login: None,
         };
         Self {
@@ -230,7 +230,7 @@ impl<E: Env> Driver<E> {
                     self.handle_path_response(paths, path, completion, now);
                 }
                 Input::Live(paths, path, port) => {
-                    self.note_heard(paths);
+                    self.update_last_received(paths);
                     self.ping_others(paths, path, now);
                     self.on_paths(paths, now, |link, _| {
                         let (outage, refused) = link.outage(now);
@@ -242,11 +242,11 @@ impl<E: Env> Driver<E> {
                     });
                 }
                 Input::Pinged(paths, path) => self.handle_pinged(paths, path, now),
-                Input::Closed(paths, path, why, heard) => {
-                    self.note_heard(paths);
+                Input::Closed(paths, path, why, last_received) => {
+                    self.update_last_received(paths);
                     self.check_attentions(paths, path, now);
                     self.on_paths(paths, now, |link, _| {
-                        let was_in_use = link.note_closed(path, why, heard, now);
+                        let was_in_use = link.note_closed(path, why, last_received, now);
                         link.machine.handle_closed(path, why, now);
                         link.log_closed(path, was_in_use);
                     });
@@ -447,8 +447,8 @@ impl<E: Env> Driver<E> {
         };
         let member = &mut link.members[usize::from(path.0)];
         let session = member.session;
-        let mut is_answered = match &completion.result {
-            Ok(answer) => member.is_grouping || member.check.is_conclusive(answer),
+        let mut has_response = match &completion.result {
+            Ok(response) => member.is_grouping || member.check.is_conclusive(response),
             Err(_) => false,
         };
         let was_sent = !matches!(completion.result, Err(RequestError::NotSent));
@@ -460,25 +460,25 @@ impl<E: Env> Driver<E> {
             self.send_next_query(index, path, now);
             return;
         }
-        if is_answered && member.is_stale {
+        if has_response && member.is_stale {
             if member.restart_check() {
                 self.send_next_query(index, path, now);
                 return;
             }
-            is_answered = false;
+            has_response = false;
         }
-        if is_answered && member.process_response(&data) {
+        if has_response && member.process_response(&data) {
             self.send_next_query(index, path, now);
             return;
         }
-        let found = match is_answered {
+        let found = match has_response {
             true => Ok(member.found(&data)),
             false => Err(Down::UnitSilent),
         };
         link.machine.handle_checked(path, found, now);
         let view = link.machine.views().nth(path.0.into());
         let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
-        if is_answered && is_good {
+        if has_response && is_good {
             self.finish_path_check(index, path, now);
         }
         // If a session holds its requests until the unit is identified, close it. If only its
@@ -487,7 +487,7 @@ impl<E: Env> Driver<E> {
             .paths(key)
             .is_none_or(|(_, link)| link.member(path).is_held);
         if let Some(member) = session.and_then(|key| self.sessions.find(key)) {
-            self.with_link(member, now, |link, _| match is_answered {
+            self.with_link(member, now, |link, _| match has_response {
                 // The session had no earlier connection.
                 true if is_good => link.machine().release(true, now),
                 false if is_held => link.machine().close(now),
@@ -501,8 +501,8 @@ impl<E: Env> Driver<E> {
 
 #[cfg(test)]
 impl PathsLink {
-    pub(super) fn hear(&mut self, path: PathIndex, at: Instant) {
-        self.member(path).heard = Some(at);
+    pub(super) fn set_last_received(&mut self, path: PathIndex, at: Instant) {
+        self.member(path).last_received = Some(at);
     }
 
     pub(super) fn is_waiting(&mut self, path: PathIndex) -> bool {

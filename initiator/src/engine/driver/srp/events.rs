@@ -37,7 +37,7 @@ impl SrpLink {
             Completed::Message(slot) => self.receive(channel, slot, completion.byte_len, cx.now),
             Completed::Retired(request) => self.machine.handle_retired(request, cx.now),
             Completed::Sent(number) => match conn.sent(number) {
-                ShortIu::Answer(slot) => {
+                ShortIu::Reply(slot) => {
                     if !conn.post_recv(cx.device(), slot) {
                         self.machine.handle_channel_error(channel, cx.now);
                     }

@@ -110,7 +110,7 @@ impl SrpLink {
                     self.machine.handle_channel_error(channel, cx.now);
                 }
             }
-            Output::Answer(channel, iu) => self.send_response(channel, &iu, cx),
+            Output::Reply(channel, iu) => self.send_response(channel, &iu, cx),
             Output::Disconnect(channel, logout) => {
                 self.begin_close(channel, logout.as_ref().map(|iu| &iu[..]), cx);
             }

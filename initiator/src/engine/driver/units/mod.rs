@@ -166,9 +166,9 @@ impl<E: Env> Driver<E> {
         let key = self.sessions.key(index);
         let session = &mut self.sessions[index];
         let has_paths = session.link.paths().is_some();
-        let last_heard = session.link.machine().last_heard();
+        let last_received = session.link.machine().last_received();
         let units = &mut session.units;
-        units.on_connection_event(event, has_paths, last_heard, now);
+        units.on_connection_event(event, has_paths, last_received, now);
         if units.is_empty() || has_paths {
             return;
         }

@@ -55,7 +55,7 @@ fn driver_with(plan: Plan, now: Instant) -> (Driver<Sim>, SessionKey) {
         now,
     );
     let key = opened.unwrap();
-    driver.sessions[key.index].units.heard = Some(now);
+    driver.sessions[key.index].units.last_received = Some(now);
     let watch = Watch {
         lun: LunId::new(0).unwrap(),
         unit: Snapshot::default(),
@@ -237,9 +237,9 @@ fn cache_loss_after_takeover_is_detected() {
 
 /// Returns whether the session would resume now.
 fn releases_requests(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) -> bool {
-    driver.sessions[key.index].units.heard = Some(now);
+    driver.sessions[key.index].units.last_received = Some(now);
     driver.release_checked(key.index, now);
-    driver.sessions[key.index].units.heard.is_none()
+    driver.sessions[key.index].units.last_received.is_none()
 }
 
 #[test]
@@ -300,11 +300,11 @@ fn write(driver: &mut Driver<Sim>, key: SessionKey, now: Instant) {
     let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(1));
     let io = Io::new(io, Done::Ping, now);
     driver.sessions[key.index]
-        .track_command(&io, Ok(GOOD_ANSWER))
+        .track_command(&io, Ok(GOOD_RESPONSE))
         .unwrap();
 }
 
-const GOOD_ANSWER: CommandResponse = CommandResponse {
+const GOOD_RESPONSE: CommandResponse = CommandResponse {
     status: GOOD,
     sense: None,
     transferred: 0,
@@ -314,12 +314,12 @@ const GOOD_ANSWER: CommandResponse = CommandResponse {
 /// Returns the completion of a query with this data, or with CHECK CONDITION and this ASC.
 fn completion(pool: &BufferPool, data: Result<&[u8], u8>) -> IoCompletion {
     let buffer = pool.try_take(4096).unwrap();
-    let answer = match data {
+    let response = match data {
         Ok(data) => {
             buffer.slice().write(0, data);
             CommandResponse {
                 transferred: data.len() as u32,
-                ..GOOD_ANSWER
+                ..GOOD_RESPONSE
             }
         }
         Err(code) => {
@@ -328,12 +328,12 @@ fn completion(pool: &BufferPool, data: Result<&[u8], u8>) -> IoCompletion {
             CommandResponse {
                 status: CHECK_CONDITION,
                 sense: Some(Box::new(sense)),
-                ..GOOD_ANSWER
+                ..GOOD_RESPONSE
             }
         }
     };
     IoCompletion {
-        result: Ok(answer),
+        result: Ok(response),
         data: IoData::One(buffer),
     }
 }
@@ -367,10 +367,10 @@ fn identify_with(
     let serial = b"\0\x80\0\x02S1";
     // The capacity is queried again if a unit attention preceded the first response.
     let at_last = is_greeted.then_some(&capacity[..]);
-    let answers = [&capacity[..], &inquiry, &[], serial, generation, &CACHING];
-    for data in answers.into_iter().chain(at_last) {
-        let answered = Input::PathResponse(key, path, completion(pool, Ok(data)));
-        driver.inputs.push_back(answered);
+    let responses = [&capacity[..], &inquiry, &[], serial, generation, &CACHING];
+    for data in responses.into_iter().chain(at_last) {
+        let response = Input::PathResponse(key, path, completion(pool, Ok(data)));
+        driver.inputs.push_back(response);
         driver.run_paths(now);
     }
 }
@@ -434,8 +434,8 @@ impl PathPair {
         }
     }
 
-    fn lose(&mut self, path: PathIndex, why: Down, heard: Option<Instant>, at: Instant) {
-        let lost = Input::Closed(self.key, path, why, heard);
+    fn lose(&mut self, path: PathIndex, why: Down, last_received: Option<Instant>, at: Instant) {
+        let lost = Input::Closed(self.key, path, why, last_received);
         self.driver.inputs.push_back(lost);
         self.driver.run_paths(at);
     }
@@ -451,9 +451,9 @@ impl PathPair {
     }
 
     /// Records a message of the target on a path.
-    fn hear(&mut self, path: PathIndex, at: Instant) {
+    fn set_last_received(&mut self, path: PathIndex, at: Instant) {
         let link = self.driver.sessions[self.key.index].link.paths_mut();
-        link.unwrap().hear(path, at);
+        link.unwrap().set_last_received(path, at);
     }
 
     fn is_waiting(&mut self, path: PathIndex) -> bool {
@@ -557,7 +557,7 @@ fn returning_path_keeps_cache_used_elsewhere() {
                 .push_back(Input::Attention(key, B, greeting, false));
         }
         pair.driver.run_paths(back);
-        pair.hear(A, back);
+        pair.set_last_received(A, back);
         pair.identify(B, greeting.is_some(), back);
         let report = pair.driver.sessions[key.index].status.report();
         assert_eq!(report.link.state, LinkState::Live);
@@ -946,13 +946,13 @@ fn identify_unit(
     driver: &mut Driver<Sim>,
     pool: &BufferPool,
     (key, at): (SessionKey, usize),
-    answer: impl Fn(&[u8]) -> Result<Vec<u8>, u8>,
+    response: impl Fn(&[u8]) -> Result<Vec<u8>, u8>,
     now: Instant,
 ) {
     while driver.sessions[key.index].units.units[at].is_checking {
         let unit = &driver.sessions[key.index].units.units[at];
         let (serial, cdb) = (unit.serial, unit.check.command().cdb);
-        let data = answer(cdb.as_bytes());
+        let data = response(cdb.as_bytes());
         let end = completion(pool, data.as_deref().map_err(|code| *code));
         driver.handle_unit_response(key, serial, end, now);
     }
@@ -998,14 +998,14 @@ fn loss_evidence_is_kept_for_silent_unit() {
     };
     let serial = driver.sessions[key.index].units.units[0].serial;
     driver.handle_unit_response(key, serial, silent, first);
-    let answer = |cdb: &[u8]| Ok(nameless(cdb));
-    identify_unit(&mut driver, &pool, (key, 1), answer, first);
+    let response = |cdb: &[u8]| Ok(nameless(cdb));
+    identify_unit(&mut driver, &pool, (key, 1), response, first);
     driver.handle_event(key.index, down(Down::UnitSilent), first);
     let second = now + Duration::from_secs(2);
     driver.handle_event(key.index, SessionEvent::Live, second);
     driver.run_paths(second);
-    identify_unit(&mut driver, &pool, (key, 0), answer, second);
-    identify_unit(&mut driver, &pool, (key, 1), answer, second);
+    identify_unit(&mut driver, &pool, (key, 0), response, second);
+    identify_unit(&mut driver, &pool, (key, 1), response, second);
     let flushed = flush(&mut driver, key, second);
     assert_eq!(flushed, Err(RequestError::CacheLost));
 }
@@ -1024,12 +1024,12 @@ fn loss_evidence_survives_response_before_disconnect() {
     driver.run_paths(now);
     let refused = Down::Connect(ConnectError::Tcp(111));
     driver.handle_event(key.index, SessionEvent::Reconnecting(refused), now);
-    let answer = |cdb: &[u8]| Ok(nameless(cdb));
-    identify_unit(&mut driver, &pool, (key, 0), answer, now);
+    let response = |cdb: &[u8]| Ok(nameless(cdb));
+    identify_unit(&mut driver, &pool, (key, 0), response, now);
     let later = now + Duration::from_secs(1);
     driver.handle_event(key.index, SessionEvent::Live, later);
     driver.run_paths(later);
-    identify_unit(&mut driver, &pool, (key, 0), answer, later);
+    identify_unit(&mut driver, &pool, (key, 0), response, later);
     let flushed = flush(&mut driver, key, later);
     assert_eq!(flushed, Err(RequestError::CacheLost));
 }
@@ -1046,7 +1046,7 @@ fn session_without_unit_users_is_released() {
     driver.handle_event(key.index, SessionEvent::Live, now);
     driver.run_paths(now);
     // This shows that the session was released.
-    assert!(driver.sessions[key.index].units.heard.is_none());
+    assert!(driver.sessions[key.index].units.last_received.is_none());
 }
 
 #[test]
@@ -1062,12 +1062,12 @@ fn unit_removed_during_check_is_missing() {
         watch_units(&mut driver, key, (&pool, &owner), (&unit, 1), now);
         driver.inputs.push_back(Input::Check(key));
         driver.run_paths(now);
-        let answer = |cdb: &[u8]| match cdb {
+        let response = |cdb: &[u8]| match cdb {
             [0x12, 1, ..] => Err(refusal),
             [0x1a, ..] => Err(0x25),
             _ => Ok(nameless(cdb)),
         };
-        identify_unit(&mut driver, &pool, (key, 0), answer, now);
+        identify_unit(&mut driver, &pool, (key, 0), response, now);
         let report = driver.sessions[key.index].status.report();
         assert!(report.paths.is_empty(), "{refusal:x}: {:?}", report.paths);
     }

@@ -2,8 +2,8 @@
 //! the simulator.
 //!
 //! The simulator runs a whole worker step at a time and doesn't use sessions with atomics. So the
-//! header of a planted defect can select tests instead, in a line `judge: WORDS`
-//! ([`Judge::named`]).
+//! header of a planted defect can select tests instead, in a line `detector: WORDS`
+//! ([`Detector::named`]).
 
 use std::process::Command;
 use std::time::Duration;
@@ -23,7 +23,7 @@ const SESSION_MESSAGES: u64 = 1000;
 
 /// Test used to detect a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Judge<'a> {
+pub(super) enum Detector<'a> {
     /// Simulator seeds.
     Simulator,
     /// Seeds for two queue pairs on an unreliable wire (`transport/tests/rc_sim.rs`).
@@ -36,7 +36,7 @@ pub(super) enum Judge<'a> {
     Integration(&'a str, &'a str, &'a str),
 }
 
-impl<'a> Judge<'a> {
+impl<'a> Detector<'a> {
     pub(super) fn named(words: &'a str) -> Option<Self> {
         let words: Vec<_> = words.split_whitespace().collect();
         Some(match words[..] {
@@ -161,16 +161,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn judge_line_is_parsed() {
+    fn detector_line_is_parsed() {
         let named = [
-            ("rc_sim", Some(Judge::QueuePairs)),
-            ("interleavings a b", Some(Judge::Interleavings("a", "b"))),
-            ("tests a b", Some(Judge::Tests("a", "b"))),
+            ("rc_sim", Some(Detector::QueuePairs)),
+            ("interleavings a b", Some(Detector::Interleavings("a", "b"))),
+            ("tests a b", Some(Detector::Tests("a", "b"))),
             ("tests a", None),
             ("", None),
         ];
-        for (words, judge) in named {
-            assert_eq!(Judge::named(words), judge, "{words}");
+        for (words, detector) in named {
+            assert_eq!(Detector::named(words), detector, "{words}");
         }
     }
 
@@ -191,14 +191,14 @@ what follows from it
 test result: FAILED. 0 passed; 1 failed
 ";
         let why = "assertion `left == right` failed: a reason".to_owned();
-        let failure = |text: &str| Judge::QueuePairs.failure(text);
+        let failure = |text: &str| Detector::QueuePairs.failure(text);
         assert_eq!(failure(printed), Some((Some(12), why.clone())));
         let printed = printed.replace("session seed", "interleaving");
-        let failure = |text: &str| Judge::Interleavings("a", "b").failure(text);
+        let failure = |text: &str| Detector::Interleavings("a", "b").failure(text);
         assert_eq!(failure(&printed), Some((Some(12), why)));
         assert_eq!(failure("test result: ok."), None);
         let printed = "noise\nseed 3: a reason: more\nseed 4: another";
         let why = "a reason: more".to_owned();
-        assert_eq!(Judge::Simulator.failure(printed), Some((Some(3), why)));
+        assert_eq!(Detector::Simulator.failure(printed), Some((Some(3), why)));
     }
 }

@@ -8,8 +8,8 @@
 trap one_host EXIT
 
 # Runs perftest between the peer on rxe0 and a device (riser0 or rxe1), and prints a column of the
-# client's results: figure COLUMN SERVER CLIENT PROGRAM ARGUMENT …
-figure() {
+# client's results: result COLUMN SERVER CLIENT PROGRAM ARGUMENT …
+result() {
     local column=$1 server=$2 client=$3 s address=10.99.0.2 value="" tries
     shift 3
     [ "$server" != rxe0 ] || address=10.99.0.1
@@ -54,33 +54,33 @@ note() {
 measure() {
     local device=$1 round
     for round in 1 2 3; do
-        note "$device" write-to "$(figure 4 rxe0 "$device" ib_write_bw -F -s 65536 -n 200 -t 32)"
-        note "$device" write-from "$(figure 4 "$device" rxe0 ib_write_bw -F -s 65536 -n 200 -t 32)"
-        note "$device" latency "$(figure 5 rxe0 "$device" ib_send_lat -F -s 8 -n 300)"
+        note "$device" write-to "$(result 4 rxe0 "$device" ib_write_bw -F -s 65536 -n 200 -t 32)"
+        note "$device" write-from "$(result 4 "$device" rxe0 ib_write_bw -F -s 65536 -n 200 -t 32)"
+        note "$device" latency "$(result 5 rxe0 "$device" ib_send_lat -F -s 8 -n 300)"
     done
 }
 
 # A packet capture would affect the results.
 CAPTURE=none
 two_hosts
-measure riser0 >/tmp/figures
+measure riser0 >/tmp/results
 one_host
 # We can't use a separate namespace here, because rdma_rxe only supports the initial one.
 PEER=() CORE=yes CAPTURE=none
 two_hosts
-measure rxe1 >>/tmp/figures
-cp /tmp/figures "$KEEP"
+measure rxe1 >>/tmp/results
+cp /tmp/results "$KEEP"
 python3 - <<'P'
 import collections, statistics
-figures = collections.defaultdict(list)
-for line in open("/tmp/figures"):
+results = collections.defaultdict(list)
+for line in open("/tmp/results"):
     device, what, value = line.split()
-    figures[device, what].append(float(value))
+    results[device, what].append(float(value))
 for what, name, unit in (
     ("write-to", "ib_write_bw of 64 KiB to rdma_rxe", "MiB/s"),
     ("write-from", "ib_write_bw of 64 KiB from rdma_rxe", "MiB/s"),
     ("latency", "ib_send_lat of 8 bytes to rdma_rxe", "µs"),
 ):
-    ours, theirs = (statistics.median(figures[device, what]) for device in ("riser0", "rxe1"))
-    print(f"figure: {name}: ours {ours:.1f} {unit}, rdma_rxe {theirs:.1f} {unit}, ratio {ours / theirs:.2f}")
+    ours, theirs = (statistics.median(results[device, what]) for device in ("riser0", "rxe1"))
+    print(f"result: {name}: ours {ours:.1f} {unit}, rdma_rxe {theirs:.1f} {unit}, ratio {ours / theirs:.2f}")
 P

@@ -30,7 +30,7 @@ const PDU: usize = Bth::LEN + 28;
 /// Information for cheating peers from packets and streams, by the last byte of the initiator's
 /// address.
 #[derive(Clone, Debug, Default)]
-pub struct Overheard(Arc<Mutex<BTreeMap<u8, Host>>>);
+pub struct Sniffer(Arc<Mutex<BTreeMap<u8, Host>>>);
 
 /// An initiator or cheating peer.
 #[derive(Clone, Debug, Default)]
@@ -70,7 +70,7 @@ pub fn is_cheat(address: IpAddr) -> bool {
     matches!(address, IpAddr::V4(at) if at.octets()[2] == 2)
 }
 
-impl Overheard {
+impl Sniffer {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u8, Host>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -109,22 +109,22 @@ impl Overheard {
         }
         match packet {
             _ if !comes || is_cheat(from) => {}
-            _ if qpn == 1 => known.hear_request(packet),
+            _ if qpn == 1 => known.record_request(packet),
             // Only SEND, or the first packet of a SEND.
-            [0x00 | 0x04, ..] => known.hear_login(packet.get(PDU..).unwrap_or_default()),
+            [0x00 | 0x04, ..] => known.record_login(packet.get(PDU..).unwrap_or_default()),
             _ => {}
         }
     }
 
     /// Called when data is sent by an initiator or by the target.
-    pub fn hear_stream(&self, peer: IpAddr, comes: bool, bytes: &[u8]) {
+    pub fn record_stream(&self, peer: IpAddr, comes: bool, bytes: &[u8]) {
         if is_cheat(peer) {
             return;
         }
         let mut all = self.lock();
         let known = all.entry(host(peer)).or_default();
         if comes {
-            return known.hear_login(bytes);
+            return known.record_login(bytes);
         }
         // Login Response to a request of this initiator.
         if let Some(names) = &mut known.names
@@ -139,7 +139,7 @@ impl Overheard {
 
 impl Host {
     /// Parses a MAD to the target.
-    fn hear_request(&mut self, packet: &[u8]) {
+    fn record_request(&mut self, packet: &[u8]) {
         let Some(mad) = packet.get(MAD..MAD + MAD_LEN) else {
             return;
         };
@@ -154,7 +154,7 @@ impl Host {
     }
 
     /// Parses a PDU that may be a Login Request.
-    fn hear_login(&mut self, pdu: &[u8]) {
+    fn record_login(&mut self, pdu: &[u8]) {
         let key = b"InitiatorName=";
         if pdu.len() < 48 || pdu[0] & 0x3f != 0x03 {
             return;
@@ -182,19 +182,19 @@ mod tests {
 
     #[test]
     fn names_include_session_tsih() {
-        let (overheard, peer) = (Overheard::default(), IpAddr::from([10, 0, 0, 100]));
+        let (sniffer, peer) = (Sniffer::default(), IpAddr::from([10, 0, 0, 100]));
         let isid = [0x80, 1, 2, 3, 4, 5];
         let login = pdus::login(isid, "iqn.2026-01.org.example:a", "iqn.x", "");
-        overheard.hear_stream(peer, true, &login);
-        let mut answer = login[..48].to_vec();
-        (answer[0], answer[15]) = (0x23, 7);
-        overheard.hear_stream(peer, false, &answer);
-        let names = overheard.of(100).unwrap().names.unwrap();
+        sniffer.record_stream(peer, true, &login);
+        let mut response = login[..48].to_vec();
+        (response[0], response[15]) = (0x23, 7);
+        sniffer.record_stream(peer, false, &response);
+        let names = sniffer.of(100).unwrap().names.unwrap();
         assert_eq!(names.initiator, "iqn.2026-01.org.example:a");
         assert_eq!((names.isid, names.tsih), (isid, 7));
         // A cheating peer must not be treated as the initiator whose name it uses.
         let cheat = IpAddr::from([10, 0, 2, 100]);
-        overheard.hear_stream(cheat, true, &pdus::login(isid, "b", "iqn.x", ""));
-        assert_eq!(overheard.of(100).unwrap().names.unwrap(), names);
+        sniffer.record_stream(cheat, true, &pdus::login(isid, "b", "iqn.x", ""));
+        assert_eq!(sniffer.of(100).unwrap().names.unwrap(), names);
     }
 }

@@ -62,25 +62,25 @@ impl From<ClientError> for Failure {
 }
 
 /// Sends a request to a running daemon, and prints the response.
-pub(super) fn asked<T: Serialize + DeserializeOwned>(
+pub(super) fn run_request<T: Serialize + DeserializeOwned>(
     out: &mut dyn Write,
-    ask: &ClientOptions,
+    options: &ClientOptions,
     question: ApiRequest,
     describe: impl Fn(&T) -> String,
 ) -> Result<(), Failure> {
-    let answer: T = client::call(&ask.socket()?, question)?;
-    show(out, ask.output, &answer, describe)
+    let response: T = client::call(&options.socket()?, question)?;
+    show(out, options.output, &response, describe)
 }
 
 pub(super) fn show<T: Serialize>(
     out: &mut dyn Write,
     output: Output,
-    answer: &T,
+    response: &T,
     describe: impl Fn(&T) -> String,
 ) -> Result<(), Failure> {
     let text = match output {
-        Output::Text => describe(answer),
-        Output::Json => serde_json::to_string(answer).map_err(Failure::run_time)?,
+        Output::Text => describe(response),
+        Output::Json => serde_json::to_string(response).map_err(Failure::run_time)?,
     };
     print(out, &text)
 }
@@ -100,7 +100,7 @@ pub(super) fn show_top(
     out: &mut dyn Write,
     interval: f64,
     once: bool,
-    ask: &ClientOptions,
+    options: &ClientOptions,
 ) -> Result<(), Failure> {
     let stdout = io::stdout();
     let size = rustix::termios::tcgetwinsize(&stdout).ok();
@@ -108,10 +108,10 @@ pub(super) fn show_top(
     let top = Top {
         every: Duration::from_secs_f64(interval),
         once,
-        json: matches!(ask.output, Output::Json),
+        json: matches!(options.output, Output::Json),
         terminal: size.map(|size| (size.ws_col.into(), size.ws_row.into())),
     };
-    match top::run(&ask.socket()?, &top, out) {
+    match top::run(&options.socket()?, &top, out) {
         Err(TopError::Client(error)) => Err(error.into()),
         // The reader has exited, for example `head`.
         Err(TopError::Output(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -123,9 +123,9 @@ pub(super) fn show_top(
 pub(super) fn save(
     out: &mut dyn Write,
     file: Option<&Path>,
-    ask: &ClientOptions,
+    options: &ClientOptions,
 ) -> Result<(), Failure> {
-    let accept = match ask.output {
+    let accept = match options.output {
         Output::Text => None,
         Output::Json => Some("application/json"),
     };
@@ -133,7 +133,7 @@ pub(super) fn save(
         accept,
         ..ApiRequest::new(Method::GET, "/v1/config")
     };
-    let text = client::fetch(&ask.socket()?, question)?.body;
+    let text = client::fetch(&options.socket()?, question)?.body;
     match file {
         Some(file) => match replace(file, &text) {
             Ok(None) => Ok(()),
@@ -170,7 +170,7 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     if old == text {
         return Ok(None);
     }
-    let kept = beside(&file);
+    let kept = backup_path(&file);
     // The contents may include secrets.
     state::replace(&kept, &old)?;
     // In a world-writable directory, the file may belong to another user who is waiting for
@@ -192,7 +192,7 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
 }
 
 /// Returns an unused path for a backup: `FILE~`, `FILE~2`, and so on.
-fn beside(file: &Path) -> PathBuf {
+fn backup_path(file: &Path) -> PathBuf {
     let name = |end: String| {
         let mut name = file.as_os_str().to_owned();
         name.push(end);
@@ -211,11 +211,11 @@ fn beside(file: &Path) -> PathBuf {
 pub(super) fn upgrade(
     out: &mut dyn Write,
     binary: Option<&Path>,
-    ask: &ClientOptions,
+    options: &ClientOptions,
 ) -> Result<(), Failure> {
     let binary = binary.map(whole).transpose()?;
-    let done = client::upgrade(&ask.socket()?, binary.as_deref())?;
-    show(out, ask.output, &done, report::upgraded)
+    let done = client::upgrade(&options.socket()?, binary.as_deref())?;
+    show(out, options.output, &done, report::upgraded)
 }
 
 /// Returns an absolute path, which is valid for any process.

@@ -93,14 +93,14 @@ impl<T: Send + 'static> Query<T> {
         let spawned = thread::Builder::new().name("look".into()).spawn({
             let (store, is_late) = (Arc::clone(store), Arc::clone(&is_late));
             move || {
-                let answer = work(&store);
+                let response = work(&store);
                 let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
                 if *is_late {
                     undo(&store);
                 }
                 // Do this before sending the result, because its receiver may start another query.
                 store.waiting.of(purpose).store(false, Ordering::Release);
-                let _ = sender.send(answer);
+                let _ = sender.send(response);
             }
         });
         match spawned {
@@ -119,7 +119,7 @@ impl<T: Send + 'static> Query<T> {
     pub(crate) fn finish(self, until: Instant) -> io::Result<T> {
         let left = until.saturating_duration_since(Instant::now());
         match self.result.recv_timeout(left) {
-            Ok(answer) => Ok(answer),
+            Ok(result) => Ok(result),
             Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("the query panicked")),
             Err(RecvTimeoutError::Timeout) => {
                 let mut is_late = self.is_late.lock().unwrap_or_else(PoisonError::into_inner);
@@ -134,7 +134,7 @@ impl<T: Send + 'static> Query<T> {
 }
 
 impl Store {
-    fn unanswered(&self, source: io::Error) -> OpenError {
+    fn unresponsive(&self, source: io::Error) -> OpenError {
         OpenError::Io {
             path: PathBuf::from(self.label()),
             action: "examine it",
@@ -156,13 +156,13 @@ impl Store {
             let measured = store.measure_space();
             measured.and(store.inspect())
         };
-        let look = Query::start(self, Purpose::Room, examine, |_| ());
-        let answer = look.and_then(|look| look.finish(until()));
-        let is_silent = matches!(&answer, Err(error) if error.kind() == io::ErrorKind::TimedOut);
+        let query = Query::start(self, Purpose::Room, examine, |_| ());
+        let result = query.and_then(|query| query.finish(until()));
+        let is_silent = matches!(&result, Err(error) if error.kind() == io::ErrorKind::TimedOut);
         let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
         *silent = is_silent.then(|| silent.unwrap_or_else(Instant::now));
         drop(silent);
-        answer.inspect_err(|_| self.space.clear()).flatten()
+        result.inspect_err(|_| self.space.clear()).flatten()
     }
 
     /// Returns the time since when its file system has not responded to [`Store::examine`].
@@ -182,17 +182,19 @@ impl Store {
     }
 
     /// Same as [`Store::inspect_after_rescan`], on a separate thread.
-    pub(crate) fn look_inspect(self: &Arc<Self>) -> io::Result<Query<io::Result<()>>> {
+    pub(crate) fn start_inspect(self: &Arc<Self>) -> io::Result<Query<io::Result<()>>> {
         Query::start(self, Purpose::Control, Self::inspect_after_rescan, |_| ())
     }
 
     /// Same as [`Store::measure`], on a separate thread.
-    pub(crate) fn look_measure(self: &Arc<Self>) -> io::Result<Query<io::Result<Option<Resized>>>> {
+    pub(crate) fn start_measure(
+        self: &Arc<Self>,
+    ) -> io::Result<Query<io::Result<Option<Resized>>>> {
         Query::start(self, Purpose::Control, Self::measure, |_| ())
     }
 
     /// Same as [`Store::check_reopen`], on a separate thread.
-    pub(crate) fn look_reopen(
+    pub(crate) fn start_reopen(
         self: &Arc<Self>,
         spec: &Spec,
     ) -> io::Result<Query<Result<(), OpenError>>> {
@@ -202,7 +204,7 @@ impl Store {
             let until = until();
             while store.waiting.of(Purpose::Room).load(Ordering::Acquire) {
                 if Instant::now() >= until {
-                    return Err(store.unanswered(silent()));
+                    return Err(store.unresponsive(silent()));
                 }
                 thread::sleep(Duration::from_millis(5));
             }
@@ -226,13 +228,13 @@ impl Store {
         let spec = spec.clone();
         let grow = move |store: &Self| store.grow(&spec);
         Query::start(self, Purpose::Control, grow, Self::undo)
-            .and_then(|look| look.finish(until))
-            .map_err(|error| self.unanswered(error))?
+            .and_then(|query| query.finish(until))
+            .map_err(|error| self.unresponsive(error))?
     }
 
     /// Same as [`Store::undo`], if there are any changes. The path cannot be opened again until
     /// this is done.
-    pub(super) fn look_undo(self: &Arc<Self>) -> Option<io::Result<Query<()>>> {
+    pub(super) fn start_undo(self: &Arc<Self>) -> Option<io::Result<Query<()>>> {
         let marked = Mark::set(&self.changed_file()?).map(Marked);
         let undo = move |store: &Self| {
             store.undo();
@@ -241,14 +243,15 @@ impl Store {
         Some(Query::start(self, Purpose::Undo, undo, |_| ()))
     }
 
-    /// Returns the result of [`Store::look_reopen`].
+    /// Returns the result of [`Store::start_reopen`].
     pub(crate) fn reopens(
         &self,
-        look: io::Result<Query<Result<(), OpenError>>>,
+        query: io::Result<Query<Result<(), OpenError>>>,
         until: Instant,
     ) -> Result<(), OpenError> {
-        look.and_then(|look| look.finish(until))
-            .map_err(|error| self.unanswered(error))?
+        query
+            .and_then(|query| query.finish(until))
+            .map_err(|error| self.unresponsive(error))?
     }
 }
 
@@ -293,12 +296,12 @@ mod tests {
                 store.grow(&larger).map(|_| ())
             }
         };
-        let look = Query::start(&store, Purpose::Control, grow, Store::undo).unwrap();
+        let query = Query::start(&store, Purpose::Control, grow, Store::undo).unwrap();
         let soon = || Instant::now() + Duration::from_millis(20);
-        let error = look.finish(soon()).unwrap_err();
+        let error = query.finish(soon()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         // Another thread would also be blocked.
-        assert!(store.look_measure().is_err() && store.look_reopen(&larger).is_err());
+        assert!(store.start_measure().is_err() && store.start_reopen(&larger).is_err());
         let error = store.grow_in_time(&larger, growth_until()).unwrap_err();
         assert!(error.to_string().contains("does not respond"), "{error}");
         drop(release);

@@ -27,7 +27,7 @@ pub(super) struct Resource {
     has_begun: bool,
     /// Set if the last packet of the response was sent. The peer still needs the response before
     /// that.
-    is_answered: bool,
+    is_complete: bool,
     pending: Option<Pending>,
 }
 
@@ -111,7 +111,7 @@ impl Responder {
         // Only check the oldest resource, because responses are sent in order: if it was sent, the
         // resource can be removed to make space.
         let is_full = self.resources.len() >= self.max_resources;
-        let may_forget = self.resources.front().is_some_and(|r| r.is_answered);
+        let may_forget = self.resources.front().is_some_and(|r| r.is_complete);
         if is_full && !may_forget {
             return Err(Refusal::InvalidRequest);
         }
@@ -122,7 +122,7 @@ impl Responder {
         self.check_room()?;
         // Removed resources can't be repeated anymore. If the peer stays within its limit, it must
         // have received the full response before sending a new request.
-        self.forget_answered(self.max_resources.saturating_sub(1));
+        self.forget_completed(self.max_resources.saturating_sub(1));
         // The count must already include the READ in its own response (IBTA C9-148).
         self.msn = self.msn.next();
         // The request uses one PSN per response packet, so the next request is expected after the
@@ -135,7 +135,7 @@ impl Responder {
             // The response acknowledges all previous packets.
             unacked: std::mem::take(&mut self.unacked),
             has_begun: false,
-            is_answered: false,
+            is_complete: false,
             pending: Some(Pending {
                 start: 0,
                 next: 0,
@@ -148,9 +148,9 @@ impl Responder {
     }
 
     /// Removes the oldest resources that were fully sent while there are more than `most`.
-    pub(super) fn forget_answered(&mut self, most: usize) {
+    pub(super) fn forget_completed(&mut self, most: usize) {
         while self.resources.len() > most
-            && let Some(oldest) = self.resources.pop_front_if(|r| r.is_answered)
+            && let Some(oldest) = self.resources.pop_front_if(|r| r.is_complete)
         {
             self.waiting -= usize::from(oldest.pending.is_some());
         }
@@ -379,7 +379,7 @@ impl Responder {
         let is_done = pending.next == pending.end;
         let entry = &mut self.resources[at];
         entry.has_begun = true;
-        entry.is_answered |= pending.next == entry.packets;
+        entry.is_complete |= pending.next == entry.packets;
         entry.pending = (!is_done).then_some(pending);
         self.waiting -= usize::from(is_done);
         self.emit(ctx, tx, opcode, psn, ext);
@@ -394,7 +394,7 @@ impl Responder {
         self.resources[at].pending = None;
         self.waiting -= 1;
         // The connection continues, as the peer has already received the response once.
-        if self.resources[at].is_answered {
+        if self.resources[at].is_complete {
             return Ok(false);
         }
         // The NAK fails the connection at the peer, which will ignore all responses after it.
@@ -408,9 +408,9 @@ impl Responder {
 
     /// Marks all responses as not sent. This is used if they were lost before transmission because
     /// their memory was removed.
-    pub(in crate::rc) fn lose_answers(&mut self) {
+    pub(in crate::rc) fn lose_responses(&mut self) {
         for resource in &mut self.resources {
-            resource.is_answered = false;
+            resource.is_complete = false;
         }
     }
 

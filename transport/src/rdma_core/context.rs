@@ -8,14 +8,14 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::{RdmaCore, ops};
 
 use super::cm::Connections;
-use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
+use super::convert::{SockAddr, checked_cm, last_os_error};
 use super::cqs::CqTable;
 use super::objects::{Ah, MANY, Qp, Scratch, Slot, SlotId, Srq, Xrcd};
 use super::regions::RegionTable;
 use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::table::Table;
-use crate::verbs::{AhId, AsyncEvent, DeviceAttr, Gid, Mtu, QpId, SrqId, VerbsError, XrcdId};
+use crate::verbs::{AhId, AsyncEvent, DeviceAttr, Gid, QpId, SrqId, VerbsError, XrcdId};
 
 /// An RDMA device using libibverbs, and librdmacm for connections.
 pub struct RdmaCoreDevice {
@@ -191,7 +191,7 @@ impl RdmaCoreDevice {
         (0..=u8::MAX)
             .take_while(|i| i32::from(*i) < port.gid_tbl_len)
             .filter(|i| self.gid(self.port, (*i).into()).is_ok_and(|g| g == wanted))
-            .min_by_key(|i| !self.is_roce_v2(*i))
+            .min_by_key(|i| !is_roce_v2(&self.attr.name, self.port, *i))
     }
 
     /// Returns whether our port uses RoCE. The link layer of an iWARP port is Ethernet as well.
@@ -201,14 +201,6 @@ impl RdmaCoreDevice {
         let port = self.port_attr(self.port);
         transport == IBV_TRANSPORT_IB
             && port.is_ok_and(|port| port.link_layer == LINK_LAYER_ETHERNET)
-    }
-
-    fn is_roce_v2(&self, index: u8) -> bool {
-        let path = format!(
-            "/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{index}",
-            self.attr.name, self.port
-        );
-        std::fs::read_to_string(path).is_ok_and(|t| t.trim() == "RoCE v2")
     }
 
     pub(super) fn port_attr(&self, port: u8) -> Result<ibv_port_attr, VerbsError> {
@@ -235,11 +227,6 @@ impl RdmaCoreDevice {
         }
         // SAFETY: a GID is 16 bytes, and any value is valid.
         Ok(Gid(unsafe { gid.raw }))
-    }
-
-    /// Returns the maximum path MTU of the port.
-    pub(super) fn active_mtu(theirs: &ibv_port_attr) -> Mtu {
-        mtu(theirs.active_mtu).unwrap_or(Mtu::Mtu1024)
     }
 }
 
@@ -307,6 +294,12 @@ impl Drop for RdmaCoreDevice {
 }
 
 type ProbedId = (*mut rdma_cm_id, *mut ibv_context, u8);
+
+/// Returns whether a GID of a port is used for RoCE version 2.
+fn is_roce_v2(device: &str, port: u8, index: u8) -> bool {
+    let path = format!("/sys/class/infiniband/{device}/ports/{port}/gid_attrs/types/{index}");
+    std::fs::read_to_string(path).is_ok_and(|t| t.trim() == "RoCE v2")
+}
 
 /// Binds an id to an address, so that librdmacm opens the device.
 fn probe(

@@ -99,7 +99,7 @@ impl Verbs for RdmaCoreDevice {
                 PortState::Down
             },
             max_mtu: convert::mtu(theirs.max_mtu).unwrap_or(Mtu::Mtu4096),
-            active_mtu: Self::active_mtu(&theirs),
+            active_mtu: convert::mtu(theirs.active_mtu).unwrap_or(Mtu::Mtu1024),
             max_msg_size: theirs.max_msg_sz,
             gid_table_len: u16::try_from(theirs.gid_tbl_len).unwrap_or(0),
             pkey_table_len: theirs.pkey_tbl_len,

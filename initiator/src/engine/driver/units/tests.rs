@@ -1,4 +1,6 @@
-use std::sync::{Arc, Weak};
+use std::cell::RefCell;
+use std::io;
+use std::sync::{Arc, Once, Weak};
 use std::time::Duration;
 
 use riser_block::oneshot::oneshot;
@@ -588,30 +590,43 @@ fn check_waits_for_path_in_use() {
     assert!(!pair.is_waiting(B));
 }
 
-/// Collects log lines.
-#[derive(Clone, Default)]
-struct Lines(Arc<std::sync::Mutex<Vec<u8>>>);
+thread_local! {
+    /// Log lines of a test.
+    static LINES: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
-impl std::io::Write for Lines {
-    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(text);
+/// Writes log lines of the current thread.
+struct Lines;
+
+impl io::Write for Lines {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        LINES.with_borrow_mut(|lines| lines.extend_from_slice(text));
         Ok(text.len())
     }
 
-    fn flush(&mut self) -> std::io::Result<()> {
+    fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
 }
 
+/// Runs a function and returns its log. We use a global subscriber, because the first use of an
+/// event in another thread without a subscriber could disable it for all threads.
+fn log_of(run: impl FnOnce()) -> String {
+    static LOG: Once = Once::new();
+    LOG.call_once(|| {
+        tracing_subscriber::fmt()
+            .with_ansi(false)
+            .with_writer(|| Lines)
+            .init();
+    });
+    LINES.take();
+    run();
+    String::from_utf8(LINES.take()).unwrap()
+}
+
 #[test]
 fn path_outage_is_logged_once() {
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let log = tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(move || writer.clone())
-        .finish();
-    tracing::subscriber::with_default(log, || {
+    let text = log_of(|| {
         let now = Instant::now();
         let mut pair = PathPair::new(now);
         pair.driver
@@ -635,7 +650,6 @@ fn path_outage_is_logged_once() {
         pair.driver.run_paths(back);
         pair.identify(B, false, back);
     });
-    let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
     let count = |what: &str| text.matches(what).count();
     assert_eq!(count("path lost: connection lost"), 1, "{text}");
     assert_eq!(count("path rejected"), 0, "{text}");

@@ -30,6 +30,7 @@
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -286,7 +287,12 @@ impl Peer {
             client.socket.set_read_timeout(Some(PATIENCE)).unwrap();
             return Some(Self::Iscsi(client));
         }
-        let device = Roce::open(&RoceConfig::new(protocol.address(2))).unwrap();
+        let device = match Roce::open(&RoceConfig::new(protocol.address(2))) {
+            // A process started by another test has copies of our sockets until it executes its
+            // program.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => return None,
+            device => device.unwrap(),
+        };
         let mut pump = pump_process(process);
         let attempt = move || match protocol {
             Protocol::Srp => {

@@ -521,6 +521,15 @@ mod tests {
             }
         }
 
+        /// Creates a file with separate descriptors, and lets the first worker record a failure.
+        fn with_failure() -> Self {
+            let mut model = Self::new(false);
+            for step in [Step::LoseData, Step::Join, Step::Start, Step::Complete] {
+                model.step(0, step, true);
+            }
+            model
+        }
+
         /// Opens another descriptor if required. Returns false if this is not possible now.
         fn renew(&mut self, worker: usize, can_open: bool) -> bool {
             let clears = self.record.clears();
@@ -648,12 +657,8 @@ mod tests {
 
     #[test]
     fn durable_write_error_after_clear_is_recorded() {
-        let mut model = Model::new(false);
+        let mut model = Model::with_failure();
         let mut step = |worker, step| model.step(worker, step, true);
-        step(0, Step::LoseData);
-        step(0, Step::Join);
-        step(0, Step::Start);
-        step(0, Step::Complete);
         step(1, Step::SubmitWrite);
         step(0, Step::LoseData);
         step(0, Step::Clear);
@@ -667,12 +672,8 @@ mod tests {
 
     #[test]
     fn renewal_during_error_check_is_recorded() {
-        let mut model = Model::new(false);
+        let mut model = Model::with_failure();
         let mut step = |worker, step| model.step(worker, step, true);
-        step(0, Step::LoseData);
-        step(0, Step::Join);
-        step(0, Step::Start);
-        step(0, Step::Complete);
         step(0, Step::Clear);
         step(1, Step::SubmitWrite);
         step(1, Step::LoseData);

@@ -26,8 +26,8 @@ pub enum CommandKind {
     Flush,
     /// Discards the contents.
     Discard {
-        /// Deallocated parts of the range are zero after this, and others are not changed. If not
-        /// set, the range can return any data.
+        /// Parts of the range that are deallocated return zeroes after this, and all other parts
+        /// are unchanged. If not set, the range can return any data.
         zeroes: bool,
     },
     /// Sets the range to zero.

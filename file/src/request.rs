@@ -88,7 +88,7 @@ pub(super) struct Request<E> {
     pub(super) most: usize,
 }
 
-/// State of a request, which determines what it waits for.
+/// State of a request, and the event that it is waiting for.
 ///
 /// ```text
 ///  New ─┬─→ Held, Delayed (injected faults) ─┐

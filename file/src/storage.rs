@@ -1,4 +1,4 @@
-//! [`Storage`]: what the users of a driver provide.
+//! [`Storage`]: the interface to be implemented by users of a driver.
 
 use std::fmt::Display;
 use std::time::{Duration, Instant};

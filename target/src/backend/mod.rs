@@ -34,7 +34,7 @@
 //!   `riserd` processes, and against other backends of this process.
 //!
 //! [`riser_file`] adds guarantees about blocks and limits. If direct I/O requires larger blocks than
-//! those of the unit, `direct: auto` uses the page cache, and `direct: on` is rejected with the
+//! the unit has, `direct: auto` uses the page cache, and `direct: on` is rejected with the
 //! reason. We guarantee zeroes after a discard, so a device without holes does not support UNMAP.
 
 mod cause;

@@ -723,7 +723,7 @@ impl Builder {
         }
     }
 
-    /// Waits until all flush failures are saved persistently, also those of removed units.
+    /// Waits until all flush failures are saved persistently, including failures of removed units.
     pub(super) fn wait_flush_failures_saved(&self) {
         let all = self.flush_failures.values();
         all.for_each(|failures| failures.wait_saved());

@@ -15,7 +15,7 @@ const LEN: usize = BLOCKS as usize * 512;
 /// Tag of the long command.
 const TAG: u32 = 3;
 
-/// Returns a connection where nothing happens by itself.
+/// Returns a connection that does not progress until this is requested.
 fn stalled<P: Peer>() -> Rig<P> {
     let mut rig = Rig::start_with(&windowed(2048));
     rig.stalled = true;

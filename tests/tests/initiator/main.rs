@@ -265,7 +265,7 @@ fn session_requires_mutual_authentication(protocol: Protocol, number: u8) {
     std::fs::remove_file(path).unwrap();
 }
 
-/// Runs a load on the attached disk, and kills the daemon meanwhile.
+/// Kills the daemon while a load is running on the attached disk.
 fn load_survives_restart(pair: &mut Pair, socket: &str) {
     let uri = format!("nbd+unix:///lun0?socket={socket}");
     let load = std::thread::spawn(move || tool("fio", fio(&uri)));

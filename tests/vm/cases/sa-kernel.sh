@@ -78,4 +78,4 @@ done
 wait $load
 [ "$(wc -l </tmp/load)" = 1200 ] || fail "$(wc -l </tmp/load) responses"
 sort -u /tmp/load | diff - /tmp/by-mad
-echo "result: $(kernel_queries) kernel queries with netlink, all others with MADs"
+echo "result: $(kernel_queries) kernel queries with netlink, all other queries with MADs"

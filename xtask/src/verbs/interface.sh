@@ -7,7 +7,7 @@ ip link set lo up
 ip link add rdma0 type dummy 2>/dev/null || ip link add rdma0 type bridge 2>/dev/null ||
     ip link add rdma0 type veth
 for address; do ip address add "$address/32" dev rdma0; done
-# Multicast groups of ibacm are those of IPv6, which a kernel may be without.
+# ibacm uses multicast groups of IPv6, which may not be available in the kernel.
 for n in 1 2 3; do ip address add "fd17::$n/64" dev rdma0 nodad || true; done
 ip link set rdma0 up
 mount -t tmpfs -o mode=755 none "$dev"

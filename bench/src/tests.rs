@@ -115,7 +115,8 @@ fn sequential_clones_cover_region_once() {
 fn timed_run_excludes_ramp() {
     let timed = Job {
         access: Access::Read,
-        runtime: Some(Duration::from_millis(60)),
+        // Long enough to read something if other tests use the processors.
+        runtime: Some(Duration::from_millis(600)),
         time_based: true,
         ramp_time: Duration::from_millis(30),
         total: None,
@@ -123,11 +124,11 @@ fn timed_run_excludes_ramp() {
         ..job()
     };
     let outcome = run_on(&device(), timed).unwrap();
-    assert_eq!(outcome.runtime, Duration::from_millis(60));
+    assert_eq!(outcome.runtime, Duration::from_millis(600));
     let [reads, writes, ..] = ios(&outcome);
     assert!(reads > 0 && writes == 0);
     assert_eq!(outcome.intervals.len(), 1);
-    assert_eq!(outcome.intervals[0].length, Duration::from_millis(60));
+    assert_eq!(outcome.intervals[0].length, Duration::from_millis(600));
 }
 
 #[test]

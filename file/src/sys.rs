@@ -128,8 +128,12 @@ fn seek_extent(fd: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(bool, u64),
         // SEEK_DATA returns the next data. If it's after `offset`, there is a hole at `offset`.
         Ok(data) if data > offset => Ok((false, data.min(end) - offset)),
         Ok(_) => Ok((true, seek(SeekFrom::Hole(offset))?.min(end) - offset)),
-        // There is no data from here to the end of the file.
-        Err(Errno::NXIO) => Ok((false, len)),
+        // There is no data from here to the end of the file. If the file was truncated, the
+        // remaining part can't be read, so we must not report that it is zero.
+        Err(Errno::NXIO) => {
+            let hole = seek(SeekFrom::End(0))?.min(end).saturating_sub(offset);
+            Ok(if hole > 0 { (false, hole) } else { (true, len) })
+        }
         Err(error) => Err(error),
     }
 }
@@ -194,5 +198,25 @@ fn until_done(mut call: impl FnMut() -> io::Result<usize>) -> Result<usize, i32>
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             result => return result.map_err(|e| e.raw_os_error().unwrap_or(libc::EIO)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Otherwise, a user could skip reading lost data because it must be zero.
+    #[test]
+    fn missing_end_of_file_is_data() {
+        let file = rustix::fs::memfd_create("short", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 6000).unwrap();
+        let file = Handle::from(file);
+        let extent = |offset| extent(&file, offset, 65536 - offset, 512).unwrap();
+        assert_eq!(extent(0), (false, 5632));
+        assert_eq!(extent(5632), (true, 512));
+        assert_eq!(extent(6144), (true, 65536 - 6144));
+        rustix::io::pwrite(file.fd().unwrap(), &[1; 512], 4096).unwrap();
+        assert_eq!(extent(0), (false, 4096));
+        assert!(extent(4096).0 && extent(6144).0);
     }
 }

@@ -698,11 +698,15 @@ impl<S: Storage> Driver<S> {
                 return self.flush(ring, store);
             }
             Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
-            Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
-            Stage::Fill if matches!(op.kind, CommandKind::WriteZeroes { fast: true, .. }) => {
+            // If a device refuses to zero a range, the kernel writes zeroes without reporting this.
+            Stage::Fill | Stage::Zero
+                if matches!(op.kind, CommandKind::WriteZeroes { fast: true, .. })
+                    && (request.stage == Stage::Fill || file.device.is_some()) =>
+            {
                 let error = S::error(Failure::Errno(libc::EOPNOTSUPP), op.offset);
                 return self.finish(index, Err(error));
             }
+            Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
             Stage::Fill | Stage::Edges => {
                 // The list contains the same zeroes several times, to reduce the number of
                 // operations for a long range. Durability isn't required for each one, because the
@@ -834,7 +838,12 @@ impl<S: Storage> Driver<S> {
                 // Remember this while the store is attached, to avoid repeating a system call that
                 // is known to fail for each command.
                 match request.stage {
-                    Stage::Punch => attached.lacks.punch = true,
+                    Stage::Punch => {
+                        attached.lacks.punch = true;
+                        // The kernel only refuses a hole if the device can't zero ranges, but for
+                        // zeroing it would write to the whole range.
+                        attached.lacks.zero |= file.device.is_some();
+                    }
                     _ => attached.lacks.zero = true,
                 }
                 self.issue(ring, index);

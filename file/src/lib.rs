@@ -40,6 +40,8 @@ mod request;
 mod requests;
 mod storage;
 mod sys;
+#[cfg(test)]
+mod tests;
 mod turns;
 
 pub use driver::{Done, Driver, DriverFull};

@@ -1,0 +1,180 @@
+//! Tests of [`Driver`] with a simulated kernel.
+
+use std::time::Instant;
+
+use riser_block::{Command, CommandKind};
+use riser_reactor::simulated::{Disk, Kernel, Outcome};
+use riser_reactor::{Fallocate, Handle, Op, Ring, RingConfig};
+
+use super::*;
+
+/// A disk that records a failed flush.
+struct Stored {
+    file: OpenFile,
+    flush_failure: Option<i32>,
+}
+
+impl Storage for Stored {
+    type Result = Result<Option<u64>, Failure>;
+    type Error = Failure;
+    type Extents = u64;
+
+    fn result(result: Self::Result) -> Self::Result {
+        result
+    }
+
+    fn error(failure: Failure, _: u64) -> Failure {
+        failure
+    }
+
+    fn file(&self) -> Option<&OpenFile> {
+        Some(&self.file)
+    }
+
+    fn block_size(&self) -> u32 {
+        512
+    }
+
+    fn has_write_cache(&self) -> bool {
+        true
+    }
+
+    fn call(_: &Handle, op: &Command, _: u32) -> Result<u64, Failure> {
+        Ok(op.len)
+    }
+
+    fn unknown_extents(op: &Command) -> u64 {
+        op.len
+    }
+
+    fn flush_failure(&self) -> Option<i32> {
+        self.flush_failure
+    }
+
+    fn on_flush_failed(&mut self, errno: i32, _: Instant) {
+        self.flush_failure.get_or_insert(errno);
+    }
+}
+
+struct Rig {
+    ring: Ring,
+    kernel: Kernel,
+    driver: Driver<Stored>,
+    store: StoreId,
+}
+
+impl Rig {
+    fn new(device: Option<Device>) -> Self {
+        let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
+        let (now, config) = (Instant::now(), DriverConfig::default());
+        let mut driver = Driver::new(ring.waker(), &mut ring, now, config).unwrap();
+        let handle = Disk::new(16 << 20).open().into();
+        let stored = Stored {
+            file: OpenFile::simulated(handle, None, device),
+            flush_failure: None,
+        };
+        Self {
+            store: driver.attach(&mut ring, stored),
+            ring,
+            kernel,
+            driver,
+        }
+    }
+
+    /// A device that appears to support holes and zeroing.
+    fn on_device() -> Self {
+        Self::new(Some(Device {
+            logical_block: 512,
+            can_zero: true,
+            ..Device::default()
+        }))
+    }
+
+    fn submit(&mut self, kind: CommandKind) {
+        let command = Command::new(kind, 0, 1 << 20);
+        self.driver
+            .submit(&mut self.ring, self.store, command, &[], 1)
+            .unwrap();
+        self.ring.submit().unwrap();
+    }
+
+    /// Returns the ranges that are being punched or zeroed by the kernel.
+    fn fallocations(&self) -> Vec<Fallocate> {
+        let operations = self.kernel.operations();
+        let fallocations = operations
+            .iter()
+            .filter_map(|operation| match operation.op {
+                Op::Fallocate { what, .. } => Some(what),
+                _ => None,
+            });
+        fallocations.collect()
+    }
+
+    fn complete(&mut self, outcome: Outcome) {
+        for operation in self.kernel.operations() {
+            self.kernel.complete(operation.id, outcome);
+        }
+        let mut completions = Vec::new();
+        self.ring.reap(&mut completions).unwrap();
+        for completion in completions {
+            self.driver.handle_completion(&mut self.ring, &completion);
+        }
+        self.ring.submit().unwrap();
+    }
+
+    /// Completes all operations and returns the result of the command.
+    fn finish(&mut self) -> Result<Option<u64>, Failure> {
+        loop {
+            if let Some(done) = self.driver.poll_done(&mut self.ring) {
+                return done.result;
+            }
+            self.complete(Outcome::Whole);
+        }
+    }
+}
+
+const UNSUPPORTED: Outcome = Outcome::Failed(libc::EOPNOTSUPP);
+
+fn zeroes(unmap: bool, fast: bool) -> CommandKind {
+    CommandKind::WriteZeroes { unmap, fast }
+}
+
+/// Zeroing a device cannot be cancelled if the kernel writes the zeroes, and it only reports for a
+/// hole that it would have to.
+#[test]
+fn device_without_holes_is_filled() {
+    let mut rig = Rig::on_device();
+    for is_known in [false, true] {
+        rig.submit(zeroes(true, false));
+        if !is_known {
+            assert_eq!(rig.fallocations(), [Fallocate::PunchHole]);
+            rig.complete(UNSUPPORTED);
+        }
+        assert_eq!(rig.fallocations(), []);
+        assert_eq!(rig.finish(), Ok(None));
+    }
+    // A file system only changes its metadata.
+    let mut rig = Rig::new(None);
+    rig.submit(zeroes(true, false));
+    rig.complete(UNSUPPORTED);
+    assert_eq!(rig.fallocations(), [Fallocate::ZeroRange]);
+    assert_eq!(rig.finish(), Ok(None));
+}
+
+#[test]
+fn fast_zeroes_never_write_to_device() {
+    let refused = Err(Failure::Errno(libc::EOPNOTSUPP));
+    let mut rig = Rig::on_device();
+    rig.submit(zeroes(false, true));
+    assert_eq!(rig.fallocations(), []);
+    assert_eq!(rig.finish(), refused);
+    rig.submit(zeroes(true, true));
+    assert_eq!(rig.fallocations(), [Fallocate::PunchHole]);
+    rig.complete(UNSUPPORTED);
+    assert_eq!(rig.fallocations(), []);
+    assert_eq!(rig.finish(), refused);
+    let mut rig = Rig::new(None);
+    rig.submit(zeroes(false, true));
+    assert_eq!(rig.fallocations(), [Fallocate::ZeroRange]);
+    assert_eq!(rig.finish(), Ok(None));
+}

@@ -846,7 +846,10 @@ impl<S: Storage> Driver<S> {
                     }
                     _ => attached.lacks.zero = true,
                 }
-                self.issue(ring, index);
+                match request.cancelled {
+                    true => self.cancel_request(index),
+                    false => self.issue(ring, index),
+                }
             }
             Outcome::Suspect(errno) => {
                 let clears = attached.storage.flush_clears();

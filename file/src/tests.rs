@@ -178,3 +178,16 @@ fn fast_zeroes_never_write_to_device() {
     assert_eq!(rig.fallocations(), [Fallocate::ZeroRange]);
     assert_eq!(rig.finish(), Ok(None));
 }
+
+#[test]
+fn canceled_command_ends_if_unsupported() {
+    let mut rig = Rig::new(None);
+    for expected in [Fallocate::PunchHole, Fallocate::ZeroRange] {
+        rig.submit(zeroes(true, false));
+        assert_eq!(rig.fallocations(), [expected]);
+        rig.driver.cancel(&mut rig.ring, 1);
+        rig.complete(UNSUPPORTED);
+        assert!(rig.kernel.operations().is_empty());
+        assert_eq!(rig.finish(), Err(Failure::Cancelled));
+    }
+}

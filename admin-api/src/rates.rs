@@ -31,7 +31,8 @@ pub struct Rates {
     pub nexuses: usize,
     /// Rates by logical unit.
     pub luns: Vec<LunRate>,
-    /// Rates of sessions that existed at both points in time.
+    /// Rates of current connections. All connections of a session on the same worker have the rates
+    /// of the session on this worker.
     pub sessions: Vec<SessionRate>,
 }
 
@@ -107,9 +108,12 @@ pub fn rates(old: &Live, new: &Live) -> Rates {
     let empty = LiveLun::default();
     let mut total = Ops::default();
     let mut luns = Vec::new();
+    // There can be thousands of units, and the daemon computes rates every second.
+    let before = old.luns.iter().map(|lun| ((&*lun.target, lun.lun), lun));
+    let before: BTreeMap<_, _> = before.collect();
     for lun in &new.luns {
-        let same = |l: &&LiveLun| l.target == lun.target && l.lun == lun.lun;
-        let before = old.luns.iter().find(same).unwrap_or(&empty);
+        let before = before.get(&(&*lun.target, lun.lun)).copied();
+        let before = before.unwrap_or(&empty);
         let of = |name: &str| Ops::between(before.ops.get(name), lun.ops.get(name));
         let mut all = Ops::default();
         for name in lun.ops.keys() {
@@ -148,11 +152,17 @@ pub fn rates(old: &Live, new: &Live) -> Rates {
     }
 }
 
+/// Returns the target, initiator port and worker of a connection, which have the same counters for
+/// all of their connections.
+fn account_of(session: &SessionView) -> (&str, &str, u16) {
+    (&session.target, &session.initiator, session.worker)
+}
+
 fn sessions(old: &Live, new: &Live, seconds: f64) -> Vec<SessionRate> {
-    let key = |s: &SessionView| (s.initiator.clone(), s.peer.clone(), s.worker);
-    let before: BTreeMap<_, _> = old.sessions.iter().map(|s| (key(s), s)).collect();
+    let before: BTreeMap<_, _> = old.sessions.iter().map(|s| (account_of(s), s)).collect();
     let of = |session: &SessionView| {
-        let sums = before.get(&key(session)).map(|s| (s.commands, s.bytes));
+        let before = before.get(&account_of(session));
+        let sums = before.map(|s| (s.commands, s.bytes));
         let (commands, bytes) = sums.unwrap_or_default();
         SessionRate {
             target: session.target.clone(),
@@ -277,6 +287,54 @@ mod tests {
         assert!((read.mean.unwrap() - 0.001).abs() < 1e-9);
         assert_eq!(rates.total, *read);
         assert_eq!(rates.luns[0].write, OpRate::default());
+    }
+
+    /// A channel of a Linux host has no port, so its connections to all targets have the same peer.
+    #[test]
+    fn targets_of_port_have_separate_rates() {
+        let sessions = |counts: [(&str, u64); 2]| {
+            let session = |(target, commands): (&str, u64)| SessionView {
+                target: target.to_owned(),
+                initiator: "port".to_owned(),
+                peer: "192.0.2.1:0".to_owned(),
+                commands,
+                ..SessionView::default()
+            };
+            counts.map(session).to_vec()
+        };
+        let live = |uptime, counts| Live {
+            uptime,
+            sessions: sessions(counts),
+            ..Live::default()
+        };
+        let rates = rates(
+            &live(1.0, [("a", 5000), ("b", 10)]),
+            &live(2.0, [("a", 5100), ("b", 11)]),
+        );
+        let found: Vec<_> = rates.sessions.iter().map(|s| s.commands).collect();
+        assert_eq!(found, [100.0, 1.0]);
+    }
+
+    /// Each connection reports the commands of the whole session on its worker.
+    #[test]
+    fn new_connection_has_rate_of_session() {
+        let session = |peer: &str, commands| SessionView {
+            initiator: "port".to_owned(),
+            peer: peer.to_owned(),
+            commands,
+            ..SessionView::default()
+        };
+        let live = |uptime, sessions| Live {
+            uptime,
+            sessions,
+            ..Live::default()
+        };
+        let rates = rates(
+            &live(1.0, vec![session("a", 5000)]),
+            &live(2.0, vec![session("a", 5100), session("b", 5100)]),
+        );
+        let found: Vec<_> = rates.sessions.iter().map(|s| s.commands).collect();
+        assert_eq!(found, [100.0, 100.0]);
     }
 
     #[test]

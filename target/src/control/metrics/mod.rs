@@ -22,6 +22,7 @@ mod limits;
 mod nic;
 mod process;
 
+use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prometheus::TextEncoder;
@@ -112,9 +113,14 @@ fn general(inventory: &Inventory<'_>, uptime: Duration) -> Vec<Family> {
         "riser_not_served",
         "1 for each backend, portal or other part of the configuration that cannot be served.",
     );
-    for problem in inventory.problem_views().iter().filter(|p| !p.failing) {
-        let labels = [("kind", &*problem.kind), ("name", &*problem.name)];
-        problems.add(&labels, 1.0);
+    // The portals of several protocols can have the same address, but label sets must be unique.
+    let views = inventory.problem_views().into_iter();
+    let missing = views.filter(|problem| !problem.failing);
+    let missing: BTreeSet<_> = missing
+        .map(|problem| (problem.kind, problem.name))
+        .collect();
+    for (kind, name) in &missing {
+        problems.add(&[("kind", kind), ("name", name)], 1.0);
     }
     let mut sessions = Family::gauge("riser_sessions", "Current number of I_T nexuses.");
     sessions.add(&[], server.sessions() as f64);
@@ -168,4 +174,40 @@ fn configuration(config: ConfigState) -> Vec<Family> {
     let seconds = succeeded_at.duration_since(UNIX_EPOCH).unwrap_or_default();
     at.add(&[], seconds.as_secs_f64());
     vec![unsaved, successful, at]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::server::Server;
+
+    /// The portals of two protocols can have the same kind and address.
+    #[test]
+    fn unavailable_address_has_single_series() {
+        let config = Config::parse(
+            "backends: { a: { kind: ram, size: 1MiB } }\n\
+             targets:\n\
+             - name: t\n\
+             \x20 iqn: iqn.2026-01.com.example:t\n\
+             \x20 portals:\n\
+             \x20 - { protocol: iscsi, listen: \"127.97.8.9:3290\" }\n\
+             \x20 - { protocol: iscsi, listen: \"none0:3290\" }\n\
+             \x20 - { protocol: iser, listen: \"none0:3290\" }\n\
+             \x20 luns: { 0: a }\n\
+             \x20 access: open\n\
+             workers: { count: 1 }\n",
+            "test.yaml",
+        );
+        let server = Server::start(&config.unwrap()).unwrap();
+        let inventory = Inventory::new(&server);
+        assert_eq!(inventory.problem_views().len(), 2);
+        let families = general(&inventory, Duration::ZERO);
+        let families: Vec<_> = families.into_iter().filter_map(Family::finish).collect();
+        let text = TextEncoder::new().encode_to_string(&families).unwrap();
+        let series = text.matches("\nriser_not_served{").count();
+        drop(inventory);
+        server.shutdown().unwrap();
+        assert_eq!(series, 1, "{text}");
+    }
 }

@@ -12,14 +12,19 @@ use crate::stats::{Functions, Tally};
 use crate::worker::mail::Snapshot;
 
 pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
-    let mut families = rare(inventory.snapshots());
+    let mut families = rare(inventory.snapshots(), inventory.server.workers());
     families.extend(workers(&inventory.workers()));
     families.extend(requests(inventory.snapshots()));
     families
 }
 
-/// Returns the metrics for logins and task management functions.
-fn rare(snapshots: &[Snapshot]) -> Vec<Family> {
+/// Returns the metrics for logins and task management functions, which are totals of all workers.
+/// If a worker does not respond, they are omitted: Prometheus treats a counter that decreases as a
+/// restart, so its increase would be the whole value as soon as the worker responds again.
+fn rare(snapshots: &[Snapshot], workers: usize) -> Vec<Family> {
+    if snapshots.len() < workers {
+        return Vec::new();
+    }
     let mut accepted = Tally::default();
     let mut refused = Tally::default();
     let mut functions_by_protocol: BTreeMap<String, Functions> = BTreeMap::new();
@@ -194,4 +199,17 @@ fn requests(snapshots: &[Snapshot]) -> Vec<Family> {
         }
     }
     vec![taken, waits, malformed]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn totals_need_all_workers() {
+        let mut snapshot = Snapshot::default();
+        snapshot.logins.add(Protocol::Iscsi, 1);
+        let families = |workers| rare(&[snapshot.clone()], workers).len();
+        assert_eq!((families(1), families(2)), (3, 0));
+    }
 }

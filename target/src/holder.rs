@@ -75,10 +75,16 @@ fn find(files: &[PathBuf]) -> Option<Holder> {
         // The process may have exited, or belong to another user.
         let mut open = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
         open.find(|fd| fs::read_link(fd.path()).is_ok_and(|link| files.contains(&link)))?;
-        let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-        let name = name.trim_end().to_owned();
+        let name = printable(&fs::read(format!("/proc/{pid}/comm")).ok()?);
         Some(Holder { pid, name })
     })
+}
+
+/// Returns a process name without control characters. A process can set any name, and messages are
+/// printed to terminals.
+fn printable(name: &[u8]) -> String {
+    let name = String::from_utf8_lossy(name);
+    name.trim_end().replace(char::is_control, "?")
 }
 
 /// Returns the inodes of sockets for an address, from a table in proc_net(5).
@@ -125,6 +131,17 @@ mod tests {
         other.wait().unwrap();
         fs::remove_file(&path).unwrap();
         assert_eq!(holder, Some(format!("sleep (process {})", other.id())));
+    }
+
+    #[test]
+    fn process_name_cannot_control_terminal() {
+        for (name, expected) in [
+            (&b"sleep\n"[..], "sleep"),
+            (b"a\x1b[2J\nb\n", "a?[2J?b"),
+            (b"a\xff\n", "a\u{fffd}"),
+        ] {
+            assert_eq!(printable(name), expected);
+        }
     }
 
     #[test]

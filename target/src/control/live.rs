@@ -1,6 +1,6 @@
 //! Data for the status page and `riserd top`: creates [`Live`].
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,7 +19,7 @@ use crate::server::Server;
 use crate::server::problems::Subject;
 use crate::sessions::catalog::TargetDef;
 use crate::stats::{BUCKETS, CLASSES, Fault, LunStats, Tally, Times, bound, class_name};
-use crate::worker::mail::Snapshot;
+use crate::worker::mail::{SessionAccount, Snapshot};
 
 /// Returns the totals of all units, without sending requests to workers.
 #[must_use]
@@ -81,10 +81,24 @@ impl Inventory<'_> {
     }
 
     fn live_luns(&self) -> Vec<LiveLun> {
+        // Each session has an account for each of its units, so only iterate over them once.
+        let mut accounts = Accounts::new();
+        for entry in self.snapshots().iter().flat_map(|s| &s.accounts) {
+            let unit = accounts.entry(Arc::as_ptr(entry.account.lun()));
+            unit.or_default().push(entry);
+        }
+        let accounts = &accounts;
         let targets = self.catalog.targets.iter();
         let luns = targets.flat_map(|target| {
             let units = target.units.iter().zip(&target.stats);
-            units.map(move |((number, unit), stats)| self.live_lun(target, *number, unit, stats))
+            units.map(move |((number, unit), stats)| {
+                let accounts = accounts.get(&Arc::as_ptr(stats));
+                let accounts = accounts.map_or(&[][..], Vec::as_slice);
+                LiveLun {
+                    initiators: initiators(stats, accounts),
+                    ..self.live_lun(target, *number, unit, stats)
+                }
+            })
         });
         luns.collect()
     }
@@ -104,7 +118,6 @@ impl Inventory<'_> {
             throttled: faults.total_of(|fault| fault.throttle.is_some()),
             attentions: faults.total_of(Fault::is_attention),
             faults: by_kind(&faults),
-            initiators: initiators(stats, self.snapshots()),
             resets: management.resets,
             aborts: management.aborts,
             vain_aborts: management.vain_aborts,
@@ -238,14 +251,15 @@ fn reservations(lu: &LogicalUnit) -> LiveReservations {
     }
 }
 
+/// Current sessions by unit.
+type Accounts<'a> = HashMap<*const LunStats, Vec<&'a SessionAccount>>;
+
 /// Returns the totals of all initiators of a unit, for current and closed sessions.
-fn initiators(stats: &Arc<LunStats>, snapshots: &[Snapshot]) -> BTreeMap<String, LiveShare> {
+fn initiators(stats: &LunStats, accounts: &[&SessionAccount]) -> BTreeMap<String, LiveShare> {
     let mut shares = stats.kept();
-    for entry in snapshots.iter().flat_map(|snapshot| &snapshot.accounts) {
-        if Arc::ptr_eq(entry.account.lun(), stats) {
-            let name = initiator_name(&entry.initiator).to_owned();
-            *shares.entry(name).or_default() += entry.account.share();
-        }
+    for entry in accounts {
+        let name = initiator_name(&entry.initiator).to_owned();
+        *shares.entry(name).or_default() += entry.account.share();
     }
     shares
 }

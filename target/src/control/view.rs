@@ -202,10 +202,8 @@ impl<'a> Inventory<'a> {
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionView> {
         let (_, mut views): (Vec<_>, Vec<_>) = self.connections().into_iter().unzip();
-        views.sort_by(|a, b| {
-            let key = |v: &SessionView| (v.target.clone(), v.initiator.clone(), v.nexus, v.worker);
-            key(a).cmp(&key(b))
-        });
+        let key = |v: &SessionView| (v.target.clone(), v.initiator.clone(), v.nexus, v.worker);
+        views.sort_by_cached_key(key);
         views
     }
 

@@ -191,7 +191,7 @@ pub struct SessionAccount {
     /// Session protocol.
     pub protocol: Protocol,
     /// Initiator port for display.
-    pub initiator: String,
+    pub initiator: Arc<str>,
     /// Statistics, which are still being updated.
     pub account: Arc<SessionStats>,
 }

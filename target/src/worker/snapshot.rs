@@ -1,5 +1,7 @@
 //! Worker status report.
 
+use std::sync::Arc;
+
 use super::Worker;
 use super::conns::{Conn, Connection};
 use super::device::Devices;
@@ -68,9 +70,10 @@ fn iscsi_session(conn: &Conn<Fabric>, devices: &Devices) -> Option<IscsiSession>
 fn accounts(conn: &Conn<Fabric>) -> impl Iterator<Item = SessionAccount> + '_ {
     let protocol = conn.fabric.protocol();
     let (initiator, accounts) = conn.fabric.accounts();
+    let initiator: Arc<str> = initiator.into();
     accounts.iter().map(move |account| SessionAccount {
         protocol,
-        initiator: initiator.clone(),
+        initiator: Arc::clone(&initiator),
         account: account.clone(),
     })
 }

@@ -10,7 +10,7 @@
 //! The library returns errors as values. They are only formatted for users here.
 //!
 //! # Modules
-//! - `options`: requests to a running daemon. `verbs`: commands that show and change its objects by
+//! - `request`: requests to a running daemon. `verbs`: commands that show and change its objects by
 //!   path. `trace`: traces commands. `serve`: the configuration of `run --serve`.
 //! - `completion`: shell completion scripts. `manual`: manual pages. [`mod@reference`]: the keys of
 //!   a configuration file, for a manual page and the book.

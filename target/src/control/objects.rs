@@ -190,7 +190,7 @@ impl Facts {
                 let used = users.map(|(target, number)| {
                     let mut used = json!({ "target": target, "lun": number });
                     merge(&mut used, self.lun_facts(target, &number.to_string()));
-                    // This is the limit of the backend, which is only shown once.
+                    // This is the problem of the backend, which is only shown once.
                     if let Value::Object(used) = &mut used {
                         used.remove("problem");
                     }

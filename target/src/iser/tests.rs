@@ -563,7 +563,7 @@ fn commands_in_any_state_end_with_connection() {
         ("unsolicited", TaskState::Receive),
         ("read", TaskState::Receive),
         ("block", TaskState::Block),
-        ("answer", TaskState::Sent),
+        ("response", TaskState::Sent),
     ];
     for (what, state) in cases {
         for abort_first in [false, true] {
@@ -610,7 +610,7 @@ fn commands_in_any_state_end_with_connection() {
             if let Some(hog) = hog {
                 rig.pool.release(hog);
             }
-            if what == "read" || what == "answer" {
+            if what == "read" || what == "response" {
                 assert_ne!(rig.pool.free(), rig.pool.size(), "{what} is under way");
             }
             rig.check_gone();

@@ -119,7 +119,7 @@ mod tests {
                 low: f64::from(left_out),
                 high: f64::from(n - 1 - left_out),
             };
-            assert_eq!(interval, expected, "{n} figures");
+            assert_eq!(interval, expected, "{n} values");
         }
         assert_eq!(Interval::of(&[]), None);
     }

@@ -56,7 +56,7 @@ impl Machine {
 
     fn detector(&self) -> Detector<'_> {
         let named =
-            |words| Detector::named(words).unwrap_or_else(|| panic!("unknown judge {words}"));
+            |words| Detector::named(words).unwrap_or_else(|| panic!("unknown detector {words}"));
         self.detector.as_deref().map_or(Detector::Simulator, named)
     }
 

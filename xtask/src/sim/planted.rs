@@ -45,7 +45,7 @@ impl Planted {
         let expected: Vec<_> = expected.map(|words| words.trim().to_owned()).collect();
         let detector = head().find_map(|line| line.strip_prefix("detector: "));
         if detector.is_some_and(|words| Detector::named(words).is_none()) {
-            return Err(format!("{}: unknown judge", path.display()).into());
+            return Err(format!("{}: unknown detector", path.display()).into());
         }
         let name = path.file_stem().unwrap_or_default();
         let name = name.to_string_lossy().into_owned();

@@ -133,7 +133,8 @@ pub struct WorkerView {
 pub struct SessionView {
     /// `srp`, `iser` or `iscsi`.
     pub protocol: String,
-    /// Target name in the configuration; empty in a discovery session.
+    /// Target name in the configuration, or in the protocol while the sessions of a removed target
+    /// are closed; empty in a discovery session.
     pub target: String,
     /// Initiator port: an SRP port identifier, or an iSCSI name with an ISID.
     pub initiator: String,
@@ -193,7 +194,9 @@ pub fn target_label(target: &str) -> &str {
 #[must_use]
 pub fn count_nexuses(connections: &[SessionView]) -> usize {
     let nexuses: BTreeSet<_> = connections.iter().filter_map(|c| c.nexus).collect();
-    nexuses.len()
+    // `GET /v1/live` of version 0.1.0 has no nexuses, so count connections in this case.
+    let unknown = connections.iter().filter(|c| c.nexus.is_none());
+    nexuses.len() + unknown.filter(|c| !c.target.is_empty()).count()
 }
 
 /// An active target.
@@ -345,6 +348,17 @@ mod tests {
             ..SessionView::default()
         };
         let connections = [Some(1), Some(2), Some(1), None].map(connection);
+        assert_eq!(count_nexuses(&connections), 2);
+    }
+
+    /// `riserd top` can be newer than the daemon until an upgrade.
+    #[test]
+    fn connections_without_numbers_are_counted() {
+        let connection = |target: &str| SessionView {
+            target: target.to_owned(),
+            ..SessionView::default()
+        };
+        let connections = ["t", "t", ""].map(connection);
         assert_eq!(count_nexuses(&connections), 2);
     }
 }

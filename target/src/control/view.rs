@@ -369,7 +369,7 @@ fn srp_view(info: &SessionInfo, catalog: &Catalog) -> SessionView {
         protocol: Protocol::Srp.to_string(),
         target: catalog
             .target_of(&info.target)
-            .map_or_else(String::new, |t| t.config.name.clone()),
+            .map_or_else(|| info.target.to_string(), |t| t.config.name.clone()),
         initiator: info.initiator.to_string(),
         peer: info.peer.to_string(),
         provider: Some(info.provider.to_owned()),
@@ -402,10 +402,13 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         None => Protocol::Iscsi,
     };
     let target = info.identity.target.as_ref();
-    let target = target.and_then(|name| catalog.target_named(name));
+    let target = target.map(|name| {
+        let target = catalog.target_named(name);
+        target.map_or_else(|| name.to_string(), |t| t.config.name.clone())
+    });
     SessionView {
         protocol: protocol.to_string(),
-        target: target.map_or_else(String::new, |t| t.config.name.clone()),
+        target: target.unwrap_or_default(),
         initiator: info.initiator(),
         peer: session.peer.to_string(),
         provider: session.provider.map(str::to_owned),

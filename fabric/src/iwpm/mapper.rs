@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!            request sent            accept: send ack, notify kernel
-//!  (none) ─────────────────▶ Asked ───────────────────────────────────▶ Answered ──▶ (none)
+//!  (none) ────────────────▶ Pending ──────────────────────────────────▶ Accepted ──▶ (none)
 //!                             │  ▲                                        │  ▲   timeout
 //!                             └──┘ retransmission                         └──┘ accept: send
 //!                             │                                                another ack

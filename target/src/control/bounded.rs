@@ -6,7 +6,7 @@
 //! with a pending request are selected last.
 //!
 //! ```text
-//! accepted ─→ Request ─first byte written─→ Answer ─all written─→ Idle ─first byte read─→ Request
+//! accepted ─→ Request ─first byte written─→ Response ─all written─→ Idle ─first byte read─→ Request
 //! ```
 
 use std::cmp::Reverse;

@@ -639,7 +639,8 @@ impl Server {
     /// Logs out the sessions of blocked initiators.
     pub fn log_out_blocked(&self) {
         let catalog = self.shared.registry.catalog();
-        // Don't settle here: workers use the existing map until the sessions are closed.
+        // Don't remove former units here: workers use the existing map until the sessions are
+        // closed.
         let ended = self.shared.registry.change(Arc::clone(&catalog));
         let of_iscsi = self.shared.iscsi.change(&catalog);
         self.log_out(ended.into_iter().chain(of_iscsi));

@@ -23,8 +23,8 @@ struct Train<'a> {
     verifier: Option<&'a mut IcrcVerifier>,
     /// Number and id of the last QP.
     qp: Option<(Qpn, QpId)>,
-    /// QP with pending events in `Device::out`, which may also have something to send. It must be
-    /// settled before we change anything else on the device.
+    /// QP with pending events in `Device::out`, which may also have something to send. Its turn must
+    /// be finished before we change anything else on the device.
     pending: Option<QpId>,
 }
 
@@ -288,7 +288,7 @@ impl Nic {
         Some(taken)
     }
 
-    /// Settles the QP of the last packets in a train.
+    /// Finishes the turn of the QP of the last packets in a train.
     fn flush_train(&mut self, train: &mut Train<'_>) {
         if let Some(id) = train.pending.take() {
             self.device.finish_turn(id);

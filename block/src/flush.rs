@@ -266,6 +266,12 @@ impl<H> FlushDescriptor<H> {
         self.handle.as_ref()
     }
 
+    /// Returns the descriptor, to be closed.
+    #[must_use]
+    pub fn into_handle(self) -> Option<H> {
+        self.handle
+    }
+
     /// Returns the number of times that the descriptor was replaced.
     #[must_use]
     pub fn renewals(&self) -> u32 {

@@ -231,19 +231,24 @@ impl<S: Storage> Driver<S> {
         }))
     }
 
-    /// Detaches a store without requests. Returns false if it still has requests.
+    /// Detaches a store without requests, and [releases](Storage::release) it. Returns false if it
+    /// still has requests.
     ///
     /// # Panics
     /// Panics if the store is not attached.
-    pub fn detach(&mut self, id: StoreId) -> bool {
-        let idle = self.stores[id.0].requests == 0;
-        if idle {
-            self.stores.remove(id.0);
-            // Its number can be reused after this, so results would be polled from a missing store,
-            // or from another one.
-            self.helped.retain(|store| *store != id.0);
+    pub fn detach(&mut self, ring: &mut Ring, id: StoreId) -> bool {
+        if self.stores[id.0].requests > 0 {
+            return false;
         }
-        idle
+        let attached = self.stores.remove(id.0);
+        // Its number can be reused after this, so results would be polled from a missing store, or
+        // from another one.
+        self.helped.retain(|store| *store != id.0);
+        // If the ring had the last reference to the file, this thread would close it.
+        drop(attached.handle);
+        ring.remove_unused_files();
+        attached.storage.release(attached.sync.into_handle());
+        true
     }
 
     /// Returns an attached store.

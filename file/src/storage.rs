@@ -57,6 +57,14 @@ pub trait Storage {
     /// Records a failed flush.
     fn on_flush_failed(&mut self, errno: i32, now: Instant);
 
+    /// Releases a detached store and its descriptor for flushes, as the last users of its file in
+    /// this driver. Closing a file may take long, because the kernel may write back its cached data.
+    fn release(self, descriptor: Option<Handle>)
+    where
+        Self: Sized,
+    {
+    }
+
     /// Called for a successful command.
     fn on_success(&mut self, op: &Command, now: Instant) {}
 

@@ -1,6 +1,6 @@
 //! Tests of [`Driver`] with a simulated kernel.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_block::{Command, CommandKind};
 use riser_reactor::simulated::{Disk, Kernel, Outcome};
@@ -190,4 +190,31 @@ fn canceled_command_ends_if_unsupported() {
         assert!(rig.kernel.operations().is_empty());
         assert_eq!(rig.finish(), Err(Failure::Cancelled));
     }
+}
+
+/// The lock of a file is released with its last reference.
+#[test]
+fn detached_file_leaves_ring() {
+    let file = rustix::fs::memfd_create("detached", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let file = Handle::from(file);
+    let other = sys::reopen(&file).unwrap();
+    let lock = |file: &Handle| {
+        let exclusive = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        rustix::fs::flock(file.fd().unwrap(), exclusive)
+    };
+    lock(&file).unwrap();
+    let mut ring = Ring::new(RingConfig::default()).unwrap();
+    let (now, config) = (Instant::now(), DriverConfig::default());
+    let mut driver = Driver::<Stored>::new(ring.waker(), &mut ring, now, config).unwrap();
+    let stored = Stored {
+        file: OpenFile::simulated(file, None, None),
+        flush_failure: None,
+    };
+    let store = driver.attach(&mut ring, stored);
+    assert!(lock(&other).is_err());
+    assert!(driver.detach(&mut ring, store));
+    // The kernel may close it shortly after the call.
+    riser_testkit::eventually("it is closed", Duration::from_secs(60), || {
+        lock(&other).is_ok()
+    });
 }

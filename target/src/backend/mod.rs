@@ -16,6 +16,7 @@
 //! - `hints`: advice if a file cannot be opened, and notes about an open backend.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
+//! - `closing`: closes files on separate threads.
 //! - `query`: queries size and space on file systems that may not respond.
 //! - `open_error`: [`OpenError`], reasons why a backend cannot be opened.
 //! - `opening`: opens backends on file systems that may not respond. `waiting`: threads waiting for
@@ -38,6 +39,7 @@
 //! reason. We guarantee zeroes after a discard, so a device without holes does not support UNMAP.
 
 mod cause;
+mod closing;
 mod errno;
 mod execute;
 mod file_id;
@@ -59,6 +61,9 @@ mod unit;
 mod waiting;
 
 pub use cause::Cause;
+#[cfg(test)]
+pub(crate) use closing::close;
+pub(crate) use closing::oldest_closing;
 pub use file_id::FileId;
 pub(crate) use flush::FlushFailures;
 pub use flush::{FlushFailure, FlushKeeper};

@@ -11,6 +11,7 @@ use riser_memory::MemSlice;
 use riser_reactor::{Handle, Threads};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
+use super::closing::close;
 use super::errno::from_errno;
 use super::execute::Extent;
 use super::store::Store;
@@ -102,6 +103,15 @@ impl Storage for Served {
 
     fn on_flush_failed(&mut self, errno: i32, now: Instant) {
         self.store.on_flush_failed(errno, now);
+    }
+
+    /// Closes the files on a separate thread, because the worker has to serve other backends.
+    fn release(self, descriptor: Option<Handle>) {
+        if self.store.open_file().is_none() || self.store.is_simulated() {
+            return;
+        }
+        let (host, label) = (Arc::clone(self.store.host()), self.store.label().to_owned());
+        close(host.threads(), label, (descriptor, self));
     }
 
     /// Logs that a store works again, at most once every ten seconds, with the number of failures

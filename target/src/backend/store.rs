@@ -219,8 +219,8 @@ impl Store {
     }
 
     /// Returns the provider of threads and dates.
-    pub(super) fn host(&self) -> &dyn Host {
-        &*self.host
+    pub(super) fn host(&self) -> &Arc<dyn Host> {
+        &self.host
     }
 
     /// Returns the open file or device, unless it is another medium.

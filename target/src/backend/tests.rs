@@ -1,7 +1,7 @@
 //! Compares all kinds of backends with a byte array.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::simulated::{self, Disk, Outcome};
 use riser_reactor::{Ring, RingConfig, SyncKind};
+use riser_scsi::config::Identity;
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use riser_testkit::eventually;
@@ -433,8 +434,43 @@ fn concurrent_requests_access_their_blocks() {
             );
         }
         assert_eq!(rig.driver.in_flight(), 0);
-        assert!(rig.driver.detach(rig.id));
+        assert!(rig.driver.detach(&mut rig.ring, rig.id));
     }
+}
+
+/// Reports the thread that drops it, together with the store.
+#[derive(Debug)]
+struct LastUser(std::sync::mpsc::Sender<std::thread::ThreadId>);
+
+impl Drop for LastUser {
+    fn drop(&mut self) {
+        let _ = self.0.send(std::thread::current().id());
+    }
+}
+
+impl FlushKeeper for LastUser {
+    fn load(&self, _: &Identity) -> io::Result<Option<FlushFailure>> {
+        Ok(None)
+    }
+
+    fn save(&self, _: &Identity, _: Option<&FlushFailure>) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The kernel may write back gigabytes when a file is closed.
+#[test]
+fn detached_store_closes_on_other_thread() {
+    let dir = Dir::new(&std::env::temp_dir(), "closed");
+    let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
+    let (dropped, thread) = std::sync::mpsc::channel();
+    let identity = crate::fixture::unit_config(1).identity;
+    store.keep_flush_failures(Arc::new(LastUser(dropped)), &identity, Instant::now());
+    let mut rig = Rig::new(store);
+    assert_eq!(rig.run(FLUSH, &[]), StepResult::Done);
+    assert!(rig.driver.detach(&mut rig.ring, rig.id));
+    let thread = thread.recv_timeout(Duration::from_secs(60)).unwrap();
+    assert_ne!(thread, std::thread::current().id());
 }
 
 /// A hanging backend must not use all resources shared by the backends of a worker.

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::{Server, ServerError};
-use crate::backend::{Cause, Failing, Store};
+use crate::backend::{Cause, Failing, Store, oldest_closing};
 use crate::worker::mail::{Mail, OldestRequest};
 
 /// Age from which a block operation may delay a shutdown for too long.
@@ -114,10 +114,19 @@ impl BlockCheck {
             self.oldest = oldest.min_by_key(|request| request.since);
             self.replies.pop();
         }
-        let hanging = self.oldest.take().map(|request| ServerError::Hanging {
-            backend: request.backend,
-            seconds: now.saturating_duration_since(request.since).as_secs(),
-        });
+        let request = self.oldest.take();
+        let request = request.map(|request| (request.backend, request.since));
+        // execve(2) waits for all threads to exit, including those that close files.
+        let closing = oldest_closing();
+        if request.is_none() && closing.is_some() && now < self.until {
+            return None;
+        }
+        let hanging = request
+            .or(closing)
+            .map(|(backend, since)| ServerError::Hanging {
+                backend,
+                seconds: now.saturating_duration_since(since).as_secs(),
+            });
         Some(hanging.map_or(Ok(()), Err))
     }
 
@@ -152,5 +161,35 @@ impl Server {
             oldest: None,
             until: now + REPLY,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_reactor::simulated::Threads;
+    use riser_testkit::eventually;
+
+    use super::*;
+    use crate::backend::close;
+
+    /// Otherwise, the next program would not start until the file is closed.
+    #[test]
+    fn closing_file_prevents_handover() {
+        let threads = Threads::default();
+        close(&threads, "/closed".into(), ());
+        let now = Instant::now();
+        let mut check = BlockCheck {
+            replies: Vec::new(),
+            oldest: None,
+            until: now + REPLY,
+        };
+        assert!(check.poll(now).is_none());
+        let result = check.poll(check.until).unwrap();
+        assert!(matches!(result, Err(ServerError::Hanging { .. })));
+        assert!(threads.step(threads.runnable()[0]));
+        // Another test may also close a file.
+        eventually("all are closed", Duration::from_secs(60), || {
+            matches!(check.poll(now), Some(Ok(())))
+        });
     }
 }

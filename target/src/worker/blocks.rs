@@ -123,11 +123,11 @@ impl Blocks {
     }
 
     /// Detaches removed backends that are not used by any task.
-    pub(super) fn detach_unused(&mut self) {
+    pub(super) fn detach_unused(&mut self, ring: &mut Ring) {
         let (driver, stores) = (&mut self.driver, &mut self.stores);
         self.leaving.retain(|leaving| {
             let is_idle = leaving.units.iter().all(|u| u.strong_count() == 0);
-            let is_gone = is_idle && driver.detach(leaving.store);
+            let is_gone = is_idle && driver.detach(ring, leaving.store);
             if is_gone {
                 stores[leaving.place] = None;
             }

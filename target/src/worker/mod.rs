@@ -417,7 +417,7 @@ impl Worker {
         // This is called after everything that can release memory.
         work += self.poll_pool();
         self.sockets.accept(&mut self.ring, now);
-        self.blocks.detach_unused();
+        self.blocks.detach_unused(&mut self.ring);
         self.poll_returns();
         self.poll_unwanted();
         self.poll_phase();

@@ -213,7 +213,7 @@ impl Ring {
     /// See [`RegisterError`]. The file can still be used via [`Handle::new`].
     pub fn register_file(&mut self, file: &Handle) -> Result<Handle, RegisterError> {
         // Free entries without handles first, so that they can be reused.
-        self.drop_stale_files();
+        self.remove_unused_files();
         let index = self.files.allocate_index().ok_or(RegisterError::NoRoom)?;
         match self.kernel.update_file(index, Some(file)) {
             Ok(()) => Ok(file.fixed(self.files.clone(), index)),
@@ -224,7 +224,9 @@ impl Ring {
         }
     }
 
-    fn drop_stale_files(&mut self) {
+    /// Removes the files without handles from the table. Otherwise [`park`](Ring::park) and
+    /// [`register_file`](Ring::register_file) do this, and the ring keeps these files open.
+    pub fn remove_unused_files(&mut self) {
         while let Some(index) = self.files.take_stale() {
             // If this fails, the file stays open in the table until the entry is reused.
             let _ = self.kernel.update_file(index, None);
@@ -276,7 +278,7 @@ impl Ring {
     /// Returns [`RingError::Enter`] if the ring can no longer be used.
     pub fn park(&mut self, timeout: Option<Duration>) -> Result<(), RingError> {
         // A stale entry keeps a closed file open. A worker that parks has time to remove it.
-        self.drop_stale_files();
+        self.remove_unused_files();
         if !self.waker_armed {
             self.arm_waker();
         }

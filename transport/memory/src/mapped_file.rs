@@ -92,6 +92,9 @@ impl MappedFile {
         // SAFETY: this is advice for the new mapping, and does not change any bytes. Without it, a
         // core dump could contain the contents of the file.
         let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
+        // SAFETY: this does not change any bytes. If this process locks its memory, each page would
+        // stay in memory after it was read, although the file may be larger than the memory.
+        let _ = unsafe { rustix::mm::munlock(base.as_ptr().cast(), len) };
         let words = std::iter::repeat_with(AtomicU64::default).take(pages.div_ceil(BITS));
         Ok(Self {
             base,
@@ -231,6 +234,8 @@ mod tests {
     use std::fs::File;
     use std::os::fd::AsFd;
     use std::os::unix::fs::{FileExt, MetadataExt};
+
+    use rustix::mm::{MlockAllFlags, mlockall};
 
     use super::*;
     use crate::Memory;
@@ -379,6 +384,34 @@ mod tests {
             other.read(file.as_fd(), page(8), &segments)
                 && !other.read(file.as_fd(), page(8), &whole)
         );
+    }
+
+    /// `riser` locks its own memory, but reading a file must not keep all of its pages in memory.
+    #[test]
+    fn locked_process_locks_no_file() {
+        const NAME: &str = "mapped_file::tests::locked_process_locks_no_file";
+        // Use a separate process, because this affects all of its mappings.
+        if std::env::var_os("RISER_MEMORY_CHILD").is_none() {
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            let child = child.args(["--exact", NAME]).env("RISER_MEMORY_CHILD", "1");
+            assert!(child.status().unwrap().success());
+            return;
+        }
+        let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
+        if let Err(error) = mlockall(flags) {
+            riser_testkit::skip::skip("locked memory", &error.to_string());
+            return;
+        }
+        let file = file("riser-test-locked");
+        file.write_all_at(&vec![1; PAGES as usize * PAGE], 0)
+            .unwrap();
+        let map = mapped(&file);
+        let room = Memory::new(PAGE).unwrap();
+        assert!((0..PAGES).all(|number| map.read(file.as_fd(), page(number), &[room.whole()])));
+        let mappings = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let (_, mapping) = mappings.split_once("riser-test-locked").unwrap();
+        let locked = mapping.lines().find(|line| line.starts_with("Locked:"));
+        assert!(locked.unwrap().ends_with(" 0 kB"), "{locked:?}");
     }
 
     #[test]

@@ -123,16 +123,18 @@ impl<S: Storage> std::fmt::Debug for Driver<S> {
     }
 }
 
-/// Opens a descriptor for flushes. Returns true if it is the same as for writes, because `/proc` is
-/// not available or the process has reached its limit.
+/// Opens a descriptor for flushes. Returns true if it is the same as for writes, because of the file
+/// system, or because `/proc` is not available or the process has reached its limit.
 fn open_sync<S: Storage>(storage: &mut S, now: Instant) -> (Option<Handle>, bool) {
     let Some(file) = storage.file() else {
         return (None, false);
     };
-    let opened = match sys::reopen(&file.handle) {
-        Ok(own) => (Some(own), false),
-        Err(_) => (Some(file.handle.clone()), true),
+    let own = match storage.keeps_write_errors() {
+        true => None,
+        false => sys::reopen(&file.handle).ok(),
     };
+    let is_shared = own.is_none();
+    let opened = (own.or_else(|| Some(file.handle.clone())), is_shared);
     // If another thread is checking an error, the kernel may not report it to this descriptor, so
     // treat it as lost data.
     if file.flush_checks.is_active() {

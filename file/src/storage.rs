@@ -35,6 +35,13 @@ pub trait Storage {
     /// Returns whether completed writes may be volatile until a flush.
     fn has_write_cache(&self) -> bool;
 
+    /// Returns whether the file system may report an error of a write only to a flush with the same
+    /// descriptor, so that no other descriptor can be used for flushes. Only supported for a file
+    /// with a single driver, because the drivers would compete for the error.
+    fn keeps_write_errors(&self) -> bool {
+        false
+    }
+
     /// Returns threads for system calls that may block.
     fn threads(&self) -> &dyn Threads {
         &SystemThreads

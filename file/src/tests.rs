@@ -12,6 +12,7 @@ use super::*;
 struct Stored {
     file: OpenFile,
     flush_failure: Option<i32>,
+    keeps_errors: bool,
 }
 
 impl Storage for Stored {
@@ -37,6 +38,10 @@ impl Storage for Stored {
 
     fn has_write_cache(&self) -> bool {
         true
+    }
+
+    fn keeps_write_errors(&self) -> bool {
+        self.keeps_errors
     }
 
     fn call(_: &Handle, op: &Command, _: u32) -> Result<u64, Failure> {
@@ -65,6 +70,10 @@ struct Rig {
 
 impl Rig {
     fn new(device: Option<Device>) -> Self {
+        Self::with(device, false)
+    }
+
+    fn with(device: Option<Device>, keeps_errors: bool) -> Self {
         let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
         let (now, config) = (Instant::now(), DriverConfig::default());
         let mut driver = Driver::new(ring.waker(), &mut ring, now, config).unwrap();
@@ -72,6 +81,7 @@ impl Rig {
         let stored = Stored {
             file: OpenFile::simulated(handle, None, device),
             flush_failure: None,
+            keeps_errors,
         };
         Self {
             store: driver.attach(&mut ring, stored),
@@ -209,6 +219,7 @@ fn detached_file_leaves_ring() {
     let stored = Stored {
         file: OpenFile::simulated(file, None, None),
         flush_failure: None,
+        keeps_errors: false,
     };
     let store = driver.attach(&mut ring, stored);
     assert!(lock(&other).is_err());
@@ -217,4 +228,19 @@ fn detached_file_leaves_ring() {
     riser_testkit::eventually("it is closed", Duration::from_secs(60), || {
         lock(&other).is_ok()
     });
+}
+
+#[test]
+fn flush_uses_descriptor_with_write_errors() {
+    for keeps_errors in [false, true] {
+        let mut rig = Rig::with(None, keeps_errors);
+        for _ in 0..2 {
+            rig.submit(CommandKind::Flush);
+            let flush = &rig.kernel.operations()[0];
+            let writes = rig.driver.store(rig.store).file.handle.simulated().unwrap();
+            let is_same = std::ptr::eq(flush.handle.simulated().unwrap(), writes);
+            assert_eq!(is_same, keeps_errors);
+            assert_eq!(rig.finish(), Ok(None));
+        }
+    }
 }

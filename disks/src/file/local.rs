@@ -14,19 +14,29 @@ const MAX_EXTENTS: usize = 4096;
 /// `BLKDISCARD` from `linux/fs.h`.
 const BLKDISCARD: rustix::ioctl::Opcode = rustix::ioctl::opcode::none(0x12, 119);
 
+/// `FUSE_SUPER_MAGIC` in `linux/magic.h`.
+const FUSE_SUPER_MAGIC: rustix::fs::FsWord = 0x6573_5546;
+
 /// File or device of a disk.
 #[derive(Debug)]
 pub(super) struct LocalFile {
     pub(super) file: OpenFile,
     /// Logical block size in bytes.
     pub(super) block_size: u32,
+    /// The file is on a FUSE file system, which may write asynchronously (sshfs does), and return
+    /// the error to the next flush or close of the same descriptor.
+    is_on_fuse: bool,
     /// Error number of the first failed flush. All flushes fail after this.
     flush_failure: Option<i32>,
 }
 
 impl LocalFile {
     pub(super) fn new(file: OpenFile, block_size: u32) -> Self {
+        let system = file.handle.fd().map(rustix::fs::fstatfs);
+        let is_fuse = |system: rustix::fs::StatFs| system.f_type == FUSE_SUPER_MAGIC;
         Self {
+            is_on_fuse: file.device.is_none()
+                && system.is_some_and(|found| found.is_ok_and(is_fuse)),
             file,
             block_size,
             flush_failure: None,
@@ -58,6 +68,10 @@ impl Storage for LocalFile {
 
     fn has_write_cache(&self) -> bool {
         true
+    }
+
+    fn keeps_write_errors(&self) -> bool {
+        self.is_on_fuse
     }
 
     fn call(file: &Handle, op: &Command, block_size: u32) -> Result<Vec<Extent>, Self::Error> {

@@ -44,6 +44,8 @@ struct Attached<S: Storage> {
     storage: S,
     handle: Option<Handle>,
     sync: FlushDescriptor<Handle>,
+    /// The reason why no other descriptor for flushes could be opened.
+    sync_errno: Option<i32>,
     /// Requests waiting for a flush. The first request of a flush determines its token.
     flushes: FlushQueue<usize>,
     lacks: Lacks,
@@ -123,18 +125,40 @@ impl<S: Storage> std::fmt::Debug for Driver<S> {
     }
 }
 
-/// Opens a descriptor for flushes. Returns true if it is the same as for writes, because of the file
-/// system, or because `/proc` is not available or the process has reached its limit.
-fn open_sync<S: Storage>(storage: &mut S, now: Instant) -> (Option<Handle>, bool) {
+/// Descriptor for flushes that was opened, or is the same as for writes.
+struct OpenedSync {
+    handle: Option<Handle>,
+    is_shared: bool,
+    /// The reason why it could not be opened, for example because `/proc` is not available or the
+    /// process has reached its limit.
+    errno: Option<i32>,
+}
+
+/// Opens a descriptor for flushes, unless the file system requires the descriptor for writes.
+fn open_sync<S: Storage>(storage: &mut S, now: Instant) -> OpenedSync {
     let Some(file) = storage.file() else {
-        return (None, false);
+        return OpenedSync {
+            handle: None,
+            is_shared: false,
+            errno: None,
+        };
     };
-    let own = match storage.keeps_write_errors() {
-        true => None,
-        false => sys::reopen(&file.handle).ok(),
+    let shared = |errno| OpenedSync {
+        handle: Some(file.handle.clone()),
+        is_shared: true,
+        errno,
     };
-    let is_shared = own.is_none();
-    let opened = (own.or_else(|| Some(file.handle.clone())), is_shared);
+    let opened = match storage.keeps_write_errors() {
+        true => shared(None),
+        false => match sys::reopen(&file.handle) {
+            Ok(own) => OpenedSync {
+                handle: Some(own),
+                is_shared: false,
+                errno: None,
+            },
+            Err(error) => shared(error.raw_os_error().or(Some(libc::EMFILE))),
+        },
+    };
     // If another thread is checking an error, the kernel may not report it to this descriptor, so
     // treat it as lost data.
     if file.flush_checks.is_active() {
@@ -215,12 +239,13 @@ impl<S: Storage> Driver<S> {
         // Read this before opening the descriptor. If a failure is cleared in between, the next
         // flush opens a descriptor unnecessarily.
         let clears = storage.flush_clears();
-        let (sync, is_shared) = open_sync(&mut storage, self.now);
+        let opened = open_sync(&mut storage, self.now);
         let device = storage.file().and_then(|file| file.device.as_ref());
         let is_refused = device.is_some_and(|device| !device.can_zero);
         StoreId(self.stores.insert(Attached {
             handle,
-            sync: FlushDescriptor::new(sync, is_shared, clears),
+            sync: FlushDescriptor::new(opened.handle, opened.is_shared, clears),
+            sync_errno: opened.errno,
             flushes: FlushQueue::default(),
             lacks: Lacks {
                 punch: is_refused,
@@ -893,8 +918,9 @@ impl<S: Storage> Driver<S> {
         let attached = &mut self.stores[store.0];
         let clears = attached.storage.flush_clears();
         if attached.sync.is_outdated(clears) {
-            let (sync, is_shared) = open_sync(&mut attached.storage, self.now);
-            attached.sync.renew(sync, is_shared, clears);
+            let opened = open_sync(&mut attached.storage, self.now);
+            attached.sync_errno = opened.errno;
+            attached.sync.renew(opened.handle, opened.is_shared, clears);
         }
     }
 
@@ -917,17 +943,39 @@ impl<S: Storage> Driver<S> {
         let token = self.token(first);
         self.renew_sync(store);
         let attached = &mut self.stores[store.0];
+        if let Some(errno) = attached.sync_errno
+            && attached.storage.has_other_drivers()
+        {
+            let error = S::error(Failure::Errno(errno), 0);
+            let why = io::Error::from_raw_os_error(errno);
+            attached.storage.on_failure(None, error, &why, self.now);
+            return self.fail_flushes(store, Failure::Errno(errno));
+        }
         let sync = attached.sync.handle().expect("files have descriptors");
         match ring.submit_sync(sync, SyncKind::Data, token) {
             Ok(()) => attached.flushes.start(),
             Err(SubmitError::Full) => self.flush_stalled = true,
             // As for all other operations, the ring has failed.
-            Err(_) => {
-                for index in attached.flushes.take_waiting() {
-                    let error = S::error(Failure::Ring, self.requests[index].op.offset);
-                    self.finish(index, Err(error));
-                }
+            Err(_) => self.fail_flushes(store, Failure::Ring),
+        }
+    }
+
+    /// Fails all requests that wait for a flush.
+    fn fail_flushes(&mut self, store: StoreId, failure: Failure) {
+        let attached = &mut self.stores[store.0];
+        for index in attached.flushes.take_waiting() {
+            let request = &self.requests[index];
+            let Some(errno) = request.failed else {
+                let error = S::error(failure, request.op.offset);
+                self.finish(index, Err(error));
+                continue;
+            };
+            // We don't know if other data was lost.
+            if request.is_checking {
+                let storage = &mut self.stores[store.0].storage;
+                storage.on_flush_failed(errno, self.now);
             }
+            self.fail_with(index, errno);
         }
     }
 

@@ -42,6 +42,13 @@ pub trait Storage {
         false
     }
 
+    /// Returns whether other drivers use the same open file. The kernel reports a lost write once
+    /// for each descriptor, so a flush by one of them could succeed because another one has received
+    /// the error. If no other descriptor can be opened, their flushes therefore fail.
+    fn has_other_drivers(&self) -> bool {
+        false
+    }
+
     /// Returns threads for system calls that may block.
     fn threads(&self) -> &dyn Threads {
         &SystemThreads

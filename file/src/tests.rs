@@ -13,6 +13,7 @@ struct Stored {
     file: OpenFile,
     flush_failure: Option<i32>,
     keeps_errors: bool,
+    has_other_drivers: bool,
 }
 
 impl Storage for Stored {
@@ -42,6 +43,10 @@ impl Storage for Stored {
 
     fn keeps_write_errors(&self) -> bool {
         self.keeps_errors
+    }
+
+    fn has_other_drivers(&self) -> bool {
+        self.has_other_drivers
     }
 
     fn call(_: &Handle, op: &Command, _: u32) -> Result<u64, Failure> {
@@ -74,15 +79,18 @@ impl Rig {
     }
 
     fn with(device: Option<Device>, keeps_errors: bool) -> Self {
+        Self::of(Stored {
+            file: OpenFile::simulated(Disk::new(16 << 20).open().into(), None, device),
+            flush_failure: None,
+            keeps_errors,
+            has_other_drivers: false,
+        })
+    }
+
+    fn of(stored: Stored) -> Self {
         let (mut ring, kernel) = Ring::simulated(RingConfig::default()).unwrap();
         let (now, config) = (Instant::now(), DriverConfig::default());
         let mut driver = Driver::new(ring.waker(), &mut ring, now, config).unwrap();
-        let handle = Disk::new(16 << 20).open().into();
-        let stored = Stored {
-            file: OpenFile::simulated(handle, None, device),
-            flush_failure: None,
-            keeps_errors,
-        };
         Self {
             store: driver.attach(&mut ring, stored),
             ring,
@@ -220,6 +228,7 @@ fn detached_file_leaves_ring() {
         file: OpenFile::simulated(file, None, None),
         flush_failure: None,
         keeps_errors: false,
+        has_other_drivers: false,
     };
     let store = driver.attach(&mut ring, stored);
     assert!(lock(&other).is_err());
@@ -242,5 +251,26 @@ fn flush_uses_descriptor_with_write_errors() {
             assert_eq!(is_same, keeps_errors);
             assert_eq!(rig.finish(), Ok(None));
         }
+    }
+}
+
+/// The kernel would report a lost write to only one of the drivers.
+#[test]
+fn flush_fails_without_separate_descriptor() {
+    for has_other_drivers in [false, true] {
+        // A socket cannot be opened again.
+        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut rig = Rig::of(Stored {
+            file: OpenFile::simulated(std::os::fd::OwnedFd::from(socket).into(), None, None),
+            flush_failure: None,
+            keeps_errors: false,
+            has_other_drivers,
+        });
+        rig.submit(CommandKind::Flush);
+        assert_eq!(rig.kernel.operations().is_empty(), has_other_drivers);
+        if has_other_drivers {
+            assert_eq!(rig.finish(), Err(Failure::Errno(libc::ENXIO)));
+        }
+        assert_eq!(rig.driver.store(rig.store).flush_failure, None);
     }
 }

@@ -4,7 +4,7 @@ use riser_scsi::step::BackendError;
 
 /// Maps the error number of an operation. Its first incomplete byte is at `offset`.
 ///
-/// Temporary errors (`EAGAIN`, out of memory, cancellation) may be retried by the initiator. Errors
+/// Temporary errors (`EAGAIN`, out of memory or descriptors, cancellation) may be retried by the initiator. Errors
 /// for damaged data include the offset. Errors for a missing device are reported as not ready.
 pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
     match errno {
@@ -35,9 +35,13 @@ pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
         | libc::ENOTCONN
         | libc::ECONNABORTED
         | libc::ETIMEDOUT => BackendError::NotReady,
-        libc::ECANCELED | libc::EINTR | libc::EAGAIN | libc::ENOMEM | libc::EBUSY => {
-            BackendError::Aborted
-        }
+        libc::ECANCELED
+        | libc::EINTR
+        | libc::EAGAIN
+        | libc::ENOMEM
+        | libc::EBUSY
+        | libc::EMFILE
+        | libc::ENFILE => BackendError::Aborted,
         // For example, EINVAL or EFAULT would be a bug in this program and must not be reported as
         // a medium error.
         _ => BackendError::Internal,

@@ -74,6 +74,10 @@ impl Storage for Served {
         self.store.geometry.write_cache
     }
 
+    fn has_other_drivers(&self) -> bool {
+        true
+    }
+
     fn threads(&self) -> &dyn Threads {
         self.store.host().threads()
     }

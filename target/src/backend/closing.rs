@@ -4,11 +4,16 @@
 //! or forever if the device or the server of the file system does not respond.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use riser_reactor::Threads;
+
+/// Polling interval of [`check_closed`].
+const POLL: Duration = Duration::from_millis(1);
 
 /// Active threads by number, with the label of the backend and their start time.
 static CLOSING: LazyLock<Mutex<BTreeMap<u64, (String, Instant)>>> = LazyLock::new(Mutex::default);
@@ -25,6 +30,23 @@ fn closing() -> MutexGuard<'static, BTreeMap<u64, (String, Instant)>> {
 /// it is closed, this program cannot be replaced by another one.
 pub(crate) fn oldest_closing() -> Option<(String, Instant)> {
     closing().first_key_value().map(|(_, entry)| entry.clone())
+}
+
+/// Waits up to `patience` until no backend is being closed. Otherwise, `execve(2)` would block until
+/// they are closed, no matter how long this takes.
+///
+/// # Errors
+/// [`io::ErrorKind::ResourceBusy`] with the label of the backend that is still being closed.
+pub(crate) fn check_closed(patience: Duration) -> io::Result<()> {
+    let until = Instant::now() + patience;
+    while let Some((label, _)) = oldest_closing() {
+        if Instant::now() >= until {
+            let why = format!("{label} was removed, and is still being closed");
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
+        }
+        thread::sleep(POLL);
+    }
+    Ok(())
 }
 
 /// An entry of [`CLOSING`].
@@ -70,11 +92,15 @@ mod tests {
         close(&threads, "/closed".into(), Arc::clone(&file));
         assert!(is_listed() && oldest_closing().is_some());
         assert_eq!(Arc::strong_count(&file), 2);
+        let error = check_closed(Duration::ZERO).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ResourceBusy);
         let [thread] = threads.runnable()[..] else {
             panic!("no thread was started");
         };
         assert!(threads.step(thread));
         assert_eq!(Arc::strong_count(&file), 1);
         assert!(!is_listed());
+        // Another test may also close a file.
+        check_closed(Duration::from_secs(60)).unwrap();
     }
 }

@@ -63,7 +63,7 @@ mod waiting;
 pub use cause::Cause;
 #[cfg(test)]
 pub(crate) use closing::close;
-pub(crate) use closing::oldest_closing;
+pub(crate) use closing::{check_closed, oldest_closing};
 pub use file_id::FileId;
 pub(crate) use flush::FlushFailures;
 pub use flush::{FlushFailure, FlushKeeper};

@@ -60,6 +60,7 @@ use super::signals::EndSignals;
 use super::socket::Admin;
 use super::watchdog::Watchdog;
 use crate::audit;
+use crate::backend::check_closed;
 use crate::config::Config;
 use crate::server::handover::{RamFiles, ServerState, StateDocument};
 use crate::server::{Server, ServerError};
@@ -73,7 +74,8 @@ pub const VERSION: u32 = 1;
 /// Maximum size of the handover state in bytes.
 const MAX_STATE: u64 = 256 << 20;
 
-/// Timeout to close data sent by other users to the sockets of a server that was shut down.
+/// Timeout to close data sent by other users to the sockets of a server that was shut down, and the
+/// files of removed backends.
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// Grace period for signals that arrive just before `execve`. Later signals would be lost.
@@ -327,8 +329,10 @@ impl<'a> Control<'a> {
             server,
         };
         let mut files = RamFiles::default();
-        // execve(2) would wait for the thread that closes data left in the listeners.
-        let written = shm::check_closed(CLOSING).and_then(|()| {
+        // execve(2) would wait for the thread that closes data left in the listeners, and for those
+        // that close backends. A removed backend may have been in use until the drain.
+        let closed = shm::check_closed(CLOSING).and_then(|()| check_closed(CLOSING));
+        let written = closed.and_then(|()| {
             let server = server_state.export(&mut files)?;
             let bytes = serde_json::to_vec(&state(server))?;
             process::sealed(&bytes)

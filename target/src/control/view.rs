@@ -401,8 +401,9 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         Some(_) => Protocol::Iser,
         None => Protocol::Iscsi,
     };
+    // An initiator may send a target name in a discovery session as well.
     let target = info.identity.target.as_ref();
-    let target = target.map(|name| {
+    let target = target.filter(|_| !info.params.discovery).map(|name| {
         let target = catalog.target_named(name);
         target.map_or_else(|| name.to_string(), |t| t.config.name.clone())
     });
@@ -525,7 +526,42 @@ fn flush_failure_view(failure: FlushFailure) -> FlushFailureView {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+
+    use riser_admin_api::view::count_nexuses;
+
     use super::*;
+
+    /// RFC 7143 6.3 does not forbid a target name in a discovery session.
+    #[test]
+    fn discovery_session_has_no_target() {
+        let config = Config::parse(
+            "backends: { a: { kind: ram, size: 1MiB } }\n\
+             targets:\n\
+             - name: iqn.2026-01.com.example:t\n\
+             \x20 portals: [{ protocol: iscsi, listen: \"127.97.8.10:3290\" }]\n\
+             \x20 luns: { 0: a }\n\
+             \x20 access: open\n\
+             workers: { count: 1 }\n",
+            "test.yaml",
+        );
+        let server = Server::start(&config.unwrap()).unwrap();
+        let keys = "InitiatorName=iqn.2026-01.com.example:me\0SessionType=Discovery\0\
+                    TargetName=iqn.2026-01.com.example:t\0";
+        let mut pdu = vec![0u8; 48];
+        (pdu[0], pdu[1], pdu[7], pdu[8]) = (0x43, 0x87, keys.len() as u8, 0x80);
+        pdu.extend(keys.as_bytes());
+        pdu.resize(pdu.len().next_multiple_of(4), 0);
+        let mut stream = std::net::TcpStream::connect("127.97.8.10:3290").unwrap();
+        stream.write_all(&pdu).unwrap();
+        let mut bhs = [0; 48];
+        stream.read_exact(&mut bhs).unwrap();
+        assert_eq!((bhs[0], bhs[36]), (0x23, 0), "the login succeeds");
+        let sessions = Inventory::new(&server).sessions();
+        assert_eq!((sessions.len(), &*sessions[0].target), (1, ""));
+        assert_eq!(count_nexuses(&sessions), server.sessions());
+        server.shutdown().unwrap();
+    }
 
     #[test]
     fn wildcard_without_address_is_listed() {

@@ -4,8 +4,9 @@ use riser_scsi::step::BackendError;
 
 /// Maps the error number of an operation. Its first incomplete byte is at `offset`.
 ///
-/// Temporary errors (`EAGAIN`, out of memory or descriptors, cancellation) may be retried by the initiator. Errors
-/// for damaged data include the offset. Errors for a missing device are reported as not ready.
+/// Temporary errors (`EAGAIN`, out of memory or descriptors, cancellation) may be retried by the
+/// initiator. Errors for damaged data include the offset. Errors for a missing device are reported
+/// as not ready.
 pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
     match errno {
         // Lost or damaged data. XFS and ext4 return EUCLEAN or EBADMSG if metadata verification

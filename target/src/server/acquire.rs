@@ -173,6 +173,17 @@ pub(super) struct Wanted<'a> {
     pub(super) tolerates: &'a dyn Fn(&Subject, &ServerError) -> bool,
 }
 
+impl Wanted<'_> {
+    /// If the address of a TCP portal is in use, returns the program that uses it. A simulated
+    /// network has no other programs.
+    fn holder_of(&self, error: &io::Error, portal: SocketAddr) -> HeldBy {
+        match self.simulated {
+            Some(_) => HeldBy::default(),
+            None => holder_of(error, portal, Transport::Tcp),
+        }
+    }
+}
+
 /// Opens the resources that are used by a catalog, but not by the previous one. Inherited sockets
 /// are already open.
 ///
@@ -471,7 +482,7 @@ fn listen(
                 portal,
                 ServerError::Listen {
                     portal,
-                    holder: holder_of(&source, portal, Transport::Tcp),
+                    holder: wanted.holder_of(&source, portal),
                     source,
                 },
             )?;
@@ -525,7 +536,7 @@ fn bind(
         };
         let socket = socket.map_err(|source| ServerError::Listen {
             portal,
-            holder: holder_of(&source, portal, Transport::Tcp),
+            holder: wanted.holder_of(&source, portal),
             source,
         })?;
         part.sockets.push(socket);

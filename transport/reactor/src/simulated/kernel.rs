@@ -501,7 +501,8 @@ impl Pending {
 
     /// Returns the bytes of its memory, starting at offset `from`.
     fn gather(&self, from: usize) -> Vec<u8> {
-        let mut all: Vec<u8> = self.slices.iter().flat_map(MemSlice::to_vec).collect();
+        let slices: Vec<_> = self.slices.iter().map(MemSlice::to_vec).collect();
+        let mut all = slices.concat();
         all.drain(..from);
         all
     }

@@ -1,7 +1,6 @@
 //! An iSCSI peer that sends many pings but doesn't read the responses for some time. Memory that
 //! the target uses for it must be limited ([`crate::memory`]).
 
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
@@ -13,6 +12,7 @@ use riser_test_peers::pdus;
 
 use crate::initiator::{self, Dial, Dialed};
 use crate::rival::connection::{Connection, Event};
+use crate::stream::Stream;
 use crate::target;
 
 /// Its initiator number, which is not used by any other.
@@ -54,10 +54,7 @@ impl Flood {
     /// Connects a new peer that will send this number of pings.
     #[must_use]
     pub fn new(pings: u32, dialed: &Dialed, now: Instant, rng: &mut Rng) -> Self {
-        let (ours, theirs) = UnixStream::pair().expect("two sockets");
-        for end in [&ours, &theirs] {
-            end.set_nonblocking(true).expect("a socket");
-        }
+        let (ours, theirs) = Stream::pair();
         dialed.borrow_mut().push(Dial {
             from: initiator::address(NUMBER),
             to: target::tcp_address(0),

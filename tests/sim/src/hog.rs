@@ -10,7 +10,6 @@
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::net::{IpAddr, Ipv4Addr};
-use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
@@ -29,6 +28,7 @@ use crate::disks::DiskFault;
 use crate::initiator::{Dial, Dialed, TIMEOUT};
 use crate::plan::{Fault, Plan, ProcessFault, Protocol, Trouble};
 use crate::rival::connection::{Connection, Event};
+use crate::stream::Stream;
 use crate::target;
 
 /// Size of each hog's disk in MiB.
@@ -441,10 +441,7 @@ impl Hog {
     }
 
     fn log_in(&mut self, now: Instant) {
-        let (ours, theirs) = UnixStream::pair().expect("two sockets");
-        for end in [&ours, &theirs] {
-            end.set_nonblocking(true).expect("a socket");
-        }
+        let (ours, theirs) = Stream::pair();
         self.dialed.borrow_mut().push(Dial {
             from: address(self.index),
             to: target::tcp_address(0),

@@ -6,7 +6,6 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -25,6 +24,7 @@ use tracing::debug;
 use crate::executor::Executor;
 use crate::model::Model;
 use crate::plan::{Plan, Protocol};
+use crate::stream::Stream;
 use crate::{coverage, events, target};
 
 /// Streams that were opened by initiators but not yet added to the network.
@@ -38,7 +38,7 @@ pub struct Dial {
     /// Destination address.
     pub to: SocketAddr,
     /// The network's end of the stream.
-    pub stream: UnixStream,
+    pub stream: Stream,
 }
 
 /// BUSY: the unit may still be executing commands of an older session.
@@ -115,9 +115,7 @@ impl Env for SimulatedEnv {
     }
 
     fn connect_tcp(&mut self, _: Option<SocketAddr>, to: SocketAddr) -> io::Result<OwnedFd> {
-        let (ours, theirs) = UnixStream::pair()?;
-        ours.set_nonblocking(true)?;
-        theirs.set_nonblocking(true)?;
+        let (ours, theirs) = Stream::with_plain_socket()?;
         self.dialed.borrow_mut().push(Dial {
             from: self.address,
             to,

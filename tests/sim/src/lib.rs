@@ -82,6 +82,7 @@ pub mod reservations;
 pub mod rival;
 pub mod run;
 pub mod shrink;
+mod stream;
 pub mod target;
 pub mod tcp;
 pub mod text;

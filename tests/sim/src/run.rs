@@ -610,6 +610,11 @@ impl World {
         self.trouble();
         let now = self.fabric.now();
         let mut worked = self.control(now);
+        // Including initiators that were started or stopped by a trouble.
+        if worked || self.is_changed {
+            self.network.note_activity(None);
+        }
+        self.is_changed = false;
         for watcher in &mut self.watchers {
             worked |= watcher.step(now);
         }
@@ -617,11 +622,6 @@ impl World {
         for hog in &mut self.hogs {
             worked |= hog.step(now);
         }
-        // Including initiators that were started or stopped by a trouble.
-        if worked || self.is_changed {
-            self.network.note_activity(None);
-        }
-        self.is_changed = false;
         let (workers, initiators) = (self.target.workers(), self.initiators.len());
         let (rivals, cheats) = (self.rivals.len(), self.cheats.len());
         let count = 3 + workers + initiators + rivals + cheats + self.twins.len();
@@ -629,6 +629,8 @@ impl World {
         self.rng.shuffle(&mut order);
         let turn = |one: &mut Initiator| one.engine.as_mut().is_some_and(|e| e.step(now));
         for actor in order {
+            // Peers without a plain socket don't need this.
+            let mut uses_socket = false;
             let mut active = None;
             let is_busy = match actor {
                 0 => self.executor.turn() > 0,
@@ -642,14 +644,16 @@ impl World {
                 n if n < 3 + workers => self.target.turn(n - 3, now, &mut self.rng),
                 n => match n - 3 - workers {
                     n if n < initiators => {
-                        active = Some(self.initiators[n].address);
+                        (uses_socket, active) = (true, Some(self.initiators[n].address));
                         turn(&mut self.initiators[n])
                     }
                     n if n < initiators + rivals => self.rivals[n - initiators].step(now),
                     n if n < initiators + rivals + cheats => {
+                        uses_socket = true;
                         self.cheats[n - initiators - rivals].step(now)
                     }
                     n => {
+                        uses_socket = true;
                         let twin = self
                             .twins
                             .values_mut()
@@ -658,7 +662,7 @@ impl World {
                     }
                 },
             };
-            if is_busy && actor >= 3 + workers {
+            if is_busy && uses_socket {
                 self.network.note_activity(active);
             }
             worked |= is_busy;

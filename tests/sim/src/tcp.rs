@@ -6,7 +6,6 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hasher as _};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -17,6 +16,7 @@ use riser_transport::loopback::Blocked;
 use crate::cheat::Sniffer;
 use crate::initiator::Dial;
 use crate::leaks::{self, Guard};
+use crate::stream::Stream;
 
 /// Latency of a byte.
 const LATENCY: Duration = Duration::from_micros(30);
@@ -66,7 +66,7 @@ impl Flow {
 
 #[derive(Debug)]
 struct Connection {
-    stream: UnixStream,
+    stream: Stream,
     /// Address of the initiator.
     from: IpAddr,
     /// Address of the target.
@@ -76,8 +76,6 @@ struct Connection {
     to_initiator: Flow,
     /// Data sent by the target.
     sent: leaks::Stream,
-    /// Set if the initiator may have sent data since its stream was found empty.
-    may_have_sent: bool,
     /// Set if the initiator has closed its end.
     is_ended: bool,
     /// Set if the initiator has lost the connection, but the target doesn't know this yet.
@@ -248,7 +246,6 @@ impl Network {
                 to_target: Flow::default(),
                 to_initiator: Flow::default(),
                 sent: leaks::Stream::default(),
-                may_have_sent: true,
                 is_ended: false,
                 is_orphan: false,
             });
@@ -292,7 +289,7 @@ impl Network {
     }
 
     /// Called when the initiator at this address was active (or any initiator): it may have sent
-    /// data or closed its stream. Other streams are not read, to avoid system calls.
+    /// data or closed its plain socket. Other streams are not read, to avoid system calls.
     pub fn note_activity(&mut self, of: Option<IpAddr>) {
         match (of, &mut self.active) {
             (Some(address), Some(active)) if !active.contains(&address) => active.push(address),
@@ -319,7 +316,9 @@ impl Network {
         moved += before - self.vanished.len();
         self.connections.retain_mut(|connection| {
             let is_active = |active: &Vec<_>| active.contains(&connection.from);
-            connection.may_have_sent |= active.as_ref().is_none_or(is_active);
+            if active.as_ref().is_none_or(is_active) && connection.stream.has_plain_socket() {
+                connection.stream.note_activity();
+            }
             let ways = ways(blocked, connection.from, connection.to);
             if connection.is_orphan && ways.to_target && !gone.contains(&connection.from) {
                 connection.peer.break_off(libc::ECONNRESET);
@@ -455,7 +454,7 @@ impl Connection {
             self.to_initiator.push(at + late(), bytes);
         }
         let room = WINDOW.saturating_sub(self.to_target.bytes).min(most);
-        if room > 0 && !self.is_ended && self.may_have_sent {
+        if room > 0 && !self.is_ended {
             match self.stream.read(&mut scratch[..room.min(WINDOW)]) {
                 Ok(0) => {
                     self.is_ended = true;
@@ -468,9 +467,7 @@ impl Connection {
                         sniffer.record_stream(self.from, true, &scratch[..len]);
                     }
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.may_have_sent = false;
-                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => self.is_ended = true,
             }
         }

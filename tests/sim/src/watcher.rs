@@ -13,7 +13,6 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -31,6 +30,7 @@ use crate::admin::{ADDED, RAM, SIDE, VisibleUnit};
 use crate::coverage;
 use crate::initiator::{Dial, Dialed, Verdict};
 use crate::rival::connection::{Connection, Event};
+use crate::stream::Stream;
 use crate::target;
 
 /// Timeout for a response or a login, after which the session is closed.
@@ -425,10 +425,7 @@ impl Watcher {
                 .with(Key::ImmediateData, 1),
             keys: vec![Key::InitialR2T, Key::ImmediateData],
         };
-        let (ours, theirs) = UnixStream::pair().expect("two sockets");
-        for end in [&ours, &theirs] {
-            end.set_nonblocking(true).expect("a socket");
-        }
+        let (ours, theirs) = Stream::pair();
         self.dialed.borrow_mut().push(Dial {
             from: IpAddr::from([10, 0, 7, 10 + self.index as u8]),
             to: target::tcp_address(0),

@@ -13,6 +13,7 @@ use super::{
     Act, Aim, CheatPlan, HostileCommand, Names, Pace, Sniffer, Surroundings, address, set_number,
 };
 use crate::initiator::{Dial, Dialed};
+use crate::stream::Stream;
 use crate::target;
 
 static MESSAGES: LazyLock<Mutator> = LazyLock::new(|| Mutator::of_pdus(0, 0));
@@ -133,10 +134,7 @@ impl TcpCheat {
             self.dials_at = now + AGAIN;
             return false;
         };
-        let (ours, theirs) = UnixStream::pair().expect("two sockets");
-        for end in [&ours, &theirs] {
-            end.set_nonblocking(true).expect("a socket");
-        }
+        let (ours, theirs) = Stream::with_plain_socket().expect("two sockets");
         self.dialed.borrow_mut().push(Dial {
             from: address(self.index),
             to: target::tcp_address(0),

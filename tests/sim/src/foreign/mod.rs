@@ -347,7 +347,7 @@ impl World {
                 0 => self.executor.turn() > 0,
                 1 => {
                     for dial in self.dialed.take() {
-                        self.target.accept(dial.to, dial.stream);
+                        self.target.accept(dial.to, dial.stream.into_socket());
                     }
                     self.target.turn(now)
                 }

@@ -2,14 +2,14 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::net::Shutdown;
-use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginStep, SessionParams};
 use riser_scsi::iscsi::pdu::FromTarget;
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, StatSn, Tsih};
+
+use crate::stream::Stream;
 
 /// MaxRecvDataSegmentLength in bytes.
 pub(crate) const MAX_RECV: u32 = 1 << 20;
@@ -30,7 +30,7 @@ pub(crate) enum Event {
 /// A connection.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    stream: UnixStream,
+    stream: Stream,
     login: Option<InitiatorLogin>,
     framer: Framer,
     arrived: Vec<u8>,
@@ -56,7 +56,7 @@ pub(crate) struct Connection {
 impl Connection {
     /// Creates a connection that will log in.
     pub(crate) fn new(
-        stream: UnixStream,
+        stream: Stream,
         config: InitiatorConfig,
         random: [u8; 33],
         now: Instant,
@@ -95,8 +95,7 @@ impl Connection {
         (self.is_ended, self.is_retired) = (true, true);
         self.leaving.clear();
         self.arrived.clear();
-        // This fails if the target has already closed the connection.
-        let _ = self.stream.shutdown(Shutdown::Both);
+        self.stream.close();
     }
 
     /// Returns ExpStatSN, to acknowledge received statuses.
@@ -113,7 +112,7 @@ impl Connection {
 
     /// Closes the stream.
     pub(crate) fn close(&mut self) {
-        let _ = self.stream.shutdown(Shutdown::Both);
+        self.stream.close();
         self.is_ended = true;
     }
 

@@ -32,7 +32,6 @@ mod tasks;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -55,6 +54,7 @@ use self::tasks::{Aborted, Function, Task};
 use crate::initiator::{Dial, Dialed, User};
 use crate::model::Model;
 use crate::plan::Plan;
+use crate::stream::Stream;
 use crate::target;
 
 /// Timeout for a login or logout.
@@ -567,10 +567,7 @@ impl Rival {
             offer,
             keys,
         };
-        let (ours, theirs) = UnixStream::pair().expect("two sockets");
-        for end in [&ours, &theirs] {
-            end.set_nonblocking(true).expect("a socket");
-        }
+        let (ours, theirs) = Stream::pair();
         let path = self.rng.usize(..self.paths);
         self.dialed.borrow_mut().push(Dial {
             from: self.address,

@@ -43,8 +43,8 @@ pub trait Storage {
     }
 
     /// Returns whether other drivers use the same open file. The kernel reports a lost write once
-    /// for each descriptor, so a flush by one of them could succeed because another one has received
-    /// the error. If no other descriptor can be opened, their flushes therefore fail.
+    /// for each descriptor, so a flush could succeed because another driver has received the error.
+    /// If a driver cannot open a separate descriptor, its flushes therefore fail.
     fn has_other_drivers(&self) -> bool {
         false
     }

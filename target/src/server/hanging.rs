@@ -116,7 +116,7 @@ impl BlockCheck {
         }
         let request = self.oldest.take();
         let request = request.map(|request| (request.backend, request.since));
-        // execve(2) waits for all threads to exit, including those that close files.
+        // execve(2) waits for all threads to exit, including the threads that close files.
         let closing = oldest_closing();
         if request.is_none() && closing.is_some() && now < self.until {
             return None;

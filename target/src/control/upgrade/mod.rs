@@ -329,7 +329,7 @@ impl<'a> Control<'a> {
             server,
         };
         let mut files = RamFiles::default();
-        // execve(2) would wait for the thread that closes data left in the listeners, and for those
+        // execve(2) would wait for the thread that closes data left in the listeners, and for threads
         // that close backends. A removed backend may have been in use until the drain.
         let closed = shm::check_closed(CLOSING).and_then(|()| check_closed(CLOSING));
         let written = closed.and_then(|()| {

@@ -287,13 +287,17 @@ impl<H> FlushDescriptor<H> {
     }
 
     /// Replaces the descriptor. This has no effect if the new descriptor is the one for writes and
-    /// there was no other reason.
-    pub fn renew(&mut self, handle: Option<H>, is_shared: bool, clears: u64) {
-        if self.clears != clears || !is_shared {
-            (self.handle, self.is_shared) = (handle, is_shared);
-            self.clears = clears;
-            self.renewals = self.renewals.wrapping_add(1);
+    /// there was no other reason. Returns the previous descriptor, to be closed, unless it is the
+    /// one for writes.
+    pub fn renew(&mut self, handle: Option<H>, is_shared: bool, clears: u64) -> Option<H> {
+        if self.clears == clears && is_shared {
+            return None;
         }
+        self.clears = clears;
+        self.renewals = self.renewals.wrapping_add(1);
+        let previous = std::mem::replace(&mut self.handle, handle);
+        let was_shared = std::mem::replace(&mut self.is_shared, is_shared);
+        previous.filter(|_| !was_shared)
     }
 
     /// Returns true if the next flush will report the error of a durable write again, given the
@@ -414,18 +418,18 @@ mod tests {
             !own.reports_again(0, 1),
             "it is replaced before the next flush"
         );
-        own.renew(Some("new"), false, 1);
+        assert_eq!(own.renew(Some("new"), false, 1), Some("own"));
         assert!(!own.is_outdated(1));
         assert_eq!(own.handle(), Some(&"new"));
         assert!(!own.reports_again(0, 1), "the write preceded the renewal");
         assert!(own.reports_again(own.renewals(), 1));
         // A different descriptor is not available.
-        own.renew(Some("writes"), true, 2);
+        assert_eq!(own.renew(Some("writes"), true, 2), Some("new"));
         assert!(own.is_outdated(2) && !own.reports_again(own.renewals(), 2));
         let renewals = own.renewals();
-        own.renew(Some("writes"), true, 2);
+        assert_eq!(own.renew(Some("writes"), true, 2), None);
         assert_eq!(own.renewals(), renewals);
-        own.renew(Some("again"), false, 2);
+        assert_eq!(own.renew(Some("again"), false, 2), None);
         assert!(own.reports_again(own.renewals(), 2));
     }
 
@@ -550,7 +554,7 @@ mod tests {
                 true => self.file.open(),
                 false => worker.writes,
             };
-            worker.descriptor.renew(Some(handle), !can_open, clears);
+            let _ = worker.descriptor.renew(Some(handle), !can_open, clears);
             if self.checks.is_active() {
                 self.record.record(());
             }

@@ -150,7 +150,7 @@ fn open_sync<S: Storage>(storage: &mut S, now: Instant) -> OpenedSync {
     };
     let opened = match storage.keeps_write_errors() {
         true => shared(None),
-        false => match sys::reopen(&file.handle) {
+        false => match file.reopen() {
             Ok(own) => OpenedSync {
                 handle: Some(own),
                 is_shared: false,
@@ -920,7 +920,10 @@ impl<S: Storage> Driver<S> {
         if attached.sync.is_outdated(clears) {
             let opened = open_sync(&mut attached.storage, self.now);
             attached.sync_errno = opened.errno;
-            attached.sync.renew(opened.handle, opened.is_shared, clears);
+            let previous = attached.sync.renew(opened.handle, opened.is_shared, clears);
+            if let Some(previous) = previous {
+                attached.storage.close(previous);
+            }
         }
     }
 

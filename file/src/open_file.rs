@@ -67,6 +67,14 @@ impl OpenFile {
         }
     }
 
+    /// Opens another descriptor. This may block if the file system does not respond.
+    ///
+    /// # Errors
+    /// Returns the error of `open(2)`.
+    pub fn reopen(&self) -> io::Result<Handle> {
+        sys::reopen(&self.handle)
+    }
+
     /// Returns the minimum size for zeroing and discarding, in bytes. Ranges of a file do not have
     /// to be aligned.
     pub(super) fn unit(&self) -> u64 {

@@ -79,6 +79,10 @@ pub trait Storage {
     {
     }
 
+    /// Closes a descriptor for flushes that was replaced. This may take as long as
+    /// [`Storage::release`].
+    fn close(&self, descriptor: Handle) {}
+
     /// Called for a successful command.
     fn on_success(&mut self, op: &Command, now: Instant) {}
 

@@ -1,5 +1,6 @@
 //! Tests of [`Driver`] with a simulated kernel.
 
+use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use riser_block::{Command, CommandKind};
@@ -12,8 +13,24 @@ use super::*;
 struct Stored {
     file: OpenFile,
     flush_failure: Option<i32>,
+    flush_clears: Cell<u64>,
     keeps_errors: bool,
     has_other_drivers: bool,
+    /// Number of replaced descriptors.
+    closed: Cell<u64>,
+}
+
+impl Stored {
+    fn new(file: OpenFile) -> Self {
+        Self {
+            file,
+            flush_failure: None,
+            flush_clears: Cell::default(),
+            keeps_errors: false,
+            has_other_drivers: false,
+            closed: Cell::default(),
+        }
+    }
 }
 
 impl Storage for Stored {
@@ -61,8 +78,16 @@ impl Storage for Stored {
         self.flush_failure
     }
 
+    fn flush_clears(&self) -> u64 {
+        self.flush_clears.get()
+    }
+
     fn on_flush_failed(&mut self, errno: i32, _: Instant) {
         self.flush_failure.get_or_insert(errno);
+    }
+
+    fn close(&self, _: Handle) {
+        self.closed.update(|closed| closed + 1);
     }
 }
 
@@ -79,11 +104,10 @@ impl Rig {
     }
 
     fn with(device: Option<Device>, keeps_errors: bool) -> Self {
+        let file = OpenFile::simulated(Disk::new(16 << 20).open().into(), None, device);
         Self::of(Stored {
-            file: OpenFile::simulated(Disk::new(16 << 20).open().into(), None, device),
-            flush_failure: None,
             keeps_errors,
-            has_other_drivers: false,
+            ..Stored::new(file)
         })
     }
 
@@ -224,12 +248,7 @@ fn detached_file_leaves_ring() {
     let mut ring = Ring::new(RingConfig::default()).unwrap();
     let (now, config) = (Instant::now(), DriverConfig::default());
     let mut driver = Driver::<Stored>::new(ring.waker(), &mut ring, now, config).unwrap();
-    let stored = Stored {
-        file: OpenFile::simulated(file, None, None),
-        flush_failure: None,
-        keeps_errors: false,
-        has_other_drivers: false,
-    };
+    let stored = Stored::new(OpenFile::simulated(file, None, None));
     let store = driver.attach(&mut ring, stored);
     assert!(lock(&other).is_err());
     assert!(driver.detach(&mut ring, store));
@@ -260,11 +279,10 @@ fn flush_fails_without_separate_descriptor() {
     for has_other_drivers in [false, true] {
         // A socket cannot be opened again.
         let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        let file = OpenFile::simulated(std::os::fd::OwnedFd::from(socket).into(), None, None);
         let mut rig = Rig::of(Stored {
-            file: OpenFile::simulated(std::os::fd::OwnedFd::from(socket).into(), None, None),
-            flush_failure: None,
-            keeps_errors: false,
             has_other_drivers,
+            ..Stored::new(file)
         });
         rig.submit(CommandKind::Flush);
         assert_eq!(rig.kernel.operations().is_empty(), has_other_drivers);
@@ -272,5 +290,17 @@ fn flush_fails_without_separate_descriptor() {
             assert_eq!(rig.finish(), Err(Failure::Errno(libc::ENXIO)));
         }
         assert_eq!(rig.driver.store(rig.store).flush_failure, None);
+    }
+}
+
+/// Closing a descriptor can block the thread that owns the driver.
+#[test]
+fn replaced_descriptor_is_closed_by_storage() {
+    let mut rig = Rig::new(None);
+    for clears in 0..3 {
+        rig.driver.store(rig.store).flush_clears.set(clears);
+        rig.submit(CommandKind::Flush);
+        assert_eq!(rig.finish(), Ok(None));
+        assert_eq!(rig.driver.store(rig.store).closed.get(), clears);
     }
 }

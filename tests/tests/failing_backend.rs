@@ -480,8 +480,8 @@ fn failed_flush_persists_until_cleared() {
             assert!(block_on(lun.flush()).is_err(), "{scheme}");
         }
         let server = bench.server.as_ref().unwrap();
-        assert_eq!(server.clear_flush_failure(None), 1);
-        assert_eq!(server.clear_flush_failure(None), 0);
+        assert_eq!(server.clear_flush_failure(None).unwrap(), 1);
+        assert_eq!(server.clear_flush_failure(None).unwrap(), 0);
         bench.allow(Rule::calm());
         bench.wait_for("after it was cleared", 60, 0);
         for (scheme, session) in &bench.sessions {

@@ -213,6 +213,17 @@ impl Store {
         Query::start(self, Purpose::Control, check, |_| ())
     }
 
+    /// Opens another descriptor for flushes on a separate thread, and closes it. Workers open their
+    /// descriptors after a flush failure is cleared, and must not wait for a file system that does
+    /// not respond.
+    pub(crate) fn start_renewal(self: &Arc<Self>) -> io::Result<Query<io::Result<()>>> {
+        let open = |store: &Self| {
+            let file = store.open_file();
+            file.map_or(Ok(()), |file| file.reopen().map(drop))
+        };
+        Query::start(self, Purpose::Control, open, |_| ())
+    }
+
     /// Same as [`Store::grow`], with a timeout. Changes made after `until` are reverted.
     ///
     /// # Errors

@@ -118,6 +118,13 @@ impl Storage for Served {
         close(host.threads(), label, (descriptor, self));
     }
 
+    fn close(&self, descriptor: Handle) {
+        if !self.store.is_simulated() {
+            let label = self.store.label().to_owned();
+            close(self.threads(), label, descriptor);
+        }
+    }
+
     /// Logs that a store works again, at most once every ten seconds, with the number of failures
     /// that were not logged.
     fn on_success(&mut self, op: &Command, now: Instant) {

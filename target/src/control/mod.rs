@@ -665,7 +665,11 @@ impl Control<'_> {
     }
 
     fn clear_flush_failure(&self, serial: Option<&str>) -> Result<serde_json::Value, Failure> {
-        if self.server.clear_flush_failure(serial) == 0 {
+        let cleared = self.server.clear_flush_failure(serial).map_err(|error| {
+            let why = format!("cannot clear the flush failure of {error}");
+            Failure::Refused { why, errno: None }
+        })?;
+        if cleared == 0 {
             let targets = self.inventory().targets();
             let is_known = |serial| {
                 let mut luns = targets.iter().flat_map(|target| target.luns.values());

@@ -988,17 +988,40 @@ impl Server {
 
     /// Clears recorded flush failures for units with this serial number, or for all units, after an
     /// administrator has handled the lost data. Returns the number of backends.
-    #[must_use]
-    pub fn clear_flush_failure(&self, serial: Option<&str>) -> usize {
+    ///
+    /// # Errors
+    /// Returns an error with kind `TimedOut` if a file system does not respond. In this case, nothing
+    /// is cleared.
+    pub fn clear_flush_failure(&self, serial: Option<&str>) -> io::Result<usize> {
         let catalog = self.shared.registry.catalog();
         let is_meant = |unit: &crate::fabric::Unit| {
             serial.is_none_or(|serial| unit.lu.config().identity.serial == serial)
         };
-        let units = catalog.targets.iter().flat_map(|t| &t.units);
-        units
-            .filter(|(_, unit)| is_meant(unit))
-            .filter_map(|(_, unit)| catalog.store_of(unit)?.clear_flush_failure())
-            .count()
+        let mut stores: Vec<&Arc<Store>> = Vec::new();
+        for (_, unit) in catalog.targets.iter().flat_map(|target| &target.units) {
+            if is_meant(unit)
+                && let Some(store) = catalog.store_of(unit)
+                && store.flush_failure().is_some()
+                && !stores.iter().any(|other| Arc::ptr_eq(other, store))
+            {
+                stores.push(store);
+            }
+        }
+        let until = query::until();
+        let renewals: Vec<_> = stores.iter().map(|store| store.start_renewal()).collect();
+        for (store, renewal) in stores.iter().zip(renewals) {
+            // Any other error is returned by the next flush.
+            if let Err(error) = renewal.and_then(|renewal| renewal.finish(until))
+                && error.kind() == io::ErrorKind::TimedOut
+            {
+                let why = format!("{}: {error}", store.label());
+                return Err(io::Error::new(error.kind(), why));
+            }
+        }
+        let cleared = stores
+            .iter()
+            .filter_map(|store| store.clear_flush_failure());
+        Ok(cleared.count())
     }
 
     /// Updates the capacity of a backend's units. Returns whether all of them have accepted it.

@@ -4,15 +4,16 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use riser_scsi::config::Identity;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
+use riser_testkit::eventually_ok;
 
 use super::LOCK_WAIT;
 use super::portals::tests::{Dir, problems, retry};
-use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time};
+use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time, query};
 use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
@@ -375,11 +376,31 @@ fn returning_disk_keeps_flush_failure() {
     assert!(!Arc::ptr_eq(&before, &after));
     assert!(failure.is_some() && after.flush_failure() == failure);
     // A request of the previous device may still fail.
-    assert_eq!(server.clear_flush_failure(None), 1);
+    assert_eq!(server.clear_flush_failure(None).unwrap(), 1);
     assert_eq!(after.flush_failure(), None);
     before.on_flush_failed(libc::EIO, Instant::now());
     assert!(after.flush_failure().is_some());
     server.shutdown().unwrap_err();
+}
+
+/// Workers would wait for the descriptor that is opened after the failure was cleared.
+#[test]
+fn hung_disk_keeps_flush_failure() {
+    let dir = Dir::new("failed-hung");
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let server = Server::start(&disk(&dir.0, "")).unwrap();
+    let store = Arc::clone(server.builder.open().next().unwrap().1);
+    store.on_flush_failed(libc::EIO, Instant::now());
+    let release = query::hang(&store);
+    let error = server.clear_flush_failure(None).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    assert!(store.flush_failure().is_some());
+    drop(release);
+    let cleared = || server.clear_flush_failure(None);
+    eventually_ok("the failure is cleared", Duration::from_secs(60), cleared);
+    assert_eq!(store.flush_failure(), None);
+    drop(store);
+    server.shutdown().unwrap();
 }
 
 /// Removing a disk from the configuration is not a confirmation that the loss was handled.
@@ -399,7 +420,7 @@ fn removed_disk_keeps_flush_failure() {
     assert!(store(&server).is_none());
     server.change(config).unwrap();
     assert!(store(&server).unwrap().flush_failure().is_some());
-    assert_eq!(server.clear_flush_failure(None), 1);
+    assert_eq!(server.clear_flush_failure(None).unwrap(), 1);
     server.shutdown().unwrap();
 }
 
@@ -420,7 +441,7 @@ fn removed_disk_keeps_late_flush_failure() {
     server.change(without).unwrap();
     server.change(config).unwrap();
     assert!(store(&server).unwrap().flush_failure().is_some());
-    assert_eq!(server.clear_flush_failure(None), 1);
+    assert_eq!(server.clear_flush_failure(None).unwrap(), 1);
     server.shutdown().unwrap();
 }
 

@@ -69,7 +69,7 @@ impl Cm {
         conn.qp_type = params.qp_type;
         conn.local_qpn = params.local_qpn;
         // Use the same interval and retry count for the peer as specified in the REQ.
-        conn.interval = self.interval(params.remote_cm_timeout);
+        conn.interval = self.config.interval(params.remote_cm_timeout);
         conn.max_retries = params.max_cm_retries.value() as u8;
         conn.timewait = params
             .primary
@@ -142,14 +142,15 @@ impl Cm {
         });
         let transaction = conn.transaction;
         self.become_state(id, CmState::RepSent);
-        let conn = self.conn_mut(id);
+        let conn = self.conns.get_mut(&id).expect("identifier exists");
         conn.local_qpn = params.local_qpn;
         // Keep the REP: if we receive a duplicate REQ, the REP was lost and must be sent again.
         conn.req = None;
         conn.last_response = Some(Box::new(rep.emit(transaction)));
         // This must be called first, since the first interval is limited by the lifetime of
         // a half-open connection.
-        self.note_rep(now, id);
+        let longest = self.config.max_half_open;
+        self.listeners.add_rep(now, id, conn, longest);
         self.send_request(now, id, transaction, &rep);
         Ok(())
     }
@@ -255,10 +256,9 @@ impl Cm {
         };
         let transaction = conn.transaction;
         // Long enough for the peer to send its message once more.
-        let repeat_interval = conn
-            .req
-            .as_ref()
-            .map_or(conn.interval, |req| self.interval(req.remote_cm_timeout));
+        let repeat_interval = conn.req.as_ref().map_or(conn.interval, |req| {
+            self.config.interval(req.remote_cm_timeout)
+        });
         let time = (2 * repeat_interval)
             .max(conn.timewait)
             .min(self.config.max_timewait);
@@ -351,7 +351,7 @@ impl Cm {
     pub fn destroy(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
         // Half-open connections of this listener still belong to the user, who may respond to them
         // later.
-        if self.listeners.remove(&id).is_some() {
+        if self.listeners.by_id.remove(&id).is_some() {
             return Ok(());
         }
         // Use the message that the peer expects in this state: a REJ before the connection is

@@ -221,6 +221,26 @@ impl Conn {
         self.listener.into_iter().flat_map(of)
     }
 
+    /// Returns true if the peer has had enough time to confirm our REP.
+    pub(super) fn is_displaceable(&self, now: Instant, grace: Duration) -> bool {
+        // It takes a round trip to confirm a REP. Without this delay, a flood of REQs would
+        // displace each half-open connection before its RTU can be received.
+        self.unconfirmed.is_some_and(|rep| now >= rep.sent + grace)
+    }
+
+    /// Called for a duplicate REQ, which means that the peer is still waiting for the REP. This
+    /// restarts the timeout, up to the number of retries specified in the REQ, so that we don't
+    /// wait forever for a peer that keeps sending it.
+    pub(super) fn renew_rep(&mut self, now: Instant) {
+        let Some(rep) = &mut self.unconfirmed else {
+            return;
+        };
+        if let Some(left) = rep.renewals_left.checked_sub(1) {
+            rep.renewals_left = left;
+            rep.until = rep.until.max(now + rep.patience);
+        }
+    }
+
     /// Returns the peer's ID for messages sent to it.
     pub(super) fn remote(&self) -> CommId {
         self.remote_id.unwrap_or_default()

@@ -125,16 +125,18 @@ impl Cm {
         };
         let identity = ReqIdentity::new(transaction, req);
         // A duplicate was already counted, so this must be checked before any limits.
-        if let Some(&id) = self.by_req.get(&(from, identity)) {
+        if let Some(&id) = self.peers.by_req.get(&(from, identity)) {
             return self.on_duplicate_req(now, id);
         }
-        let Some(listener) = self.listener_of(req.service_id) else {
+        let Some(listener) = self.listeners.find(req.service_id) else {
             return refuse(self, RejReason::InvalidServiceId);
         };
         // Without a response, the peer will retry later when there may be space. We must not close
         // anything for a request that can't be passed to the user.
-        let is_free = self.has_room_for(listener, from);
-        let in_its_way = self.displaceable(now, listener, from);
+        let is_free = self.listeners.has_room_for(listener, from);
+        let grace = self.config.half_open_grace;
+        let oldest = self.listeners.oldest_unconfirmed(listener, from);
+        let in_its_way = oldest.filter(|id| self.conns[id].is_displaceable(now, grace));
         if !self.may_tell_more() || (!is_free && in_its_way.is_none()) {
             self.counters.dropped += 1;
             return;
@@ -157,7 +159,7 @@ impl Cm {
         conn.remote_guid = Some(req.ca_guid);
         conn.identity = Some(identity);
         // The timeout is chosen by the peer, within limits.
-        conn.interval = self.interval(req.local_cm_timeout);
+        conn.interval = self.config.interval(req.local_cm_timeout);
         conn.max_retries = req.max_cm_retries.value() as u8;
         conn.timewait = req
             .primary
@@ -171,7 +173,7 @@ impl Cm {
         // Add the connection before reporting the event, so that duplicates of this REQ will be
         // found.
         self.insert(id, conn);
-        self.learn_remote(id);
+        self.peers.insert(id, &self.conns[&id]);
         let qp = QpPeer {
             qp_type,
             dest_qpn: req.qpn,
@@ -206,7 +208,7 @@ impl Cm {
                 // Linux sends a duplicate REQ every four seconds, for more than a minute. We
                 // respond to each of them, which cannot be used for amplification since there is
                 // only one response per request.
-                self.renew_rep(now, id);
+                self.conn_mut(id).renew_rep(now);
                 self.repeat_response(id);
             }
             // The REJ was lost, so we send it again while it is available.
@@ -279,7 +281,7 @@ impl Cm {
             .expect("the active side keeps its REQ until the REP");
         // We need to know the peer's QP first, so that `end_superseded` can close the older
         // connection using it.
-        self.learn_remote(id);
+        self.peers.insert(id, &self.conns[&id]);
         self.become_state(id, CmState::RepRcvd);
         self.end_superseded(now, id);
         let qp = QpPeer {
@@ -383,7 +385,10 @@ impl Cm {
         // any connection.
         let guid = CaGuid(guid.filter(|_| rej.reason == RejReason::Timeout)?);
         let all = ReqIdentity::all_of(guid, rej.local_comm_id);
-        let requests = self.by_req.range((from, *all.start())..=(from, *all.end()));
+        let requests = self
+            .peers
+            .by_req
+            .range((from, *all.start())..=(from, *all.end()));
         // A REJ without our ID can easily be forged, so it must not close an established
         // connection.
         let mut half_open = requests

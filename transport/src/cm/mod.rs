@@ -78,7 +78,9 @@ mod calls;
 mod conn;
 mod event;
 mod handle;
+mod listeners;
 mod other;
+mod peers;
 mod state;
 mod table;
 #[cfg(test)]
@@ -92,7 +94,8 @@ use chacha20::ChaCha12Rng;
 use chacha20::rand_core::SeedableRng;
 
 use conn::{Claim, Conn, Holder, Pending, ReqIdentity};
-use table::Listener;
+use listeners::{Listener, Listeners};
+use peers::PeerIndex;
 
 pub use conn::{CmRoute, IbCmId, PeerAddr};
 pub use event::{
@@ -101,7 +104,7 @@ pub use event::{
 pub use state::CmState;
 
 use crate::wire::cm_msg::{
-    CaGuid, CommId, FIRST_ID_OFFSET, ReqMsg, ServiceId, receiver_id, routing_id,
+    CaGuid, CmTimeout, CommId, FIRST_ID_OFFSET, ReqMsg, ServiceId, receiver_id, routing_id,
 };
 use crate::wire::mad::Mad;
 
@@ -165,6 +168,13 @@ impl CmConfig {
             checks_gids: true,
         }
     }
+
+    /// Returns the interval for a timeout set by the peer, within these limits.
+    fn interval(&self, time: CmTimeout) -> Duration {
+        // The value is chosen by the peer. If it is too short we would send continuously, and if it
+        // is too long we would keep our memory.
+        time.duration().clamp(self.min_interval, self.max_interval)
+    }
 }
 
 /// Counters for a [`Cm`] since its creation.
@@ -215,21 +225,11 @@ pub struct Cm {
     worker_index: u32,
     worker_mask: u32,
     random: ChaCha12Rng,
-    listeners: BTreeMap<IbCmId, Listener>,
+    /// Listeners and their backlogs.
+    listeners: Listeners,
     conns: BTreeMap<IbCmId, Conn>,
-    /// Passive connections by peer and request, including timewait.
-    by_req: BTreeMap<(PeerAddr, ReqIdentity), IbCmId>,
-    /// Resources used at the peers, without connections in timewait. A forged request can use the
-    /// same resource as an existing connection.
-    claims: BTreeSet<(PeerAddr, CaGuid, Claim, IbCmId)>,
-    /// SIDR requests by peer and request ID.
-    by_sidr: BTreeMap<(PeerAddr, CommId), IbCmId>,
-    /// Number of half-open connections by listener and peer.
-    half_open: BTreeMap<(IbCmId, PeerAddr), usize>,
-    /// Half-open connections with an unconfirmed REP, oldest first for each limit.
-    unconfirmed: BTreeMap<(Holder, u64), IbCmId>,
-    /// Number of REPs sent, used to determine the order.
-    reps: u64,
+    /// Connections by peer.
+    peers: PeerIndex,
     /// Number of connections per address that are or were established.
     proven: BTreeMap<PeerAddr, usize>,
     /// Connections in timewait that were released by the user, ordered by the end of timewait.
@@ -273,14 +273,9 @@ impl Cm {
             worker_index,
             worker_mask,
             random: ChaCha12Rng::from_seed(seed),
-            listeners: BTreeMap::new(),
+            listeners: Listeners::new(config.max_half_open_per_peer),
             conns: BTreeMap::new(),
-            by_req: BTreeMap::new(),
-            claims: BTreeSet::new(),
-            by_sidr: BTreeMap::new(),
-            half_open: BTreeMap::new(),
-            unconfirmed: BTreeMap::new(),
-            reps: 0,
+            peers: PeerIndex::default(),
             proven: BTreeMap::new(),
             finished: BTreeSet::new(),
             timers: BTreeSet::new(),
@@ -341,14 +336,14 @@ impl Cm {
     /// Returns the number of IDs in use: listeners, connections and timewait.
     #[must_use]
     pub fn id_count(&self) -> usize {
-        self.listeners.len() + self.conns.len()
+        self.listeners.by_id.len() + self.conns.len()
     }
 
     /// Returns the state of an ID, or `Idle` if it doesn't exist.
     #[must_use]
     pub fn state(&self, id: IbCmId) -> CmState {
         // Listeners and connections use the same ID space, so only one of them can match.
-        if self.listeners.contains_key(&id) {
+        if self.listeners.by_id.contains_key(&id) {
             return CmState::Listen;
         }
         self.conns.get(&id).map_or(CmState::Idle, |conn| conn.state)
@@ -371,6 +366,7 @@ impl Cm {
         // random.
         if self
             .listeners
+            .by_id
             .values()
             .any(|other| other.overlaps(service_id, mask))
         {
@@ -378,7 +374,7 @@ impl Cm {
         }
         self.make_room()?;
         let id = self.new_id();
-        self.listeners.insert(
+        self.listeners.by_id.insert(
             id,
             Listener {
                 service_id,
@@ -388,15 +384,6 @@ impl Cm {
             },
         );
         Ok(id)
-    }
-
-    fn listener_of(&self, service_id: ServiceId) -> Option<IbCmId> {
-        // There are only a few listeners, and each can use a range of service IDs, so we use a
-        // linear search.
-        self.listeners
-            .iter()
-            .find(|(_, listener)| listener.accepts(service_id))
-            .map(|(id, _)| *id)
     }
 
     /// Returns true if a MAD received from `from` contains the ID of a connection with this peer.
@@ -417,30 +404,8 @@ impl Cm {
         self.proven.contains_key(&peer)
     }
 
-    fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {
-        // Check both limits: the backlog can be full even if the peer is within its share.
-        let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
-        !holders.into_iter().any(|holder| self.is_full(holder))
-    }
-
     /// Returns true if there is space for the events of a new request.
     fn may_tell_more(&self) -> bool {
         self.events.len() < self.config.max_events
-    }
-
-    fn is_full(&self, holder: Holder) -> bool {
-        let (Holder::Listener(id) | Holder::Peer(id, _)) = holder;
-        let listener = &self.listeners[&id];
-        let free = listener.backlog.saturating_sub(listener.half_open);
-        match holder {
-            Holder::Listener(_) => free == 0,
-            // A peer can exceed its share if the same amount is still available, so that a host can
-            // open many channels at once if the target is idle.
-            Holder::Peer(_, addr) => {
-                let count = self.half_open.get(&(id, addr)).copied().unwrap_or(0);
-                let share = self.config.max_half_open_per_peer;
-                count >= share && free <= share
-            }
-        }
     }
 }

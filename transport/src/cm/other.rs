@@ -184,7 +184,7 @@ impl Cm {
             transaction,
         );
         conn.traffic_class = params.traffic_class;
-        conn.interval = self.interval(params.timeout);
+        conn.interval = self.config.interval(params.timeout);
         conn.max_retries = params.max_cm_retries.value() as u8;
         self.insert(id, conn);
         let message = CmMessage::SidrReq(SidrReqMsg {
@@ -227,7 +227,7 @@ impl Cm {
 
     fn free_sidr(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];
-        self.by_sidr.remove(&(conn.peer, conn.remote()));
+        self.peers.by_sidr.remove(&(conn.peer, conn.remote()));
         self.free(id);
     }
 
@@ -237,12 +237,12 @@ impl Cm {
         transaction: TransactionId,
         req: &SidrReqMsg,
     ) {
-        if self.by_sidr.contains_key(&(from, req.request_id)) {
+        if self.peers.by_sidr.contains_key(&(from, req.request_id)) {
             // The user has not responded yet.
             self.counters.duplicates += 1;
             return;
         }
-        let Some(listener) = self.listener_of(req.service_id) else {
+        let Some(listener) = self.listeners.find(req.service_id) else {
             self.counters.refused += 1;
             let message = CmMessage::SidrRep(SidrRepMsg {
                 request_id: req.request_id,
@@ -258,7 +258,9 @@ impl Cm {
         };
         // The same as for a REQ, but without displacing any connections, since a dropped request
         // will be sent again.
-        if !self.has_room_for(listener, from) || !self.may_tell_more() || self.make_room().is_err()
+        if !self.listeners.has_room_for(listener, from)
+            || !self.may_tell_more()
+            || self.make_room().is_err()
         {
             self.counters.dropped += 1;
             return;
@@ -267,7 +269,7 @@ impl Cm {
         let mut conn = Conn::new(CmState::SidrReqRcvd, from, req.service_id, transaction);
         conn.listener = Some(listener);
         conn.remote_id = Some(req.request_id);
-        self.by_sidr.insert((from, req.request_id), id);
+        self.peers.by_sidr.insert((from, req.request_id), id);
         self.insert(id, conn);
         self.report(
             id,

@@ -1,15 +1,14 @@
-//! IDs, indexes, timers and queues, used by all parts of the state machine.
+//! IDs, timers and queues, used by all parts of the state machine.
 
 use std::time::{Duration, Instant};
 
 use chacha20::rand_core::Rng;
 use riser_state::become_state;
 
-use super::conn::{Conn, Holder, Pending, Unconfirmed};
+use super::conn::{Conn, Pending};
 use super::{Cm, CmState, IbCmError, IbCmEvent, IbCmEventKind, IbCmId, PeerAddr};
 use crate::wire::cm_msg::{
-    AdditionalInfo, CmAttribute, CmMessage, CmTimeout, CommId, PrivateData, RejMsg, RejOf,
-    RejReason, ServiceId,
+    AdditionalInfo, CmAttribute, CmMessage, CommId, PrivateData, RejMsg, RejOf, RejReason,
 };
 use crate::wire::mad::{Mad, TransactionId};
 
@@ -21,28 +20,6 @@ pub(super) const DREQ_INTERVAL: Duration = Duration::from_millis(250);
 /// all retransmissions to an unproven address are sent during the lifetime of a half-open
 /// connection, even if the peer requests a longer timeout.
 const REP_INTERVAL: Duration = Duration::from_millis(500);
-
-/// Listener for a service ID or a range of service IDs.
-#[derive(Debug)]
-pub(super) struct Listener {
-    pub(super) service_id: ServiceId,
-    pub(super) mask: u64,
-    pub(super) backlog: usize,
-    /// Number of half-open connections, at most `backlog`.
-    pub(super) half_open: usize,
-}
-
-impl Listener {
-    pub(super) fn accepts(&self, service_id: ServiceId) -> bool {
-        (self.service_id.0 ^ service_id.0) & self.mask == 0
-    }
-
-    pub(super) fn overlaps(&self, service_id: ServiceId, mask: u64) -> bool {
-        // The IDs must be equal in all bits set in both masks. For the other bits, there is always
-        // an ID that matches both.
-        (self.service_id.0 ^ service_id.0) & self.mask & mask == 0
-    }
-}
 
 /// Returns true if one of our MADs contains this message.
 pub(super) fn is_message(mad: &Mad, attribute: CmAttribute) -> bool {
@@ -58,7 +35,7 @@ impl Cm {
             // Zero means "unknown" in messages. There are far more possible values than IDs in use.
             if id.0 != CommId(0)
                 && !self.conns.contains_key(&id)
-                && !self.listeners.contains_key(&id)
+                && !self.listeners.by_id.contains_key(&id)
             {
                 return id;
             }
@@ -82,27 +59,6 @@ impl Cm {
         Ok(())
     }
 
-    /// Returns the half-open connection that can be displaced by a new request: the oldest
-    /// connection of the peer if it has used its share, or else of the listener. Returns `None` if
-    /// no connection has waited long enough.
-    ///
-    /// One connection is sufficient, since this releases an entry in the backlog and in the share.
-    pub(super) fn displaceable(
-        &self,
-        now: Instant,
-        listener: IbCmId,
-        from: PeerAddr,
-    ) -> Option<IbCmId> {
-        let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
-        let holder = holders.into_iter().find(|holder| self.is_full(*holder))?;
-        let mut oldest = self.unconfirmed.range((holder, 0)..=(holder, u64::MAX));
-        let (_, &id) = oldest.next()?;
-        let sent = self.conns[&id].unconfirmed.map(|rep| rep.sent)?;
-        // It takes a round trip to confirm a REP. Without this delay, a flood of REQs would
-        // displace each half-open connection before its RTU can be received.
-        (now >= sent + self.config.half_open_grace).then_some(id)
-    }
-
     /// Called when the user has released the ID.
     pub(super) fn release(&mut self, id: IbCmId) {
         self.conn_mut(id).is_orphan = true;
@@ -120,7 +76,7 @@ impl Cm {
 
     pub(super) fn insert(&mut self, id: IbCmId, conn: Conn) {
         // This counts the initial state. All state changes after this use `become_state`.
-        self.count_half_open(&conn, conn.state, true);
+        self.listeners.count_half_open(&conn, conn.state, true);
         let before = self.conns.insert(id, conn);
         assert!(before.is_none(), "a new identifier is new");
     }
@@ -139,34 +95,18 @@ impl Cm {
         self.conns.get_mut(&id).expect("identifier exists")
     }
 
-    fn count_half_open(&mut self, conn: &Conn, state: CmState, add: bool) {
-        let Some(listener) = conn.listener.filter(|_| state.is_half_open()) else {
-            return;
-        };
-        let by_one = |count: usize| if add { count + 1 } else { count - 1 };
-        let count = self.half_open.entry((listener, conn.peer)).or_insert(0);
-        *count = by_one(*count);
-        if *count == 0 {
-            self.half_open.remove(&(listener, conn.peer));
-        }
-        // The listener may already have been removed.
-        if let Some(listener) = self.listeners.get_mut(&listener) {
-            listener.half_open = by_one(listener.half_open);
-        }
-    }
-
     /// Changes the state, which must be a valid transition.
     pub(super) fn become_state(&mut self, id: IbCmId, next: CmState) {
         let mut conn = self.conns.remove(&id).expect("identifier exists");
-        self.count_half_open(&conn, conn.state, false);
-        self.count_half_open(&conn, next, true);
+        self.listeners.count_half_open(&conn, conn.state, false);
+        self.listeners.count_half_open(&conn, next, true);
         if conn.state.is_connected() != next.is_connected() {
             self.changed.iter_mut().for_each(|all| all.push_back(id));
         }
         become_state(&mut conn.state, next);
         // The connection was confirmed or closed and can't be displaced anymore.
         if !next.is_half_open() {
-            self.forget_rep(&mut conn);
+            self.listeners.remove_rep(&mut conn);
         }
         // Only once per connection, regardless of changes between connected states.
         if next.is_connected() && !conn.is_proven {
@@ -180,16 +120,14 @@ impl Cm {
     pub(super) fn free(&mut self, id: IbCmId) {
         // Remove the index entries first, since their keys are created from the connection.
         self.arm(id, None);
-        self.forget_claims(id);
         let mut conn = self.conns.remove(&id).expect("identifier exists");
-        self.count_half_open(&conn, conn.state, false);
+        self.peers.remove_claims(id, &conn);
+        self.listeners.count_half_open(&conn, conn.state, false);
         if conn.state.is_connected() {
             self.changed.iter_mut().for_each(|all| all.push_back(id));
         }
-        self.forget_rep(&mut conn);
-        if let Some(identity) = conn.identity {
-            self.by_req.remove(&(conn.peer, identity));
-        }
+        self.listeners.remove_rep(&mut conn);
+        self.peers.remove_request(&conn);
         if conn.is_proven
             && let Some(count) = self.proven.get_mut(&conn.peer)
         {
@@ -200,77 +138,11 @@ impl Cm {
         }
     }
 
-    /// Called when a REP is sent: sets the time we will wait for the peer, based on its request and
-    /// our limits.
-    pub(super) fn note_rep(&mut self, now: Instant, id: IbCmId) {
-        self.reps += 1;
-        let (number, longest) = (self.reps, self.config.max_half_open);
-        let conn = self.conn_mut(id);
-        // Based on the interval and retry count requested by the peer, but limited to the lifetime
-        // of a half-open connection. Otherwise a REQ could use an entry for minutes.
-        let patience = conn.interval * (u32::from(conn.max_retries) + 1);
-        let patience = patience.min(longest);
-        conn.unconfirmed = Some(Unconfirmed {
-            number,
-            sent: now,
-            until: now + patience,
-            patience,
-            renewals_left: conn.max_retries,
-        });
-        for holder in conn.holders() {
-            self.unconfirmed.insert((holder, number), id);
-        }
-    }
-
-    /// Called for a duplicate REQ, which means that the peer is still waiting for the REP. This
-    /// restarts the timeout, up to the number of retries specified in the REQ, so that we don't
-    /// wait forever for a peer that keeps sending it.
-    pub(super) fn renew_rep(&mut self, now: Instant, id: IbCmId) {
-        let Some(rep) = &mut self.conn_mut(id).unconfirmed else {
-            return;
-        };
-        if let Some(left) = rep.renewals_left.checked_sub(1) {
-            rep.renewals_left = left;
-            rep.until = rep.until.max(now + rep.patience);
-        }
-    }
-
-    fn forget_rep(&mut self, conn: &mut Conn) {
-        if let Some(rep) = conn.unconfirmed.take() {
-            for holder in conn.holders() {
-                self.unconfirmed.remove(&(holder, rep.number));
-            }
-        }
-    }
-
-    /// Stores the peer's ID and QP number.
-    pub(super) fn learn_remote(&mut self, id: IbCmId) {
-        let conn = &self.conns[&id];
-        for (peer, guid, claim) in conn.claims() {
-            self.claims.insert((peer, guid, claim, id));
-        }
-        if let Some(identity) = conn.identity {
-            self.by_req.insert((conn.peer, identity), id);
-        }
-    }
-
-    fn forget_claims(&mut self, id: IbCmId) {
-        for (peer, guid, claim) in self.conns[&id].claims() {
-            self.claims.remove(&(peer, guid, claim, id));
-        }
-    }
-
     /// Called when the peer has proved that it requested this connection: closes all other
     /// connections using the same communication ID or QP of its adapter, since they are unknown to
     /// the peer. Half-open connections may be newer, so they will be closed by their timeout.
     pub(super) fn end_superseded(&mut self, now: Instant, id: IbCmId) {
-        let mut stale = Vec::new();
-        for (peer, guid, claim) in self.conns[&id].claims() {
-            let with = |id| (peer, guid, claim, IbCmId(CommId(id)));
-            let claimants = self.claims.range(with(0)..=with(u32::MAX));
-            stale.extend(claimants.map(|(.., other)| *other));
-        }
-        for other in stale {
+        for other in self.peers.claimants(&self.conns[&id]) {
             let state = self.conns[&other].state;
             if other != id && state.is_live() && !state.is_half_open() {
                 self.on_stale(now, other);
@@ -386,7 +258,7 @@ impl Cm {
         self.become_state(id, CmState::Timewait);
         // A new connection can now use the peer's ID and QP. The request must still be known, to
         // detect a duplicate.
-        self.forget_claims(id);
+        self.peers.remove_claims(id, &self.conns[&id]);
         self.conn_mut(id).req = None;
         self.arm(id, Some(now + time));
         self.note_finished(id);
@@ -398,14 +270,6 @@ impl Cm {
         if self.conns.get(&id).is_none_or(|conn| !conn.is_orphan) {
             self.events.push_back(IbCmEvent { id, kind });
         }
-    }
-
-    /// Returns the interval for a timeout set by the peer, within the configured limits.
-    pub(super) fn interval(&self, time: CmTimeout) -> Duration {
-        // The value is chosen by the peer. If it is too short we would send continuously, and if it
-        // is too long we would keep our memory.
-        time.duration()
-            .clamp(self.config.min_interval, self.config.max_interval)
     }
 
     /// Rejects a message without a matching ID.

@@ -47,7 +47,7 @@ fn action() -> impl Strategy<Value = Action> {
 fn all_ids(cm: &Cm) -> Vec<IbCmId> {
     cm.conns
         .keys()
-        .chain(cm.listeners.keys())
+        .chain(cm.listeners.by_id.keys())
         .copied()
         .collect()
 }
@@ -167,7 +167,12 @@ fn run(actions: Vec<Action>, paths: bool) {
         }
         assert!(cm.id_count() <= 24);
         assert!(cm.outbox.len() <= 64);
-        assert!(cm.half_open.values().all(|&count| count > 0 && count <= 6));
+        assert!(
+            cm.listeners
+                .half_open
+                .values()
+                .all(|&count| count > 0 && count <= 6)
+        );
         assert!(cm.conns.keys().all(|id| id.comm_id().0 & 1 == 1));
         let armed = cm.conns.values().filter(|c| c.deadline.is_some()).count();
         assert_eq!(armed, cm.timers.len());
@@ -181,9 +186,11 @@ fn run(actions: Vec<Action>, paths: bool) {
         cm.handle_timeout(now);
     }
     assert_eq!(cm.id_count(), 0);
-    assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
-    assert!(cm.half_open.is_empty() && cm.timers.is_empty());
-    assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
+    assert!(
+        cm.peers.by_req.is_empty() && cm.peers.claims.is_empty() && cm.peers.by_sidr.is_empty()
+    );
+    assert!(cm.listeners.half_open.is_empty() && cm.timers.is_empty());
+    assert!(cm.listeners.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
 }
 
 proptest! {

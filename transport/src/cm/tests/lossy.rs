@@ -341,7 +341,11 @@ fn agree_and_leave_nothing(seed: u8, faults: Faults) -> (usize, usize) {
     }
     for cm in &world.cms {
         assert_eq!(cm.id_count(), 1, "seed {seed}");
-        assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.half_open.is_empty());
+        assert!(
+            cm.peers.by_req.is_empty()
+                && cm.peers.claims.is_empty()
+                && cm.listeners.half_open.is_empty()
+        );
         assert_eq!(cm.counters().malformed, 0);
     }
     (connected, alone)

@@ -159,9 +159,20 @@ impl Pair {
         for cm in [&mut self.a, &mut self.p] {
             assert_eq!(cm.poll_event(), None);
             assert_eq!(cm.poll_timeout(), None);
-            assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
-            assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
-            assert!(cm.half_open.is_empty() && cm.listeners.values().all(|l| l.half_open == 0));
+            assert!(
+                cm.peers.by_req.is_empty()
+                    && cm.peers.claims.is_empty()
+                    && cm.peers.by_sidr.is_empty()
+            );
+            assert!(
+                cm.listeners.unconfirmed.is_empty()
+                    && cm.proven.is_empty()
+                    && cm.finished.is_empty()
+            );
+            assert!(
+                cm.listeners.half_open.is_empty()
+                    && cm.listeners.by_id.values().all(|l| l.half_open == 0)
+            );
         }
     }
 

@@ -318,13 +318,13 @@ pub(super) fn listener_masks_select_service_ids() {
         Err(IbCmError::ServiceIdInUse)
     );
     let other = cm.listen(ServiceId(0x0107_1234), u64::MAX, 1).unwrap();
-    assert_eq!(cm.listener_of(ServiceId(0x0106_ffff)), Some(range));
-    assert_eq!(cm.listener_of(ServiceId(0x0107_1234)), Some(other));
-    assert_eq!(cm.listener_of(ServiceId(0x0107_1235)), None);
+    assert_eq!(cm.listeners.find(ServiceId(0x0106_ffff)), Some(range));
+    assert_eq!(cm.listeners.find(ServiceId(0x0107_1234)), Some(other));
+    assert_eq!(cm.listeners.find(ServiceId(0x0107_1235)), None);
     assert_eq!(cm.state(range), CmState::Listen);
     cm.destroy(Instant::now(), range).unwrap();
     assert_eq!(
-        (cm.listener_of(ServiceId(0x0106_ffff)), cm.state(range)),
+        (cm.listeners.find(ServiceId(0x0106_ffff)), cm.state(range)),
         (None, CmState::Idle)
     );
     assert_eq!(cm.destroy(Instant::now(), range), Err(IbCmError::NoSuchId));

@@ -206,7 +206,7 @@ fn single_address_cannot_fill_backlog() {
         now += Duration::from_micros(100);
         cm.handle_timeout(now);
     }
-    assert_eq!(cm.half_open[&(listener, addr(1))], 192);
+    assert_eq!(cm.listeners.half_open[&(listener, addr(1))], 192);
     for n in 0..64 {
         let mad = req_mad(addr(3), 3, n + 1, n + 17, 1);
         cm.handle_mad(now, addr(3), &mad).unwrap();
@@ -255,7 +255,7 @@ fn rejected_request_displaces_nothing() {
         req.service_id = ServiceId(n);
         let mad = CmMessage::Req(req).emit(transaction);
         cm.handle_mad(now, addr(50), &mad).unwrap();
-        assert_eq!(cm.listeners[&id].half_open, 1);
+        assert_eq!(cm.listeners.by_id[&id].half_open, 1);
     }
     cm.handle_mad(now, addr(1), &req).unwrap();
     assert_eq!(cm.counters().dropped, 1);
@@ -281,7 +281,7 @@ fn new_request_displaces_own_oldest_connection() {
     for n in 1..=10 {
         assert_eq!(send_request(&mut cm, now, 1, 1000 + n), 1, "request {n}");
         assert_eq!(cm.counters().displaced, u64::from(n));
-        assert_eq!(cm.half_open[&(listener, addr(1))], 192);
+        assert_eq!(cm.listeners.half_open[&(listener, addr(1))], 192);
     }
 }
 
@@ -344,7 +344,7 @@ fn oldest_kept_rej_is_removed_first() {
         now += Duration::from_micros(10);
         cm.outbox.clear();
         assert_eq!(cm.finished.len(), refused.len().min(99));
-        assert!(cm.id_count() <= 100 && cm.by_req.len() <= 100 && cm.timers.len() <= 100);
+        assert!(cm.id_count() <= 100 && cm.peers.by_req.len() <= 100 && cm.timers.len() <= 100);
     }
     let kept = |id: &IbCmId| cm.conns.contains_key(id);
     assert!(!refused[..901].iter().any(kept) && refused[901..].iter().all(kept));
@@ -520,12 +520,12 @@ impl World {
 
     fn assert_bounded(&self) {
         for cm in self.cms.values() {
-            let half_open: usize = cm.half_open.values().sum();
+            let half_open: usize = cm.listeners.half_open.values().sum();
             let most = BACKLOG - BACKLOG / 4;
-            assert!(half_open <= BACKLOG && cm.half_open.values().all(|n| *n <= most));
-            assert!(cm.id_count() <= 400 && cm.by_req.len() <= cm.conns.len());
-            assert!(cm.claims.len() <= 2 * cm.conns.len());
-            assert!(cm.unconfirmed.len() <= 2 * half_open);
+            assert!(half_open <= BACKLOG && cm.listeners.half_open.values().all(|n| *n <= most));
+            assert!(cm.id_count() <= 400 && cm.peers.by_req.len() <= cm.conns.len());
+            assert!(cm.peers.claims.len() <= 2 * cm.conns.len());
+            assert!(cm.listeners.unconfirmed.len() <= 2 * half_open);
             assert!(cm.finished.len() <= cm.conns.len());
             assert!(cm.timers.len() <= cm.conns.len());
             assert!(cm.outbox.len() <= cm.config.max_outbox);

@@ -74,11 +74,11 @@ impl Server {
 
     /// Starts a drain. The caller has to poll it.
     pub fn begin_drain(&mut self, now: Instant) -> Drain {
-        self.poll_reports();
+        self.workers.poll_reports();
         // Do this first, so that no new session can start and miss the logout below.
         self.shared.registry.stop();
         let until = now + PATIENCE;
-        for sender in &self.senders {
+        for sender in &self.workers.senders {
             let _ = sender.send_blocking(Mail::Drain { until });
         }
         Drain {
@@ -98,7 +98,7 @@ impl Server {
             if let Phase::Over(result) = &mut drain.phase {
                 return Some(std::mem::replace(result, Ok(())));
             }
-            match self.reports.try_recv() {
+            match self.workers.reports.try_recv() {
                 Ok(report) => self.handle_drain_report(drain, report, now),
                 Err(TryRecvError::Empty) => return None,
                 Err(TryRecvError::Disconnected) => {
@@ -109,12 +109,12 @@ impl Server {
     }
 
     fn handle_drain_report(&mut self, drain: &mut Drain, report: Report, now: Instant) {
-        self.note(&report);
+        self.workers.note(&report);
         match (&mut drain.phase, report) {
             // If a worker sends a report before it resumes, it must not count for a later drain.
             (Phase::Resuming(..) | Phase::Over(_), _) => {}
             (_, Report::Ended(index, message)) => {
-                self.undo_drain(drain, super::ended(index, message), now);
+                self.undo_drain(drain, super::workers::ended(index, message), now);
             }
             (Phase::Sessions(drained), Report::Quiet(worker)) => _ = drained.insert(worker),
             (Phase::Flushing(number), Report::Flushed(of, result)) if of == *number => match result
@@ -129,10 +129,10 @@ impl Server {
     /// Enters the next phase if the current phase has completed.
     fn advance_drain(&mut self, drain: &mut Drain, now: Instant) {
         match &mut drain.phase {
-            Phase::Sessions(drained) if drained.len() == self.senders.len() => {
-                let number = self.next_flush();
+            Phase::Sessions(drained) if drained.len() == self.workers.senders.len() => {
+                let number = self.workers.next_flush();
                 // Any worker can flush for all: the backends are shared.
-                if let Some(sender) = self.senders.first() {
+                if let Some(sender) = self.workers.senders.first() {
                     let _ = sender.send_blocking(Mail::Flush(number));
                 }
                 drain.phase = Phase::Flushing(number);
@@ -156,7 +156,7 @@ impl Server {
                 };
                 replies.retain_mut(is_due);
                 if replies.is_empty() {
-                    self.poll_reports();
+                    self.workers.poll_reports();
                     let over = Phase::Over(Ok(()));
                     if let Phase::Resuming(error, _) = std::mem::replace(&mut drain.phase, over) {
                         drain.phase = Phase::Over(Err(error));
@@ -170,7 +170,7 @@ impl Server {
     /// Resumes the server.
     fn undo_drain(&mut self, drain: &mut Drain, error: ServerError, now: Instant) {
         self.shared.registry.resume();
-        let replies = self.senders.iter().map(|sender| {
+        let replies = self.workers.senders.iter().map(|sender| {
             let (tx, rx) = channel();
             let _ = sender.send_blocking(Mail::Resume(tx));
             rx

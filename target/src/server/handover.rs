@@ -280,7 +280,7 @@ impl Server {
             let _ = sender.send_blocking(Mail::Listeners(tx));
             rx
         };
-        self.senders.iter().map(send_request).collect()
+        self.workers.senders.iter().map(send_request).collect()
     }
 
     /// Checks that the next server can start with the same configuration, before a shutdown that

@@ -157,7 +157,7 @@ impl Server {
     #[must_use]
     pub fn begin_block_check(&self, now: Instant) -> BlockCheck {
         BlockCheck {
-            replies: self.send_to_workers(Mail::OldestRequests),
+            replies: self.workers.send_to_all(Mail::OldestRequests),
             oldest: None,
             until: now + REPLY,
         }

@@ -41,20 +41,19 @@ pub mod shutdown;
 mod tests_files;
 #[cfg(test)]
 mod tests_hanging;
+mod workers;
 
 use std::cell::Cell;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant, SystemTime};
 
-use riser_reactor::{MailSender, Ring, RingConfig, RingError, mailbox};
+use riser_reactor::{MailSender, RingError};
 use riser_scsi::attention::Attention;
 use riser_scsi::reservation::ReservationKeeper;
-use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
 use crate::backend::{
@@ -68,15 +67,16 @@ use crate::sessions::catalog::Catalog;
 use crate::sessions::iscsi::IscsiSessions;
 use crate::sessions::nexus::Registry;
 use crate::worker::device_slots::DeviceSlots;
-use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
+use crate::worker::mail::{Mail, Snapshot};
 use crate::worker::portals::Unserved;
-use crate::worker::{Report, Shared, System, Worker, WorkerConfig, ring_capacity};
+use crate::worker::{Report, Shared, ring_capacity};
 use handover::ServerState;
 use identities::IdentityKeeper;
 use observation::{Observation, wanted_size};
 use ports::PortKeeper;
 use problems::{Problems, Subject};
 use rollout::RolloutDriver;
+use workers::{Workers, send_to_workers};
 
 pub use acquire::{Part, SimulatedNetwork};
 
@@ -351,17 +351,7 @@ pub struct Server {
     shared: Arc<Shared>,
     /// The simulated network, if any.
     network: Option<Arc<dyn SimulatedNetwork>>,
-    senders: Vec<MailSender<Mail>>,
-    threads: Vec<Option<JoinHandle<()>>>,
-    reports: Receiver<Report>,
-    /// Number of workers that have exited.
-    gone: usize,
-    /// Number of flushes requested by the server.
-    flushes: u64,
-    /// Error of the first worker that has exited.
-    failed: Option<ServerError>,
-    /// Notified when a worker fails.
-    failure: Arc<Notify>,
+    workers: Workers,
 }
 
 /// Opens backends and creates units and targets, without devices and workers. For programs with
@@ -461,22 +451,6 @@ fn shared(catalog: Catalog, device_slots: Arc<DeviceSlots>) -> Shared {
     }
 }
 
-/// Mailboxes of all workers, which are sent to each worker when all of them exist.
-type Setup = Vec<MailSender<Mail>>;
-
-/// Sends a request to each worker, with a channel for the reply.
-fn send_to_workers<T>(
-    senders: &[MailSender<Mail>],
-    mail: impl Fn(Sender<T>) -> Mail,
-) -> Vec<Receiver<T>> {
-    let send_request = |sender: &MailSender<Mail>| {
-        let (tx, rx) = channel();
-        let _ = sender.send(mail(tx));
-        rx
-    };
-    senders.iter().map(send_request).collect()
-}
-
 impl Server {
     /// Starts a server, and returns when it is listening.
     ///
@@ -565,12 +539,18 @@ impl Server {
         // As soon as workers are running, initiators can write to the files.
         files.keep();
         let (mut server, reports_tx) = Self::without_workers(config, builder, shared);
-        let started = server.start_workers(config, parts, &reports_tx);
+        let Self {
+            ring,
+            shared,
+            workers,
+            ..
+        } = &mut server;
+        let started = workers.start(config, *ring, shared, parts, &reports_tx);
         // Otherwise, waiting for reports would continue after all workers have exited.
         drop(reports_tx);
         let started = started.and_then(|unserved| server.do_without(unserved));
         if let Err(error) = started {
-            server.abandon(None);
+            server.workers.abandon(None);
             return Err(error);
         }
         server.observe();
@@ -582,7 +562,7 @@ impl Server {
         builder: build::Builder,
         shared: Arc<Shared>,
     ) -> (Self, Sender<Report>) {
-        let (sender, reports) = channel();
+        let (workers, reports) = Workers::new();
         let server = Self {
             config: config.clone(),
             ring: ring_capacity(config.limits.max_sessions),
@@ -590,15 +570,9 @@ impl Server {
             observation: Observation::default(),
             shared,
             network: None,
-            senders: Vec::new(),
-            threads: Vec::new(),
-            reports,
-            gone: 0,
-            flushes: 0,
-            failed: None,
-            failure: Arc::default(),
+            workers,
         };
-        (server, sender)
+        (server, reports)
     }
 
     /// Creates the server for a simulation, with open backends. The caller must create and run its
@@ -635,7 +609,7 @@ impl Server {
 
     /// Sets the workers of a simulation, in order.
     pub fn attach(&mut self, workers: Vec<MailSender<Mail>>) {
-        self.senders = workers;
+        self.workers.senders = workers;
     }
 
     /// Removes portals that workers cannot listen on, or fails in strict mode.
@@ -657,87 +631,12 @@ impl Server {
         catalog.remove_portals(problems.portals());
         self.builder.set_problems(problems);
         let catalog = Arc::new(catalog);
-        let mut rollout = RolloutDriver::staged(self.senders.clone());
+        let mut rollout = RolloutDriver::staged(self.workers.senders.clone());
         self.exchange(&catalog, &[], &mut rollout, Instant::now());
         rollout.wait();
         self.remove_former_units();
         self.want_devices(&catalog);
         Ok(())
-    }
-
-    fn start_workers(
-        &mut self,
-        config: &Config,
-        parts: Vec<acquire::Part>,
-        reports: &Sender<Report>,
-    ) -> Result<Vec<Unserved>, ServerError> {
-        let mut setups = Vec::new();
-        for (index, part) in parts.into_iter().enumerate() {
-            let (setup_tx, setup_rx) = channel::<Setup>();
-            let (mail_tx, mail_rx) = channel();
-            let parts = ThreadParts {
-                index: index as u16,
-                cpu: build::cpu(config, index),
-                pool: config.limits.buffer_pool,
-                ring: self.ring,
-                shared: Arc::clone(&self.shared),
-                part,
-                reports: reports.clone(),
-                failure: Arc::clone(&self.failure),
-            };
-            let thread = std::thread::Builder::new()
-                .name(format!("riser-worker-{index}"))
-                .spawn(move || parts.run(&mail_tx, &setup_rx))
-                .map_err(ServerError::Thread)?;
-            self.threads.push(Some(thread));
-            // If a thread cannot create its ring, it sends a report and closes the channel. We have
-            // to start threads one by one: the mailbox of a worker can only be created by its
-            // thread, after the ring.
-            match mail_rx.recv() {
-                Ok(sender) => self.senders.push(sender),
-                Err(_) => return Err(self.wait_failure()),
-            }
-            setups.push(setup_tx);
-        }
-        for setup in setups {
-            // Same as above, the error is in its report.
-            let _ = setup.send(self.senders.clone());
-        }
-        let mut unserved = Vec::new();
-        // All workers must start, because each of them handles some of the connections.
-        for _ in 0..self.threads.len() {
-            match self.reports.recv() {
-                Ok(Report::Started(_, without)) => unserved.extend(without),
-                Ok(Report::Ended(index, message)) => return Err(ended(index, message)),
-                Ok(_) | Err(_) => return Err(ServerError::Timeout("a worker to start")),
-            }
-        }
-        Ok(unserved)
-    }
-
-    /// Returns the report of a worker that has just exited.
-    fn wait_failure(&self) -> ServerError {
-        loop {
-            match self.reports.recv_timeout(LAST_IO) {
-                Ok(Report::Ended(index, message)) => return ended(index, message),
-                Ok(_) => {}
-                Err(_) => return ServerError::Timeout("a worker to start"),
-            }
-        }
-    }
-
-    /// Stops the workers, and waits for their threads, optionally with a deadline: a thread cannot
-    /// exit while block operations in its ring are in flight.
-    fn abandon(&mut self, until: Option<Instant>) {
-        for sender in &self.senders {
-            let _ = sender.send_blocking(Mail::Exit);
-        }
-        self.senders.clear();
-        for thread in self.threads.drain(..).flatten() {
-            if until.is_none_or(|until| ends_in_time(&thread, until)) {
-                let _ = thread.join();
-            }
-        }
     }
 
     /// Returns the addresses and ports of all portals, for the RDMA CM and TCP.
@@ -782,10 +681,10 @@ impl Server {
     /// Detects new faults.
     fn observe(&mut self) {
         let has_network = self.network.is_none();
-        let senders = &self.senders;
+        let workers = &self.workers;
         self.observation
             .update(&self.config, &self.builder, has_network, || {
-                send_to_workers(senders, Mail::OldestRequests)
+                workers.send_to_all(Mail::OldestRequests)
             });
     }
 
@@ -889,13 +788,13 @@ impl Server {
     /// Returns an object that is notified when a worker fails. The server should then be shut down.
     #[must_use]
     pub fn failure(&self) -> Arc<Notify> {
-        Arc::clone(&self.failure)
+        Arc::clone(&self.workers.failure)
     }
 
     /// Returns the configured number of workers.
     #[must_use]
     pub fn workers(&self) -> usize {
-        self.senders.len()
+        self.workers.senders.len()
     }
 
     /// Returns the current number of I_T nexuses.
@@ -909,7 +808,8 @@ impl Server {
     #[must_use]
     pub fn snapshot(&self) -> Vec<Snapshot> {
         let until = Instant::now() + Duration::from_secs(1);
-        self.send_to_workers(Mail::Snapshot)
+        self.workers
+            .send_to_all(Mail::Snapshot)
             .into_iter()
             .filter_map(|rx| {
                 rx.recv_timeout(until.saturating_duration_since(Instant::now()))
@@ -922,12 +822,8 @@ impl Server {
     /// If the mailbox of a worker is full, the request is dropped, and the receiver is
     /// disconnected.
     pub fn pinger(&self) -> impl Fn() -> Vec<Receiver<()>> + Send + use<> {
-        let senders = self.senders.clone();
+        let senders = self.workers.senders.clone();
         move || send_to_workers(&senders, Mail::Ping)
-    }
-
-    fn send_to_workers<T>(&self, mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
-        send_to_workers(&self.senders, mail)
     }
 
     /// Measures all backends again and checks their media. Initiators are notified if the capacity
@@ -1039,7 +935,7 @@ impl Server {
                 is_taken = false;
                 continue;
             }
-            for sender in &self.senders {
+            for sender in &self.workers.senders {
                 let mail = Mail::Event {
                     unit: unit.index,
                     attention: Attention::CapacityChanged,
@@ -1051,123 +947,13 @@ impl Server {
         }
         is_taken
     }
-
-    /// Records workers that have exited.
-    fn note(&mut self, report: &Report) {
-        if let Report::Ended(index, message) = report {
-            self.gone += 1;
-            self.failed.get_or_insert(ended(*index, message.clone()));
-        }
-    }
-
-    /// Handles pending reports.
-    fn poll_reports(&mut self) {
-        while let Ok(report) = self.reports.try_recv() {
-            self.note(&report);
-        }
-    }
 }
 
 impl Drop for Server {
     /// If a server is just dropped, all connections are closed without a logout.
     fn drop(&mut self) {
-        self.abandon(None);
+        self.workers.abandon(None);
     }
-}
-
-/// Waits until a thread has exited, with a deadline. Returns whether it has.
-fn ends_in_time(thread: &JoinHandle<()>, until: Instant) -> bool {
-    while !thread.is_finished() && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    thread.is_finished()
-}
-
-fn ended(index: u16, message: Option<String>) -> ServerError {
-    ServerError::Worker {
-        index,
-        message: message.unwrap_or_else(|| "ended".into()),
-    }
-}
-
-/// Parameters for the thread of a worker.
-struct ThreadParts {
-    index: u16,
-    cpu: Option<usize>,
-    pool: usize,
-    /// Ring size, which must be large enough for all sessions.
-    ring: u32,
-    shared: Arc<Shared>,
-    part: acquire::Part,
-    reports: Sender<Report>,
-    failure: Arc<Notify>,
-}
-
-impl ThreadParts {
-    fn run(self, mail: &Sender<MailSender<Mail>>, setup: &Receiver<Setup>) {
-        let (index, reports) = (self.index, self.reports.clone());
-        let failure = Arc::clone(&self.failure);
-        let work = std::panic::AssertUnwindSafe(|| self.work(mail, setup));
-        let outcome = std::panic::catch_unwind(work)
-            .unwrap_or_else(|_| Err("panicked; this is a bug".into()));
-        let message = outcome.err();
-        if let Some(message) = &message {
-            tracing::error!(worker = index, %message, "worker failed");
-        }
-        let failed = message.is_some();
-        let _ = reports.send(Report::Ended(index, message));
-        if failed {
-            // Do this after sending the report, so that the control plane finds the reason.
-            failure.notify_one();
-        }
-    }
-
-    fn work(self, mail: &Sender<MailSender<Mail>>, setup: &Receiver<Setup>) -> Result<(), String> {
-        if let Some(cpu) = self.cpu
-            && let Err(error) = pin(cpu)
-        {
-            tracing::warn!(cpu, %error, "cannot pin a worker to its CPU");
-        }
-        let ring = Ring::new(RingConfig {
-            capacity: self.ring,
-            ..RingConfig::default()
-        })
-        .map_err(|e: RingError| e.to_string())?;
-        let (sender, mailbox) = mailbox(MAILBOX, ring.waker());
-        let _ = mail.send(sender);
-        let Ok(senders) = setup.recv() else {
-            return Ok(());
-        };
-        // Initial devices use the first slots.
-        let devices = self.part.devices.into_iter();
-        let (mut worker, unserved) = Worker::new(WorkerConfig {
-            index: self.index,
-            now: Instant::now(),
-            env: Box::new(System),
-            pool: self.pool,
-            shared: self.shared,
-            devices: devices.map(|(_, device)| device).collect(),
-            sockets: self.part.sockets,
-            ring,
-            mailbox,
-            outbox: Outbox::new(senders),
-            reports: self.reports.clone(),
-        })
-        .map_err(|e| e.to_string())?;
-        let _ = self.reports.send(Report::Started(self.index, unserved));
-        worker.run().map_err(|e| e.to_string())
-    }
-}
-
-/// Pins the calling thread to a CPU.
-fn pin(cpu: usize) -> io::Result<()> {
-    // `CpuSet::set` would panic if this is too large.
-    if cpu >= CpuSet::MAX_CPU {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let mut set = CpuSet::new();
-    set.set(cpu);
-    Ok(sched_setaffinity(None, &set)?)
 }
 
 /// Logs the new size of a backend. If it is smaller, the data after the new end is lost.

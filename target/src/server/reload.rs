@@ -39,7 +39,6 @@ use crate::config::{Backend, Config, Protocol};
 use crate::fabric::ConnRef;
 use crate::qos::IoLimits;
 use crate::sessions::catalog::Catalog;
-use crate::worker::mail::Mail;
 use crate::worker::portals::{Stage, Unserved};
 use crate::worker::ring_capacity;
 
@@ -465,7 +464,7 @@ impl Server {
             catalog: &catalog,
             server_state: &ServerState::default(),
             old: Some(&old),
-            workers: self.senders.len(),
+            workers: self.workers.senders.len(),
             simulated: self.network.as_deref(),
             tolerates: &|subject: &Subject, _: &ServerError| is_tolerated(builder, subject),
         };
@@ -481,7 +480,7 @@ impl Server {
             devices: part.devices,
             sockets: part.sockets,
         });
-        let rollout = RolloutDriver::stage(self.senders.clone(), parts.collect(), now);
+        let rollout = RolloutDriver::stage(self.workers.senders.clone(), parts.collect(), now);
         Ok(Attempt {
             catalog,
             acquired,
@@ -632,7 +631,8 @@ impl Server {
             grown.store.set_capacity(grown.to);
             self.on_resized(catalog, grown.place, grown.to);
         }
-        self.log_out_until(ended.into_iter().chain(of_iscsi), now + PATIENCE);
+        self.workers
+            .log_out_until(ended.into_iter().chain(of_iscsi), now + PATIENCE);
         rollout.commit(now);
     }
 
@@ -649,15 +649,8 @@ impl Server {
     /// Requests a logout from these initiators, and terminates any remaining connections after some
     /// time.
     pub fn log_out(&self, channels: impl IntoIterator<Item = ConnRef>) {
-        self.log_out_until(channels, Instant::now() + PATIENCE);
-    }
-
-    fn log_out_until(&self, channels: impl IntoIterator<Item = ConnRef>, until: Instant) {
-        for ConnRef { worker, serial } in channels {
-            if let Some(sender) = self.senders.get(usize::from(worker)) {
-                let _ = sender.send_blocking(Mail::LogOut { serial, until });
-            }
-        }
+        self.workers
+            .log_out_until(channels, Instant::now() + PATIENCE);
     }
 
     /// Removes sessions from units that they can no longer use. Must be called when all workers

@@ -45,7 +45,7 @@ impl Server {
         while !self.poll_shutdown(&mut shutdown, Instant::now()) {
             let left = shutdown.until.saturating_duration_since(Instant::now());
             // Without a report, the next poll detects the reason.
-            if let Ok(report) = self.reports.recv_timeout(left) {
+            if let Ok(report) = self.workers.reports.recv_timeout(left) {
                 self.handle_report(&mut shutdown, &report);
             }
         }
@@ -54,11 +54,11 @@ impl Server {
 
     /// Starts a shutdown. The caller has to call [`Server::poll_shutdown`].
     pub fn begin_shutdown(&mut self, now: Instant) -> Shutdown {
-        self.poll_reports();
+        self.workers.poll_reports();
         // Do this first, so that no new session can start and miss the logout below.
         self.shared.registry.stop();
         let until = now + PATIENCE;
-        for sender in &self.senders {
+        for sender in &self.workers.senders {
             let _ = sender.send_blocking(Mail::Shutdown { until });
         }
         Shutdown {
@@ -74,7 +74,7 @@ impl Server {
             if let Phase::Over(_) = shutdown.phase {
                 return true;
             }
-            let error = match self.reports.try_recv() {
+            let error = match self.workers.reports.try_recv() {
                 Ok(report) => {
                     self.handle_report(shutdown, &report);
                     continue;
@@ -91,8 +91,8 @@ impl Server {
     }
 
     fn handle_report(&mut self, shutdown: &mut Shutdown, report: &Report) {
-        self.note(report);
-        let is_last = self.gone == self.senders.len();
+        self.workers.note(report);
+        let is_last = self.workers.gone == self.workers.senders.len();
         match (&mut shutdown.phase, report) {
             (Phase::Stopping(quiet), Report::Quiet(worker)) => _ = quiet.insert(*worker),
             // It is counted as exited.
@@ -114,24 +114,18 @@ impl Server {
         let Phase::Stopping(quiet) = &shutdown.phase else {
             return;
         };
-        if quiet.len() + self.gone < self.senders.len() {
+        if quiet.len() + self.workers.gone < self.workers.senders.len() {
             return;
         }
         // Any worker can flush for all: the backends are shared.
-        let number = self.next_flush();
-        let mut senders = self.senders.iter();
+        let number = self.workers.next_flush();
+        let mut senders = self.workers.senders.iter();
         let flusher = senders.find(|sender| sender.send_blocking(Mail::Flush(number)).is_ok());
         shutdown.until = now + LAST_IO;
         shutdown.phase = match flusher {
             Some(_) => Phase::Flushing(number),
             None => Phase::Over(Err(nobody_flushes())),
         };
-    }
-
-    /// Returns the number of the next flush, which is returned in its report.
-    pub(super) fn next_flush(&mut self) -> u64 {
-        self.flushes += 1;
-        self.flushes
     }
 
     /// Stops the workers. If they are run by the caller, this only sends them the order to exit.
@@ -146,11 +140,11 @@ impl Server {
             panic!("a shutdown is polled to its end");
         };
         let until = result.is_err().then(|| Instant::now() + LAST_EXIT);
-        self.abandon(until);
+        self.workers.abandon(until);
         // If the process exits before a flush failure is stored, the next start would trust the
         // disk.
         self.builder.wait_flush_failures_saved();
-        self.failed.take().map_or(result, Err)
+        self.workers.failed.take().map_or(result, Err)
     }
 }
 

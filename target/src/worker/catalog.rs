@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use super::Worker;
+use super::PollGroup;
 
-impl Worker {
+impl PollGroup {
     /// Updates the worker if the registry has a new catalog.
     pub(super) fn follow_catalog(&mut self) {
         let new = self.shared.registry.catalog();

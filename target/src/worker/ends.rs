@@ -10,7 +10,7 @@ use super::fabrics::{Fabric, Input};
 use super::gate::{ConnAddrs, is_served};
 use super::mail::Mail;
 use super::rdma::{SetupError, accept_params};
-use super::{LINGER, PATIENCE, Phase, Worker};
+use super::{LINGER, PATIENCE, Phase, PollGroup, Worker};
 use crate::audit::CloseReason;
 use crate::fabric::ConnRef;
 use crate::iscsi::Ending;
@@ -28,14 +28,14 @@ impl Worker {
     ) -> Result<(), SetupError> {
         let accepted = self.try_accept(key, param, private_data);
         if accepted.is_err() {
-            let mut conn = self.conns.remove(key);
-            conn.fabric.abandon(&mut self.pool);
-            self.pool.remove_member(Owner(conn.serial()));
+            let mut conn = self.group.conns.remove(key);
+            conn.fabric.abandon(&mut self.group.pool);
+            self.group.pool.remove_member(Owner(conn.serial()));
             if let Some(link) = conn.fabric.rdma_mut() {
-                link.hardware.destroy(&mut self.devices[link.device]);
+                link.hardware.destroy(&mut self.group.devices[link.device]);
             }
             if let Some(guard) = conn.fabric.into_guard() {
-                self.leave_session(guard, Departure::default());
+                self.group.leave_session(guard, Departure::default());
             }
         }
         accepted
@@ -47,7 +47,7 @@ impl Worker {
         param: &ConnParam,
         private_data: &[u8],
     ) -> Result<(), SetupError> {
-        let Some(conn) = self.conns.get_mut(key) else {
+        let Some(conn) = self.group.conns.get_mut(key) else {
             return Ok(());
         };
         // The receives have to be posted before the peer can send. We don't use the actions of the
@@ -59,15 +59,70 @@ impl Worker {
         };
         let (device, cm) = (link.device, link.cm);
         let qp = link.hardware.qp;
-        if self.post_recvs(device, qp, &receives) < receives.len() {
+        if self.group.devices.post_recvs(device, qp, &receives) < receives.len() {
             return Err(SetupError::Receives);
         }
-        self.devices[device].accept(cm, &accept_params(param, private_data))?;
+        self.group.devices[device].accept(cm, &accept_params(param, private_data))?;
         // Its timer is set when we process the connections of this round.
-        self.conns.mark_dirty(key);
+        self.group.conns.mark_dirty(key);
         Ok(())
     }
 
+    /// Handles the reply to a disconnect request for a released channel.
+    pub(super) fn on_disconnect_completed(&mut self, device: usize, cm: CmId) {
+        if self.group.disconnects.remove_completed(device, cm) {
+            self.destroy_id(device, cm);
+        }
+    }
+
+    pub(super) fn destroy_id(&mut self, device: usize, cm: CmId) {
+        if let Some(dev) = self.group.devices.get_mut(device) {
+            let _ = dev.destroy_id(cm);
+        }
+    }
+
+    /// Pauses the listeners and requests a logout for all sessions. [`Worker::resume`] reverts
+    /// this.
+    pub(super) fn begin_drain(&mut self, until: Instant) {
+        if self.phase != Phase::Serving {
+            return;
+        }
+        self.phase = Phase::Draining(until);
+        // This has to be first, because connections accepted after this would not be logged out.
+        self.group.sockets.pause(&mut self.group.ring);
+        for key in self.group.conns.keys(|_| true) {
+            self.group.log_out(key, until);
+        }
+        self.group.drain_dirty();
+    }
+
+    /// Resumes normal operation after a drain was canceled.
+    pub(super) fn resume(&mut self) {
+        if let Phase::Draining(_) | Phase::Drained = self.phase {
+            self.phase = Phase::Serving;
+            self.group
+                .sockets
+                .resume(&mut self.group.ring, self.group.now);
+        }
+    }
+
+    /// Stops listening and requests a logout for all sessions.
+    pub(super) fn begin_shutdown(&mut self, until: Instant) {
+        if let Phase::Stopping(_) | Phase::Quiet = self.phase {
+            return;
+        }
+        self.phase = Phase::Stopping(until);
+        // This has to be first. Otherwise new connections could delay the shutdown forever.
+        self.group.portals.stop(&mut self.group.devices);
+        self.group.sockets.close(&mut self.group.ring, |_| true);
+        for key in self.group.conns.keys(|_| true) {
+            self.group.log_out(key, until);
+        }
+        self.group.drain_dirty();
+    }
+}
+
+impl PollGroup {
     /// Releases a connection after it has finished, and notifies its session.
     pub(super) fn release(&mut self, key: ConnKey) {
         let mut conn = self.conns.remove(key);
@@ -126,19 +181,6 @@ impl Worker {
         let left = guard.leave_session(departure);
         self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
-    }
-
-    /// Handles the reply to a disconnect request for a released channel.
-    pub(super) fn on_disconnect_completed(&mut self, device: usize, cm: CmId) {
-        if self.disconnects.remove_completed(device, cm) {
-            self.destroy_id(device, cm);
-        }
-    }
-
-    pub(super) fn destroy_id(&mut self, device: usize, cm: CmId) {
-        if let Some(dev) = self.devices.get_mut(device) {
-            let _ = dev.destroy_id(cm);
-        }
     }
 
     /// Returns a reference to a connection of this worker, which can be used by all workers.
@@ -241,43 +283,5 @@ impl Worker {
                 !login.is_some_and(is_served)
             }
         }
-    }
-
-    /// Pauses the listeners and requests a logout for all sessions. [`Worker::resume`] reverts
-    /// this.
-    pub(super) fn begin_drain(&mut self, until: Instant) {
-        if self.phase != Phase::Serving {
-            return;
-        }
-        self.phase = Phase::Draining(until);
-        // This has to be first, because connections accepted after this would not be logged out.
-        self.sockets.pause(&mut self.ring);
-        for key in self.conns.keys(|_| true) {
-            self.log_out(key, until);
-        }
-        self.drain_dirty();
-    }
-
-    /// Resumes normal operation after a drain was canceled.
-    pub(super) fn resume(&mut self) {
-        if let Phase::Draining(_) | Phase::Drained = self.phase {
-            self.phase = Phase::Serving;
-            self.sockets.resume(&mut self.ring, self.now);
-        }
-    }
-
-    /// Stops listening and requests a logout for all sessions.
-    pub(super) fn begin_shutdown(&mut self, until: Instant) {
-        if let Phase::Stopping(_) | Phase::Quiet = self.phase {
-            return;
-        }
-        self.phase = Phase::Stopping(until);
-        // This has to be first. Otherwise new connections could delay the shutdown forever.
-        self.portals.stop(&mut self.devices);
-        self.sockets.close(&mut self.ring, |_| true);
-        for key in self.conns.keys(|_| true) {
-            self.log_out(key, until);
-        }
-        self.drain_dirty();
     }
 }

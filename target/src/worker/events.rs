@@ -1,6 +1,7 @@
 //! Handles completions, connection events, timers, and mail.
 
 use riser_memory::MemSlice;
+use riser_scsi::step::StepResult;
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, PollContext, VerbsError};
 
 use super::blocks::BlockEnd;
@@ -9,7 +10,7 @@ use super::fabrics::{Fabric, Input, RecoveryInput};
 use super::mail::Mail;
 use super::reservations::NO_CHANNEL;
 use super::work::Work;
-use super::{GRACE, Phase, Report, Worker, WorkerError};
+use super::{GRACE, Phase, PollGroup, Report, Worker, WorkerError};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::warn_limited;
@@ -25,29 +26,31 @@ impl Worker {
     /// Polls the devices and processes their events.
     pub(super) fn poll_devices(&mut self) -> usize {
         let mut work = 0;
-        for device in 0..self.devices.len() {
-            if !self.devices.is_open(device) {
+        for device in 0..self.group.devices.len() {
+            if !self.group.devices.is_open(device) {
                 continue;
             }
-            work += self.devices[device].progress(self.now);
-            while let Some(packet) = self.devices[device].poll_forwarded() {
+            work += self.group.devices[device].progress(self.group.now);
+            while let Some(packet) = self.group.devices[device].poll_forwarded() {
                 // The kernel distributes packets for an address to the sockets of all workers, but
                 // it doesn't know which worker has the queue pair.
                 let worker = packet.worker as usize;
-                self.outbox.send(worker, Mail::Forwarded { device, packet });
+                self.group
+                    .outbox
+                    .send(worker, Mail::Forwarded { device, packet });
             }
             for _ in 0..CM_EVENTS {
-                let Some(event) = self.devices[device].poll_cm_event() else {
+                let Some(event) = self.group.devices[device].poll_cm_event() else {
                     break;
                 };
                 work += 1;
                 self.on_cm_event(device, event.id, event.kind);
-                self.drain_dirty();
+                self.group.drain_dirty();
             }
-            while let Some(event) = self.devices[device].poll_async_event() {
+            while let Some(event) = self.group.devices[device].poll_async_event() {
                 self.on_async_event(device, event);
             }
-            while let Some(cq) = self.devices[device].poll_cq_event() {
+            while let Some(cq) = self.group.devices[device].poll_cq_event() {
                 self.on_cq_event(device, cq);
             }
             // Do this last, because a removed device may still have events for its connections.
@@ -57,7 +60,7 @@ impl Worker {
     }
 
     fn on_cm_event(&mut self, device: usize, cm: riser_transport::verbs::CmId, kind: CmEventKind) {
-        let key = self.conns.by_cm(device, cm);
+        let key = self.group.conns.by_cm(device, cm);
         match (&kind, key) {
             (
                 CmEventKind::ConnectRequest {
@@ -87,11 +90,11 @@ impl Worker {
     fn on_async_event(&mut self, device: usize, event: AsyncEvent) {
         match event {
             AsyncEvent::CqError(cq) => {
-                match self.conns.by_cq(device, cq) {
-                    Some(key) => self.end_overrun(key),
+                match self.group.conns.by_cq(device, cq) {
+                    Some(key) => self.group.end_overrun(key),
                     // This is an error for the queue pair used by the discovery agent.
                     None => tracing::error!(
-                        addr = %self.devices.addr(device),
+                        addr = %self.group.devices.addr(device),
                         "a completion queue without a connection overran"
                     ),
                 }
@@ -99,31 +102,31 @@ impl Worker {
             AsyncEvent::QpFatal(qp)
             | AsyncEvent::QpReqError(qp)
             | AsyncEvent::QpAccessError(qp) => {
-                if let Some(key) = self.conns.by_qp(device, qp) {
+                if let Some(key) = self.group.conns.by_qp(device, qp) {
                     warn_limited!(
                         self.complaints,
-                        self.now,
+                        self.group.now,
                         ?key,
                         ?event,
                         "the connection failed"
                     );
-                    self.input(key, Input::Disconnected);
+                    self.group.input(key, Input::Disconnected);
                 }
             }
             // The queue pair has received a packet before the last CM message, which may have been
             // lost. This shows that the peer has received our reply.
             AsyncEvent::CommEstablished(qp) => {
-                if let Some(key) = self.conns.by_qp(device, qp) {
+                if let Some(key) = self.group.conns.by_qp(device, qp) {
                     self.on_established(key);
                 }
             }
             event => tracing::debug!(?event, "device event"),
         }
-        self.drain_dirty();
+        self.group.drain_dirty();
     }
 
     fn on_established(&mut self, key: ConnKey) {
-        match self.conns.get(key).map(|conn| &conn.fabric) {
+        match self.group.conns.get(key).map(|conn| &conn.fabric) {
             Some(Fabric::Srp(_)) => self.on_srp_established(key),
             Some(Fabric::Iser(_)) => self.on_iser_established(key),
             Some(Fabric::Tcp(_)) | None => {}
@@ -133,7 +136,7 @@ impl Worker {
     /// Called when the CM has closed a connection. `by_peer` is set if this was requested by the
     /// initiator.
     fn on_closed(&mut self, key: ConnKey, by_peer: bool) {
-        if let Some(conn) = self.conns.get_mut(key) {
+        if let Some(conn) = self.group.conns.get_mut(key) {
             if let Some(link) = conn.fabric.rdma_mut() {
                 link.is_closed = true;
             }
@@ -141,16 +144,17 @@ impl Worker {
                 conn.fabric.note_closed();
             }
         }
-        self.input(key, Input::Disconnected);
+        self.group.input(key, Input::Disconnected);
     }
 
     fn on_cq_event(&mut self, device: usize, cq: CqId) {
-        if let Some(key) = self.conns.by_cq(device, cq) {
-            self.conns.mark_ready(key);
+        if let Some(key) = self.group.conns.by_cq(device, cq) {
+            self.group.conns.mark_ready(key);
             return;
         }
-        let (audit, now) = (&mut self.logins.audit, self.now);
-        self.devices
+        let (audit, now) = (&mut self.group.logins.audit, self.group.now);
+        self.group
+            .devices
             .poll_discovery(device, cq, |peer, portal, found| {
                 let who = Who {
                     protocol: Protocol::Srp,
@@ -164,7 +168,9 @@ impl Worker {
                 audit.discovery(now, &who, found);
             });
     }
+}
 
+impl PollGroup {
     /// Polls a batch of completions from each queue that is ready.
     pub(super) fn poll_ready(&mut self) -> usize {
         let mut work = 0;
@@ -294,27 +300,9 @@ impl Worker {
         Ok(work)
     }
 
-    pub(super) fn poll_mail(&mut self) -> usize {
-        let mut work = 0;
-        while let Some(mail) = self.mailbox.poll_message() {
-            work += 1;
-            self.handle_mail(mail);
-            self.drain_dirty();
-            // The next round starts immediately and will process the remaining messages.
-            if work == super::mail::MAILBOX {
-                break;
-            }
-        }
-        work
-    }
-
+    /// Handles mail for a connection.
     pub(super) fn handle_mail(&mut self, mail: Mail) {
         match mail {
-            Mail::Forwarded { device, packet } => {
-                if let Some(dev) = self.devices.get_mut(device) {
-                    dev.handle_forwarded(self.now, &packet);
-                }
-            }
             Mail::StartTask(task) => self.deliver(task.channel, Input::StartTask(task)),
             Mail::AbortTask { task, watcher } => match self.conns.by_serial(task.channel) {
                 Some(key) => self.input(key, Input::AbortTask { task, watcher }),
@@ -323,7 +311,9 @@ impl Worker {
             },
             // This is for a change of reservations instead of a function of a connection.
             Mail::TaskGone(watcher) if watcher.channel == NO_CHANNEL => {
-                self.on_preempted_gone(watcher);
+                if let Some(owner) = self.saver.on_preempted_gone(watcher) {
+                    self.on_block_done(owner, StepResult::Reservations(Ok(())));
+                }
             }
             Mail::TaskGone(watcher) => self.deliver(watcher.channel, Input::TaskGone(watcher)),
             Mail::Terminate { serial } => self.deliver(serial, Input::Terminate),
@@ -353,35 +343,7 @@ impl Worker {
                     self.input(key, Input::Event { unit, attention });
                 }
             }
-            Mail::Stage(stage, reply) => {
-                let (ring, devices) = (&mut self.ring, &mut self.devices);
-                let result = self.portals.stage(ring, devices, &self.catalog, *stage);
-                // If the server has stopped waiting, it will release this.
-                let _ = reply.send(result);
-            }
-            Mail::Unstage => self.portals.unstage(&mut self.ring, &mut self.devices),
-            Mail::Changed => self.follow_catalog(),
-            Mail::Shutdown { until } => self.begin_shutdown(until),
-            Mail::Drain { until } => self.begin_drain(until),
-            Mail::Resume(reply) => {
-                self.resume();
-                let _ = reply.send(());
-            }
-            Mail::Flush(number) => self.begin_flush(number),
-            Mail::OldestRequests(reply) => {
-                let _ = reply.send(self.blocks.oldest_requests());
-            }
-            Mail::Exit => self.exiting = true,
-            Mail::Snapshot(reply) => {
-                // The server may have stopped waiting.
-                let _ = reply.send(self.snapshot());
-            }
-            Mail::Ping(reply) => {
-                let _ = reply.send(());
-            }
-            Mail::Listeners(reply) => {
-                let _ = reply.send(self.sockets.duplicate_listeners());
-            }
+            mail => unreachable!("{mail:?} is not for a connection"),
         }
     }
 
@@ -392,14 +354,82 @@ impl Worker {
         }
     }
 
+    fn report_flush(&mut self) {
+        if let Some((number, result)) = self.blocks.take_flush_result() {
+            let _ = self.reports.send(Report::Flushed(number, result));
+        }
+    }
+}
+
+impl Worker {
+    pub(super) fn poll_mail(&mut self) -> usize {
+        let mut work = 0;
+        while let Some(mail) = self.mailbox.poll_message() {
+            work += 1;
+            self.handle_mail(mail);
+            self.group.drain_dirty();
+            // The next round starts immediately and will process the remaining messages.
+            if work == super::mail::MAILBOX {
+                break;
+            }
+        }
+        work
+    }
+
+    fn handle_mail(&mut self, mail: Mail) {
+        match mail {
+            Mail::Forwarded { device, packet } => {
+                if let Some(dev) = self.group.devices.get_mut(device) {
+                    dev.handle_forwarded(self.group.now, &packet);
+                }
+            }
+            Mail::Stage(stage, reply) => {
+                let (ring, devices) = (&mut self.group.ring, &mut self.group.devices);
+                let result = self
+                    .group
+                    .portals
+                    .stage(ring, devices, &self.group.catalog, *stage);
+                // If the server has stopped waiting, it will release this.
+                let _ = reply.send(result);
+            }
+            Mail::Unstage => self
+                .group
+                .portals
+                .unstage(&mut self.group.ring, &mut self.group.devices),
+            Mail::Changed => self.group.follow_catalog(),
+            Mail::Shutdown { until } => self.begin_shutdown(until),
+            Mail::Drain { until } => self.begin_drain(until),
+            Mail::Resume(reply) => {
+                self.resume();
+                let _ = reply.send(());
+            }
+            Mail::Flush(number) => self.begin_flush(number),
+            Mail::OldestRequests(reply) => {
+                let _ = reply.send(self.group.blocks.oldest_requests());
+            }
+            Mail::Exit => self.exiting = true,
+            Mail::Snapshot(reply) => {
+                // The server may have stopped waiting.
+                let _ = reply.send(self.snapshot());
+            }
+            Mail::Ping(reply) => {
+                let _ = reply.send(());
+            }
+            Mail::Listeners(reply) => {
+                let _ = reply.send(self.group.sockets.duplicate_listeners());
+            }
+            mail => self.group.handle_mail(mail),
+        }
+    }
+
     pub(super) fn poll_timers(&mut self) -> usize {
         let mut work = 0;
-        while let Some(key) = self.conns.take_timer(self.now) {
+        while let Some(key) = self.group.conns.take_timer(self.group.now) {
             work += 1;
-            self.input(key, Input::Timeout);
-            self.drain_dirty();
+            self.group.input(key, Input::Timeout);
+            self.group.drain_dirty();
         }
-        while let Some((device, cm)) = self.disconnects.take_expired(self.now) {
+        while let Some((device, cm)) = self.group.disconnects.take_expired(self.group.now) {
             self.destroy_id(device, cm);
         }
         work
@@ -408,14 +438,14 @@ impl Worker {
     /// Distributes released pool memory to waiting channels in order. Returns the number of
     /// channels.
     pub(super) fn poll_pool(&mut self) -> usize {
-        if !self.pool.take_change() {
+        if !self.group.pool.take_change() {
             return 0;
         }
         let mut waiting = std::mem::take(&mut self.pool_line);
-        self.conns.put_waiting(&self.pool, &mut waiting);
+        self.group.conns.put_waiting(&self.group.pool, &mut waiting);
         for key in &waiting {
-            self.input(*key, Input::Pool);
-            self.drain_dirty();
+            self.group.input(*key, Input::Pool);
+            self.group.drain_dirty();
         }
         let work = waiting.len();
         waiting.clear();
@@ -430,34 +460,28 @@ impl Worker {
             Phase::Stopping(until) => (until, Phase::Quiet),
             Phase::Serving | Phase::Drained | Phase::Quiet => return,
         };
-        if self.now >= until + GRACE {
-            for key in self.conns.keys(|_| true) {
-                self.input(key, Input::Cut);
+        if self.group.now >= until + GRACE {
+            for key in self.group.conns.keys(|_| true) {
+                self.group.input(key, Input::Cut);
             }
-            self.drain_dirty();
+            self.group.drain_dirty();
         }
         // Wait for replies to disconnect requests if there is still time.
-        let parting = !self.disconnects.is_empty() && self.now < until;
+        let parting = !self.group.disconnects.is_empty() && self.group.now < until;
         // After a drain, the shutdown must not have to wait. Requests without a session may belong
         // to a removed backend.
-        let is_busy = matches!(self.phase, Phase::Draining(_)) && self.blocks.has_requests();
-        if self.conns.is_empty() && !parting && !is_busy {
+        let is_busy = matches!(self.phase, Phase::Draining(_)) && self.group.blocks.has_requests();
+        if self.group.conns.is_empty() && !parting && !is_busy {
             self.phase = next;
-            let _ = self.reports.send(Report::Quiet(self.index));
+            let _ = self.group.reports.send(Report::Quiet(self.group.index));
         }
     }
 
     /// Starts to flush all backends.
     fn begin_flush(&mut self, number: u64) {
-        let (ring, catalog) = (&mut self.ring, &self.catalog);
-        self.blocks.begin_flush(ring, catalog, number);
+        let (ring, catalog) = (&mut self.group.ring, &self.group.catalog);
+        self.group.blocks.begin_flush(ring, catalog, number);
         // If there are no writable backends, this is already complete.
-        self.report_flush();
-    }
-
-    fn report_flush(&mut self) {
-        if let Some((number, result)) = self.blocks.take_flush_result() {
-            let _ = self.reports.send(Report::Flushed(number, result));
-        }
+        self.group.report_flush();
     }
 }

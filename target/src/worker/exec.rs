@@ -2,7 +2,7 @@
 
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
-use super::Worker;
+use super::PollGroup;
 use super::blocks::BlockRequest;
 use super::conns::{ConnKey, Connection};
 use super::fabrics::{Fabric, Input};
@@ -10,7 +10,7 @@ use super::mail::Mail;
 use super::work::{Owner, Work};
 use crate::fabric::{TaskAction, UnitIdx};
 
-impl Worker {
+impl PollGroup {
     /// Executes the actions of all connections in the list.
     pub(super) fn drain_dirty(&mut self) {
         while let Some(key) = self.conns.next_dirty() {
@@ -72,10 +72,7 @@ impl Worker {
     }
 
     pub(super) fn abort_block(&mut self, owner: Owner) {
-        if self.abandon_change(owner) {
-            return;
-        }
-        if self.blocks.abort(&mut self.ring, owner) {
+        if self.saver.abandon(owner) || self.blocks.abort(&mut self.ring, owner) {
             self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
         }
     }
@@ -103,7 +100,7 @@ impl Worker {
         let (device, cm, qp) = (link.device, link.cm, link.hardware.qp);
         // If there is no drain marker, nothing would complete this wait. The channel also counts
         // its receives and chains, so memory that is still in use will not be released.
-        if link.hardware.has_lost_queues || !self.cut(device, cm, qp) {
+        if link.hardware.has_lost_queues || !self.devices.cut(device, cm, qp) {
             self.input(key, Input::Drained);
         }
     }
@@ -137,7 +134,7 @@ impl Worker {
             return;
         };
         let (device, qp) = (link.device, link.hardware.qp);
-        if !self.post_empty_write(device, qp, marker) {
+        if !self.devices.post_empty_write(device, qp, marker) {
             // The buffer is only returned to the pool when the device is closed. Losing this memory
             // is better than using it for a different command, which could send the data to the
             // wrong initiator or disk.

@@ -12,7 +12,7 @@ use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
 use riser_scsi::step::StepResult;
 
-use super::Worker;
+use super::PollGroup;
 use super::conns::{Conn, ConnKey, Connection, Conns};
 use super::gate::{Transport, WorkerGate};
 use super::mail::Mail;
@@ -465,7 +465,7 @@ impl Conns<Fabric> {
     }
 }
 
-impl Worker {
+impl PollGroup {
     /// Passes an input to a connection and adds it to the list to check for actions.
     pub(super) fn input(&mut self, key: ConnKey, input: Input) {
         self.with(key, |machine| input.apply(machine));

@@ -5,6 +5,9 @@
 //! units (with their own locks), the [`sessions`](crate::sessions) at login and logout, and
 //! [`mail::Mail`].
 //!
+//! `PollGroup` has the connections and everything that their commands use. [`Worker`] itself is the
+//! main loop, and handles events, logins and the shutdown.
+//!
 //! # Main loop
 //! ```text
 //! devices: received packets, timers, sent packets
@@ -106,6 +109,7 @@ use fabrics::{Fabric, Spares};
 use login_log::LoginLog;
 use mail::{Mail, Outbox};
 use portals::{Portals, Unserved};
+use reservations::Saver;
 use snapshot::Totals;
 
 /// Maximum number of completions per queue and round.
@@ -225,8 +229,10 @@ enum Phase {
     Quiet,
 }
 
-/// Worker. This must be created and used on its own thread because of the ring.
-pub struct Worker {
+/// Connections of a worker, with the devices, ring and memory to execute their actions.
+///
+/// [`Worker`] decides when to poll, and handles logins, devices and the shutdown.
+struct PollGroup {
     index: u16,
     env: Box<dyn Env>,
     shared: Arc<Shared>,
@@ -239,7 +245,6 @@ pub struct Worker {
     pool: Pool,
     /// Unused command contexts.
     spares: Spares,
-    mailbox: MailReceiver<Mail>,
     outbox: Outbox,
     reports: Sender<Report>,
     /// Portals on devices, and the resources for a new catalog.
@@ -251,9 +256,7 @@ pub struct Worker {
     has_entered: bool,
     /// Totals for closed connections.
     past: Totals,
-    /// Connections used by [`Worker::poll_pool`].
-    pool_line: Vec<ConnKey>,
-    saver: reservations::Saver,
+    saver: Saver,
     /// Identifiers of released channels.
     disconnects: Disconnects,
     completions: Vec<Completion>,
@@ -262,22 +265,31 @@ pub struct Worker {
     /// Chains to be posted together for a connection. This is empty between connections and only
     /// kept to avoid allocations.
     chains: queue::Chains,
-    spinner: Spinner,
-    phase: Phase,
     /// Listening sockets for iSCSI.
     sockets: iscsi::Sockets,
     /// Lists used for iSER chains.
     iser: iser::Scratch,
-    exiting: bool,
     /// Login counters and the audit log.
     logins: LoginLog,
+    now: Instant,
+}
+
+/// Worker. This must be created and used on its own thread because of the ring.
+pub struct Worker {
+    /// Connections of this worker.
+    group: PollGroup,
+    mailbox: MailReceiver<Mail>,
+    /// Connections used by [`Worker::poll_pool`].
+    pool_line: Vec<ConnKey>,
+    spinner: Spinner,
+    phase: Phase,
+    exiting: bool,
     parks: u64,
     /// Time when the worker was started.
     began: Instant,
     /// Total time used by rounds with work.
     busy: Duration,
     complaints: RateLimit,
-    now: Instant,
 }
 
 impl Worker {
@@ -315,7 +327,7 @@ impl Worker {
         let catalog = shared.registry.catalog();
         pool.set_units(catalog.live_units());
         let blocks = Blocks::new(&mut ring, now, &catalog).map_err(WorkerError::Memory)?;
-        let mut worker = Self {
+        let group = PollGroup {
             index,
             env,
             shared,
@@ -325,38 +337,42 @@ impl Worker {
             catalog,
             pool,
             spares: Spares::default(),
-            mailbox,
             outbox,
             reports,
             portals: Portals::new(index == 0),
             conns: Conns::default(),
             has_entered: false,
             past: Totals::default(),
-            pool_line: Vec::new(),
-            saver: reservations::Saver::default(),
+            saver: Saver::default(),
             disconnects: Disconnects::default(),
             completions: Vec::with_capacity(CQ_BATCH),
             ring_completions: Vec::new(),
             slices: Vec::new(),
             chains: queue::Chains::default(),
-            spinner: Spinner::new(SPIN),
-            phase: Phase::Serving,
             sockets: iscsi::Sockets::default(),
             iser: iser::Scratch::default(),
-            exiting: false,
             logins: LoginLog::default(),
+            now,
+        };
+        let mut worker = Self {
+            group,
+            mailbox,
+            pool_line: Vec::new(),
+            spinner: Spinner::new(SPIN),
+            phase: Phase::Serving,
+            exiting: false,
             parks: 0,
             began: now,
             busy: Duration::ZERO,
             complaints: RateLimit::default(),
-            now,
         };
-        let Self {
+        let group = &mut worker.group;
+        let PollGroup {
             portals,
             devices,
             catalog,
             ..
-        } = &mut worker;
+        } = &mut *group;
         // A portal without a device is a configuration error, so we fail here. If we can't listen
         // on a portal, for example because the port is in use, this is reported and we continue
         // with the other portals.
@@ -367,7 +383,7 @@ impl Worker {
         }
         // Do this last, because it starts accepting connections, which would be closed by a later
         // error.
-        worker.sockets.add(&mut worker.ring, now, sockets);
+        group.sockets.add(&mut group.ring, now, sockets);
         Ok((worker, unserved))
     }
 
@@ -388,7 +404,7 @@ impl Worker {
             }
             now = next;
         }
-        self.logins.audit.finish(now);
+        self.group.logins.audit.finish(now);
         Ok(())
     }
 
@@ -397,34 +413,34 @@ impl Worker {
     /// # Errors
     /// Same as [`Worker::run`].
     pub fn step(&mut self, now: Instant) -> Result<usize, WorkerError> {
-        self.now = now;
-        self.blocks.begin_round(now);
-        self.sockets.begin_round();
+        self.group.now = now;
+        self.group.blocks.begin_round(now);
+        self.group.sockets.begin_round();
         // This order allows a new message to be processed in a single round: packets generate
         // completions, and completions generate block operations.
         let mut work = self.poll_devices();
-        work += self.poll_ready();
-        work += self.poll_blocks()?;
+        work += self.group.poll_ready();
+        work += self.group.poll_blocks()?;
         // This is called after reaping the ring, because these connections are waiting for free
         // slots.
         self.poll_stalled();
         work += self.poll_mail();
         // We can't only do this before parking, because a busy worker never parks.
-        self.outbox.retry();
+        self.group.outbox.retry();
         // This is called after all inputs of this round, so that a timeout is not reported if there
         // was new input.
         work += self.poll_timers();
         // This is called after everything that can release memory.
         work += self.poll_pool();
-        self.sockets.accept(&mut self.ring, now);
-        self.blocks.detach_unused(&mut self.ring);
+        self.group.sockets.accept(&mut self.group.ring, now);
+        self.group.blocks.detach_unused(&mut self.group.ring);
         self.poll_returns();
         self.poll_unwanted();
         self.poll_phase();
-        self.logins.audit.poll(now);
+        self.group.logins.audit.poll(now);
         // Send everything that was generated in this round instead of waiting for the next one.
         if work > 0 {
-            for device in self.devices.open_mut() {
+            for device in self.group.devices.open_mut() {
                 work += device.progress(now);
             }
         }
@@ -433,30 +449,30 @@ impl Worker {
 
     /// Returns the time of the next timeout.
     fn deadline(&self) -> Option<Instant> {
-        let timer = self.conns.next_timer();
+        let timer = self.group.conns.next_timer();
         let phase = match self.phase {
             // All connections are closed at this time. Pending disk operations will send a
             // completion.
             Phase::Draining(until) | Phase::Stopping(until) => {
-                Some(until + GRACE).filter(|at| *at > self.now)
+                Some(until + GRACE).filter(|at| *at > self.group.now)
             }
             Phase::Serving | Phase::Drained | Phase::Quiet => None,
         };
-        let listening = self.portals.deadline();
+        let listening = self.group.portals.deadline();
         // There is no notification when a unit or device is no longer in use on this or any other
         // worker, so we have to check this periodically.
-        let leaves = self.blocks.has_leaving() || self.devices.has_unwanted();
-        let leaving = leaves.then(|| self.now + LEAVING);
+        let leaves = self.group.blocks.has_leaving() || self.group.devices.has_unwanted();
+        let leaving = leaves.then(|| self.group.now + LEAVING);
         [
-            self.sockets.deadline(),
+            self.group.sockets.deadline(),
             timer,
             leaving,
-            self.devices.deadline(self.phase == Phase::Serving),
+            self.group.devices.deadline(self.phase == Phase::Serving),
             listening.filter(|_| self.phase == Phase::Serving),
-            self.disconnects.deadline(),
+            self.group.disconnects.deadline(),
             phase,
-            self.blocks.deadline(),
-            self.logins.audit.deadline(),
+            self.group.blocks.deadline(),
+            self.group.logins.audit.deadline(),
         ]
         .into_iter()
         .flatten()
@@ -469,9 +485,9 @@ impl Drop for Worker {
     fn drop(&mut self) {
         // An active device could otherwise write to buffers that are returned to the pool by the
         // channels.
-        self.devices.clear();
-        for (_, conn) in self.conns.iter_mut() {
-            conn.fabric.abandon(&mut self.pool);
+        self.group.devices.clear();
+        for (_, conn) in self.group.conns.iter_mut() {
+            conn.fabric.abandon(&mut self.group.pool);
         }
     }
 }

@@ -13,23 +13,23 @@ impl Worker {
     /// Same as [`Worker::run`].
     pub fn park(&mut self, worked: usize) -> Result<Next, WorkerError> {
         let deadline = self.deadline();
-        let next = self.spinner.plan(self.now, worked > 0, deadline);
+        let next = self.spinner.plan(self.group.now, worked > 0, deadline);
         match next {
             Next::Poll => {}
             Next::Park(timeout) => {
                 // There is no event to wake the worker for these: completion queues with more than
                 // a single batch, released memory, messages waiting for a full mailbox, and
                 // descriptors which could not be added to the ring.
-                let is_due = self.conns.ready() > 0 || self.pool.has_change();
+                let is_due = self.group.conns.ready() > 0 || self.group.pool.has_change();
                 if self.exiting
                     || is_due
-                    || self.outbox.waiting() > 0
-                    || !self.devices.arm_watches(&mut self.ring)?
+                    || self.group.outbox.waiting() > 0
+                    || !self.group.devices.arm_watches(&mut self.group.ring)?
                 {
                     return Ok(Next::Poll);
                 }
                 self.parks += 1;
-                self.ring.park(timeout)?;
+                self.group.ring.park(timeout)?;
             }
         }
         Ok(next)

@@ -10,8 +10,8 @@ use riser_transport::verbs::{
     WrId,
 };
 
-use super::Worker;
 use super::device::Device;
+use super::device::Devices;
 use super::work::Work;
 use crate::fabric::{Direction, RdmaRequest};
 
@@ -324,7 +324,7 @@ impl Chains {
     }
 }
 
-impl Worker {
+impl Devices {
     /// Posts receives. Returns the number of receives that were posted.
     pub(super) fn post_recvs(&mut self, device: usize, qp: QpId, receives: &[Receive]) -> usize {
         let mut taken = 0;
@@ -337,7 +337,7 @@ impl Worker {
                     sges: std::slice::from_ref(place),
                 });
             }
-            if let Err(error) = self.devices[device].post_recv(qp, &wrs) {
+            if let Err(error) = self[device].post_recv(qp, &wrs) {
                 tracing::warn!(%error, "cannot post a receive");
                 // All receives before this were posted, and will complete or be flushed.
                 return taken + error.index;
@@ -350,7 +350,7 @@ impl Worker {
     /// Disconnects a connection, sets its queue pair to the error state, and posts the drain
     /// marker. Returns false if it can't be posted.
     pub(super) fn cut(&mut self, device: usize, cm: CmId, qp: QpId) -> bool {
-        let dev = &mut self.devices[device];
+        let dev = &mut self[device];
         // This is not necessary if the connection was not established or is already closed.
         let _ = dev.disconnect(cm);
         let error = QpAttr::to(QpState::Error);
@@ -373,7 +373,7 @@ impl Worker {
             flags: SendFlags::SIGNALED,
             ud: None,
         };
-        self.devices[device]
+        self[device]
             .post_send(qp, &[wr])
             .inspect_err(|error| tracing::warn!(%error, ?work, "cannot post a write"))
             .is_ok()

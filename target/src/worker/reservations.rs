@@ -18,12 +18,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use riser_reactor::{Offload, Token};
+use riser_reactor::{Offload, Ring, Token};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::reservation::{Preemption, ReservationChange, ReservationError};
-use riser_scsi::step::{BackendError, StepResult};
+use riser_scsi::step::StepResult;
 
-use super::Worker;
+use super::PollGroup;
+use super::env::Env;
 use super::mail::Mail;
 use super::work::Owner;
 use crate::fabric::{TaskIdx, TaskRef, Unit, UnitIdx};
@@ -107,7 +108,7 @@ impl<T> Line<T> {
     }
 }
 
-impl Worker {
+impl PollGroup {
     /// Saves a change when it is next in the queue.
     pub(super) fn change_reservations(
         &mut self,
@@ -116,84 +117,17 @@ impl Worker {
         change: ReservationChange,
     ) {
         let Some(unit) = self.catalog.unit(unit) else {
-            return self.refuse_change(owner);
+            return self.on_block_done(owner, refused());
         };
-        let nexus = change.nexus();
-        let waiting = Waiting {
-            owner,
-            unit,
-            change,
-        };
-        self.saver.waiting.push(nexus, waiting);
+        self.saver.push(owner, unit, change);
         self.save_next();
     }
 
     /// Starts the next change, unless a change is currently being saved.
     fn save_next(&mut self) {
-        let saver = &mut self.saver;
-        // The thread is created for the first change, because most servers never need it. If this
-        // fails, we try again for the next change.
-        if saver.helper.is_none() {
-            let host = self.env.host();
-            saver.helper = Offload::new(1, self.ring.waker(), host.threads()).ok();
+        if let Err(owner) = self.saver.save_next(&self.ring, &*self.env) {
+            self.on_block_done(owner, refused());
         }
-        let is_busy = |helper: &Offload<Outcome>| helper.outstanding() > 0;
-        if saver.helper.as_ref().is_some_and(is_busy) {
-            return;
-        }
-        let Some(Waiting {
-            owner,
-            unit,
-            change,
-        }) = saver.waiting.pop()
-        else {
-            return;
-        };
-        saver.last = saver.last.wrapping_add(1);
-        let name = saver.last;
-        let submitted = saver.helper.as_mut().is_some_and(|helper| {
-            let lu = Arc::clone(&unit.lu);
-            let job = move || lu.save_reservations(&change);
-            helper.submit(Token(name.into()), job).is_ok()
-        });
-        if !submitted {
-            // The thread could not be started.
-            return self.refuse_change(owner);
-        }
-        saver.changes.push(Change {
-            name,
-            owner: Some(owner),
-            unit,
-            left: 0,
-        });
-    }
-
-    fn refuse_change(&mut self, owner: Owner) {
-        let refused = StepResult::Reservations(Err(ReservationError::NotSaved));
-        self.on_block_done(owner, refused);
-    }
-
-    /// Called if a command no longer waits for its change. Returns false if it was not waiting. The
-    /// command completes immediately, because a blocked state directory must not delay task
-    /// management or the next login. The change may still be applied, like any command that was
-    /// aborted.
-    pub(super) fn abandon_change(&mut self, owner: Owner) -> bool {
-        let saver = &mut self.saver;
-        let is_meant = |waiting: &Waiting| waiting.owner == owner;
-        if !saver.waiting.drop_all(is_meant) {
-            let changes = &mut saver.changes;
-            let Some(at) = changes.iter().position(|c| c.owner == Some(owner)) else {
-                return false;
-            };
-            changes[at].owner = None;
-            if changes[at].left > 0 {
-                // It is already saved and only waiting for preempted commands. `on_preempted_gone`
-                // will ignore these if there is no change.
-                changes.swap_remove(at);
-            }
-        }
-        self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
-        true
     }
 
     /// Processes the results of changes. Returns the number of results.
@@ -210,16 +144,13 @@ impl Worker {
 
     /// Called when a change was saved or refused. This aborts preempted commands.
     fn on_change_saved(&mut self, name: u32, outcome: Outcome) {
-        let at = self.saver.find(name).expect("the change is under way");
-        let change = &mut self.saver.changes[at];
         let (result, preempted) = match outcome {
             Ok(preempted) => (Ok(()), preempted),
             Err(refused) => (Err(refused), None),
         };
-        let tasks = preempted.map_or_else(Vec::new, |who| change.unit.preempt(&who));
-        change.left = tasks.len();
-        if tasks.is_empty() || change.owner.is_none() {
-            self.end_change(at, result);
+        let (owner, tasks) = self.saver.on_saved(name, preempted);
+        if let Some(owner) = owner {
+            self.on_block_done(owner, StepResult::Reservations(result));
         }
         let watcher = TaskRef {
             worker: self.index,
@@ -231,28 +162,117 @@ impl Worker {
             self.post_mail(task.worker, Mail::AbortTask { task, watcher });
         }
     }
+}
 
-    /// Called when a preempted command has completed. After the last one, the change is complete.
-    pub(super) fn on_preempted_gone(&mut self, watcher: TaskRef) {
-        let Some(at) = self.saver.find(watcher.generation) else {
-            return;
-        };
-        let change = &mut self.saver.changes[at];
-        change.left -= 1;
-        if change.left == 0 {
-            self.end_change(at, Ok(()));
-        }
-    }
-
-    fn end_change(&mut self, at: usize, result: Result<(), ReservationError>) {
-        let change = self.saver.changes.swap_remove(at);
-        if let Some(owner) = change.owner {
-            self.on_block_done(owner, StepResult::Reservations(result));
-        }
-    }
+/// Result of a change that cannot be saved.
+fn refused() -> StepResult {
+    StepResult::Reservations(Err(ReservationError::NotSaved))
 }
 
 impl Saver {
+    /// Adds a change for a command.
+    fn push(&mut self, owner: Owner, unit: Arc<Unit>, change: ReservationChange) {
+        let nexus = change.nexus();
+        let waiting = Waiting {
+            owner,
+            unit,
+            change,
+        };
+        self.waiting.push(nexus, waiting);
+    }
+
+    /// Starts the next change, unless a change is currently being saved.
+    ///
+    /// # Errors
+    /// Returns the command of the change if the helper thread could not be started.
+    fn save_next(&mut self, ring: &Ring, env: &dyn Env) -> Result<(), Owner> {
+        // The thread is created for the first change, because most servers never need it. If this
+        // fails, we try again for the next change.
+        if self.helper.is_none() {
+            let host = env.host();
+            self.helper = Offload::new(1, ring.waker(), host.threads()).ok();
+        }
+        let is_busy = |helper: &Offload<Outcome>| helper.outstanding() > 0;
+        if self.helper.as_ref().is_some_and(is_busy) {
+            return Ok(());
+        }
+        let Some(Waiting {
+            owner,
+            unit,
+            change,
+        }) = self.waiting.pop()
+        else {
+            return Ok(());
+        };
+        self.last = self.last.wrapping_add(1);
+        let name = self.last;
+        let submitted = self.helper.as_mut().is_some_and(|helper| {
+            let lu = Arc::clone(&unit.lu);
+            let job = move || lu.save_reservations(&change);
+            helper.submit(Token(name.into()), job).is_ok()
+        });
+        if !submitted {
+            return Err(owner);
+        }
+        self.changes.push(Change {
+            name,
+            owner: Some(owner),
+            unit,
+            left: 0,
+        });
+        Ok(())
+    }
+
+    /// Called if a command no longer waits for its change. Returns false if it was not waiting. The
+    /// command completes immediately, because a blocked state directory must not delay task
+    /// management or the next login. The change may still be applied, like any command that was
+    /// aborted.
+    pub(super) fn abandon(&mut self, owner: Owner) -> bool {
+        let is_meant = |waiting: &Waiting| waiting.owner == owner;
+        if !self.waiting.drop_all(is_meant) {
+            let changes = &mut self.changes;
+            let Some(at) = changes.iter().position(|c| c.owner == Some(owner)) else {
+                return false;
+            };
+            changes[at].owner = None;
+            if changes[at].left > 0 {
+                // It is already saved and only waiting for preempted commands. `on_preempted_gone`
+                // will ignore these if there is no change.
+                changes.swap_remove(at);
+            }
+        }
+        true
+    }
+
+    /// Called when a change was saved or refused. Returns its command if the change is complete,
+    /// and the preempted commands to abort.
+    fn on_saved(
+        &mut self,
+        name: u32,
+        preempted: Option<Preemption>,
+    ) -> (Option<Owner>, Vec<TaskRef>) {
+        let at = self.find(name).expect("the change is under way");
+        let change = &mut self.changes[at];
+        let tasks = preempted.map_or_else(Vec::new, |who| change.unit.preempt(&who));
+        change.left = tasks.len();
+        if tasks.is_empty() || change.owner.is_none() {
+            return (self.changes.swap_remove(at).owner, tasks);
+        }
+        (None, tasks)
+    }
+
+    /// Called when a preempted command has completed. After the last one, the change is complete
+    /// and its command is returned.
+    pub(super) fn on_preempted_gone(&mut self, watcher: TaskRef) -> Option<Owner> {
+        let at = self.find(watcher.generation)?;
+        let change = &mut self.changes[at];
+        change.left -= 1;
+        if change.left > 0 {
+            return None;
+        }
+        self.changes.swap_remove(at).owner
+    }
+
     fn next_result(&mut self) -> Option<(Token, Outcome)> {
         self.helper.as_mut().and_then(Offload::poll_result)
     }

@@ -97,10 +97,10 @@ impl Worker {
             Fabric::Tcp(own) => own.channel.channel().memory(),
             Fabric::Iser(own) => own.channel.params().memory().contexts,
         };
-        let all = self.conns.iter();
+        let all = self.group.conns.iter();
         let spare = Announced {
             connections: 0,
-            bytes: self.spares.memory(),
+            bytes: self.group.spares.memory(),
         };
         all.fold(spare, |sum, (_, conn)| Announced {
             connections: sum.connections + 1,
@@ -110,20 +110,20 @@ impl Worker {
 
     pub(super) fn snapshot(&self) -> Snapshot {
         // This includes closed connections, because the totals must not decrease.
-        let mut totals = self.past.clone();
+        let mut totals = self.group.past.clone();
         let mut sessions = Vec::new();
         let (mut iscsi_sessions, mut session_accounts) = (Vec::new(), Vec::new());
-        for (_, conn) in self.conns.iter() {
+        for (_, conn) in self.group.conns.iter() {
             totals.add(&conn.fabric);
             if let Fabric::Srp(own) = &conn.fabric {
-                let provider = self.devices.provider(own.rdma.device);
-                sessions.push(own.info(conn.peer, provider, self.index));
+                let provider = self.group.devices.provider(own.rdma.device);
+                sessions.push(own.info(conn.peer, provider, self.group.index));
             }
-            iscsi_sessions.extend(iscsi_session(conn, &self.devices));
+            iscsi_sessions.extend(iscsi_session(conn, &self.group.devices));
             session_accounts.extend(accounts(conn));
         }
         Snapshot {
-            worker: self.index,
+            worker: self.group.index,
             counters: totals.srp,
             sessions,
             iscsi: totals.iscsi,
@@ -134,20 +134,20 @@ impl Worker {
                 (Protocol::Iscsi, totals.iscsi_functions),
                 (Protocol::Iser, totals.iser_functions),
             ],
-            logins: self.logins.accepted().clone(),
-            rejects: self.logins.refused().clone(),
-            devices: self.devices.info(),
-            rdma_listeners: self.portals.listeners.ports(&self.devices),
-            tcp_listeners: self.sockets.listening().collect(),
+            logins: self.group.logins.accepted().clone(),
+            rejects: self.group.logins.refused().clone(),
+            devices: self.group.devices.info(),
+            rdma_listeners: self.group.portals.listeners.ports(&self.group.devices),
+            tcp_listeners: self.group.sockets.listening().collect(),
             busy: self.busy,
-            ran: self.now.saturating_duration_since(self.began),
-            pool_size: self.pool.size(),
-            pool_free: self.pool.free(),
-            pool_lowest: self.pool.lowest_free(),
-            pool_is_whole: self.pool.is_whole(),
-            connections: self.conns.iter().count(),
-            timers: self.conns.timers(),
-            waiting_mail: self.outbox.waiting(),
+            ran: self.group.now.saturating_duration_since(self.began),
+            pool_size: self.group.pool.size(),
+            pool_free: self.group.pool.free(),
+            pool_lowest: self.group.pool.lowest_free(),
+            pool_is_whole: self.group.pool.is_whole(),
+            connections: self.group.conns.iter().count(),
+            timers: self.group.conns.timers(),
+            waiting_mail: self.group.outbox.waiting(),
             parks: self.parks,
         }
     }

@@ -8,7 +8,6 @@ use riser_memory::{MemSlice, Memory};
 use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
 use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp, Sge};
 
-use super::Worker;
 use super::conns::ConnKey;
 use super::fabrics::{Fabric, Input, SrpConn};
 use super::login_log::Reason;
@@ -16,6 +15,7 @@ use super::mail::SessionInfo;
 use super::queue::{ChainSend, Chains, Posted, RECV_BATCH, Receive};
 use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
 use super::work::Work;
+use super::{PollGroup, Worker};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::{ConnRef, ConnectionMemory, MAX_SGE, TaskIdx};
@@ -94,9 +94,9 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        let Some(listener) = self.portals.listeners.get(device, listener) else {
+        let Some(listener) = self.group.portals.listeners.get(device, listener) else {
             // The listener is being closed.
-            let who = self.who_srp(device, None, peer, None);
+            let who = self.group.who_srp(device, None, peer, None);
             let reason = LoginRejReason::UnableToEstablishChannel;
             return self.refuse(device, cm, Tag(0), reason, &who, None);
         };
@@ -111,7 +111,7 @@ impl Worker {
         match parsed {
             Ok(req) => self.on_srp_login(device, cm, entrance, peer, &req, param),
             Err(error) => {
-                let who = self.who_srp(device, Some(entrance), peer, None);
+                let who = self.group.who_srp(device, Some(entrance), peer, None);
                 let reason = LoginRejReason::UnableToEstablishChannel;
                 self.refuse(device, cm, Tag(0), reason, &who, Some(&error));
             }
@@ -128,31 +128,31 @@ impl Worker {
         req: &LoginReq,
         param: &ConnParam,
     ) {
-        let serial = self.conns.take_serial();
+        let serial = self.group.conns.take_serial();
         let channel = ConnRef {
-            worker: self.index,
+            worker: self.group.index,
             serial,
         };
-        let shared = std::sync::Arc::clone(&self.shared);
+        let shared = std::sync::Arc::clone(&self.group.shared);
         let key = NexusKey {
             initiator: req.initiator_port,
             target: req.target_port,
         };
-        let mut who = self.who_srp(device, Some(entrance), peer, Some(&key));
+        let mut who = self.group.who_srp(device, Some(entrance), peer, Some(&key));
         let ends = Endpoints {
             peer,
-            local: self.devices.addr(device),
+            local: self.group.devices.addr(device),
             entrance,
         };
         // Do this before creating the channel, because it defines the order of logins for an
         // initiator that uses several workers.
-        let (mut grant, guard) = match shared.registry.login(req, ends, channel, self.now) {
+        let (mut grant, guard) = match shared.registry.login(req, ends, channel, self.group.now) {
             Ok(entered) => entered,
             Err(refused) => {
                 let is_full = refused.reason == LoginRejReason::InsufficientResources;
                 let bound = is_full.then(|| shared.registry.reached_bound(peer.ip()));
                 let bound = bound.flatten();
-                let target = self.catalog.target_of(&req.target_port);
+                let target = self.group.catalog.target_of(&req.target_port);
                 let is_blocked =
                     target.is_some_and(|t| t.blocklist.has_port(&req.initiator_port.0));
                 let detail = match &bound {
@@ -163,8 +163,9 @@ impl Worker {
             }
         };
         // The session may have units that are new for this worker.
-        self.follow_catalog();
-        self.terminate_all(std::mem::take(&mut grant.displaced));
+        self.group.follow_catalog();
+        self.group
+            .terminate_all(std::mem::take(&mut grant.displaced));
         let nexus = grant.nexus;
         let login = Login {
             device,
@@ -179,13 +180,13 @@ impl Worker {
         };
         match self.accept_srp(login) {
             Ok(memory) => {
-                self.log_out_unserved();
+                self.group.log_out_unserved();
                 who.nexus = Some(nexus.0);
                 // It may be for a target that was unknown to this worker.
-                who.target = self.who_srp(device, None, peer, Some(&key)).target;
-                self.logins.accept(self.now, &who);
+                who.target = self.group.who_srp(device, None, peer, Some(&key)).target;
+                self.group.logins.accept(self.group.now, &who);
                 tracing::debug!(
-                    %peer, nexus = nexus.0, channel = serial, worker = self.index,
+                    %peer, nexus = nexus.0, channel = serial, worker = self.group.index,
                     memory = memory.total(), "channel established"
                 );
             }
@@ -199,7 +200,7 @@ impl Worker {
     /// Called when the connection of a channel is established. Other channels are only terminated
     /// at this point, because the source of a connection request could be forged.
     pub(super) fn on_srp_established(&mut self, key: ConnKey) {
-        let Some(conn) = self.conns.srp_mut(key) else {
+        let Some(conn) = self.group.conns.srp_mut(key) else {
             return;
         };
         conn.rdma.was_established = true;
@@ -208,21 +209,130 @@ impl Worker {
         }
         let nexus = conn.key;
         let channel = ConnRef {
-            worker: self.index,
+            worker: self.group.index,
             serial: conn.channel.config().serial,
         };
-        let done = self.shared.registry.establish(nexus, channel);
+        let done = self.group.shared.registry.establish(nexus, channel);
         // A login request alone doesn't prove that there is an initiator.
         if !done.terminate.contains(&channel) {
-            self.pool
+            self.group
+                .pool
                 .add_member(Owner(channel.serial), &nexus.initiator);
         }
         // Do this first, because the channels it is waiting for may be closed when this returns.
-        self.with_srp(key, |ch, cx| ch.handle_established(cx, done.may_start));
-        self.notify_waiting(done.start);
-        self.terminate_all(done.terminate);
+        self.group
+            .with_srp(key, |ch, cx| ch.handle_established(cx, done.may_start));
+        self.group.notify_waiting(done.start);
+        self.group.terminate_all(done.terminate);
     }
 
+    fn refuse(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        tag: Tag,
+        refused: impl Into<LoginRefused>,
+        who: &Who,
+        detail: Option<&dyn Display>,
+    ) {
+        let LoginRefused { reason, audit } = refused.into();
+        let names = Reason {
+            logged: audit,
+            counted: reason.name(),
+        };
+        self.group.logins.refuse(self.group.now, who, names, detail);
+        let rej = LoginRej {
+            reason,
+            tag,
+            formats: BufferFormats::DIRECT | BufferFormats::INDIRECT,
+        };
+        let mut bytes = [0; riser_scsi::srp::LOGIN_REJ_LEN];
+        rej.emit(&mut bytes);
+        let dev = &mut self.group.devices[device];
+        // The peer may have canceled the request. In this case, we don't have to reply.
+        let _ = dev.reject(cm, &bytes);
+        let _ = dev.destroy_id(cm);
+    }
+
+    /// Creates a channel and accepts the connection. On error, the session is left again.
+    fn accept_srp(&mut self, login: Login<'_>) -> Result<ConnectionMemory, SetupError> {
+        let Login {
+            device,
+            grant,
+            guard,
+            ..
+        } = login;
+        let params = grant.outcome.params;
+        let parts = match self.make_srp(device, login.cm, &params) {
+            Ok(parts) => parts,
+            Err(error) => {
+                self.group.leave_session(guard, Departure::default());
+                return Err(error);
+            }
+        };
+        let config = ChannelConfig {
+            params,
+            worker: self.group.index,
+            serial: login.serial,
+            nexus: grant.nexus,
+            luns: grant.outcome.luns,
+            receive_ring: parts.receive_ring,
+            send_ring: parts.send_ring,
+            max_sge: parts.max_sge,
+            data_out_timeout: self.group.catalog.data_out_timeout,
+        };
+        let conn = SrpConn {
+            channel: Channel::new(config, self.group.now),
+            key: login.key,
+            guard,
+            entrance: login.entrance,
+            rdma: RdmaLink::new(device, login.cm, parts.hardware),
+        };
+        let fabric = Fabric::Srp(Box::new(conn));
+        // Do this before sending the reply, so that all subsequent events and completions find the
+        // channel.
+        let key = self.group.conns.insert(login.serial, login.peer, fabric);
+        let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
+        grant.outcome.rsp.emit(&mut rsp);
+        self.accept(key, login.param, &rsp)?;
+        Ok(params.memory())
+    }
+
+    /// Creates the rings and queue pair for a channel.
+    fn make_srp(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        params: &ChannelParams,
+    ) -> Result<Parts, SetupError> {
+        let memory = params.memory();
+        // The rings are allocated with their full size, but pages are only used when messages are
+        // received. A peer can't increase the memory of a channel above `ChannelParams::memory`.
+        let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
+        let send_ring = Memory::sparse(memory.send_ring)?.whole();
+        let dev = &mut self.group.devices[device];
+        let max_sge = (dev.device_attr().max_sge as usize).min(MAX_SGE);
+        let queues = Queues {
+            receives: params.receives(),
+            sends: params.send_queue,
+            max_sge,
+        };
+        let regions = Regions {
+            receive_ring: &receive_ring,
+            send_ring: &send_ring,
+            pool: self.group.pool.memory(),
+        };
+        let hardware = Hardware::make(dev, cm, queues, regions)?;
+        Ok(Parts {
+            receive_ring,
+            send_ring,
+            hardware,
+            max_sge,
+        })
+    }
+}
+
+impl PollGroup {
     /// Returns both ends of a connection for the audit log.
     fn who_srp(
         &self,
@@ -248,111 +358,6 @@ impl Worker {
             target,
             nexus: None,
         }
-    }
-
-    fn refuse(
-        &mut self,
-        device: usize,
-        cm: CmId,
-        tag: Tag,
-        refused: impl Into<LoginRefused>,
-        who: &Who,
-        detail: Option<&dyn Display>,
-    ) {
-        let LoginRefused { reason, audit } = refused.into();
-        let names = Reason {
-            logged: audit,
-            counted: reason.name(),
-        };
-        self.logins.refuse(self.now, who, names, detail);
-        let rej = LoginRej {
-            reason,
-            tag,
-            formats: BufferFormats::DIRECT | BufferFormats::INDIRECT,
-        };
-        let mut bytes = [0; riser_scsi::srp::LOGIN_REJ_LEN];
-        rej.emit(&mut bytes);
-        let dev = &mut self.devices[device];
-        // The peer may have canceled the request. In this case, we don't have to reply.
-        let _ = dev.reject(cm, &bytes);
-        let _ = dev.destroy_id(cm);
-    }
-
-    /// Creates a channel and accepts the connection. On error, the session is left again.
-    fn accept_srp(&mut self, login: Login<'_>) -> Result<ConnectionMemory, SetupError> {
-        let Login {
-            device,
-            grant,
-            guard,
-            ..
-        } = login;
-        let params = grant.outcome.params;
-        let parts = match self.make_srp(device, login.cm, &params) {
-            Ok(parts) => parts,
-            Err(error) => {
-                self.leave_session(guard, Departure::default());
-                return Err(error);
-            }
-        };
-        let config = ChannelConfig {
-            params,
-            worker: self.index,
-            serial: login.serial,
-            nexus: grant.nexus,
-            luns: grant.outcome.luns,
-            receive_ring: parts.receive_ring,
-            send_ring: parts.send_ring,
-            max_sge: parts.max_sge,
-            data_out_timeout: self.catalog.data_out_timeout,
-        };
-        let conn = SrpConn {
-            channel: Channel::new(config, self.now),
-            key: login.key,
-            guard,
-            entrance: login.entrance,
-            rdma: RdmaLink::new(device, login.cm, parts.hardware),
-        };
-        let fabric = Fabric::Srp(Box::new(conn));
-        // Do this before sending the reply, so that all subsequent events and completions find the
-        // channel.
-        let key = self.conns.insert(login.serial, login.peer, fabric);
-        let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
-        grant.outcome.rsp.emit(&mut rsp);
-        self.accept(key, login.param, &rsp)?;
-        Ok(params.memory())
-    }
-
-    /// Creates the rings and queue pair for a channel.
-    fn make_srp(
-        &mut self,
-        device: usize,
-        cm: CmId,
-        params: &ChannelParams,
-    ) -> Result<Parts, SetupError> {
-        let memory = params.memory();
-        // The rings are allocated with their full size, but pages are only used when messages are
-        // received. A peer can't increase the memory of a channel above `ChannelParams::memory`.
-        let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
-        let send_ring = Memory::sparse(memory.send_ring)?.whole();
-        let dev = &mut self.devices[device];
-        let max_sge = (dev.device_attr().max_sge as usize).min(MAX_SGE);
-        let queues = Queues {
-            receives: params.receives(),
-            sends: params.send_queue,
-            max_sge,
-        };
-        let regions = Regions {
-            receive_ring: &receive_ring,
-            send_ring: &send_ring,
-            pool: self.pool.memory(),
-        };
-        let hardware = Hardware::make(dev, cm, queues, regions)?;
-        Ok(Parts {
-            receive_ring,
-            send_ring,
-            hardware,
-            max_sge,
-        })
     }
 
     /// Executes the actions of a channel.
@@ -396,7 +401,7 @@ impl Worker {
                 }
                 Action::Probe => {
                     let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
-                    if !self.post_empty_write(device, qp, Work::Probe) {
+                    if !self.devices.post_empty_write(device, qp, Work::Probe) {
                         self.with_srp(key, |ch, cx| ch.handle_probed(cx, false));
                     }
                 }
@@ -424,7 +429,7 @@ impl Worker {
             return;
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
-        let taken = self.post_recvs(device, qp, receives);
+        let taken = self.devices.post_recvs(device, qp, receives);
         // These will never complete, so we handle them as flushed. Otherwise the channel would wait
         // for them before it can be released.
         for (id, _) in receives.drain(..).skip(taken) {
@@ -516,8 +521,8 @@ impl Worker {
             return;
         };
         let slot = conn.channel.receives().slot(recv);
-        self.with_received(slot, len, |worker, bytes| {
-            worker.with_srp(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
+        self.with_received(slot, len, |group, bytes| {
+            group.with_srp(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
         });
     }
 

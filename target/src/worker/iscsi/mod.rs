@@ -23,7 +23,7 @@ use std::net::SocketAddr;
 
 use slab::Slab;
 
-use super::Worker;
+use super::PollGroup;
 use super::conns::{Conn, ConnKey};
 use super::fabrics::{Fabric, Input};
 use super::listener::TcpListener;
@@ -58,7 +58,7 @@ impl Sockets {
     }
 }
 
-impl Worker {
+impl PollGroup {
     /// Called when a connection is lost but its commands are kept.
     fn lose_iscsi(&mut self, key: ConnKey) {
         let Some(conn) = self.conns.get(key) else {

@@ -13,14 +13,14 @@ use riser_reactor::{Completion, Handle, Receive, Ring, SubmitError, Token};
 use super::Sockets;
 use crate::iscsi::{ChannelConfig, Phase, TcpChannel};
 use crate::sessions::budget::counted_address;
-use crate::worker::Worker;
-use crate::worker::conns::ConnKey;
+use crate::worker::conns::{ConnKey, Conns};
 use crate::worker::fabrics::{Fabric, Input, Login, TcpConn};
 use crate::worker::gate::{ConnAddrs, Transport};
 use crate::worker::listener::TcpListener;
 use crate::worker::login_log::Reason;
 use crate::worker::slots::{Slots, connections};
 use crate::worker::stream::{Sending, Stream};
+use crate::worker::{PollGroup, Worker};
 
 /// Token prefix. The next byte is the type of operation.
 const ISCSI: u64 = 3 << 56;
@@ -183,7 +183,33 @@ impl Sockets {
     }
 }
 
-impl Worker {
+impl Conns<Fabric> {
+    /// Returns the oldest connection in login phase if there are already `most` of them, or half of
+    /// this number from the same address. It has to be closed, so that they can't block new
+    /// connections.
+    fn surplus_login(&self, address: IpAddr, most: usize) -> Option<ConnKey> {
+        let strangers = self.tcps().filter(|(_, _, tcp)| {
+            tcp.channel.channel().phase() == Phase::Login && !tcp.socket.is_shut
+        });
+        let strangers: Vec<_> = strangers
+            .map(|(key, conn, _)| (conn.serial(), key, counted_address(conn.peer.ip())))
+            .collect();
+        let address = counted_address(address);
+        let from_there = strangers.iter().filter(|(_, _, ip)| *ip == address);
+        // Check the address first: if a host opens too many connections, we should only close its
+        // own connections.
+        let oldest = if from_there.clone().count() >= most.div_ceil(2) {
+            from_there.min_by_key(|(serial, _, _)| *serial)
+        } else if strangers.len() >= most {
+            strangers.iter().min_by_key(|(serial, _, _)| *serial)
+        } else {
+            None
+        };
+        oldest.map(|(_, key, _)| *key)
+    }
+}
+
+impl PollGroup {
     /// Handles a completion if it is for a socket.
     pub(in crate::worker) fn on_iscsi_completion(&mut self, completion: &mut Completion) -> bool {
         let id = completion.token.0;
@@ -240,7 +266,9 @@ impl Worker {
         // of a response until the previous one is acknowledged.
         socket.set_nodelay()?;
         let peer = socket.peer_addr()?;
-        self.make_room_for_login(peer.ip(), most / 2);
+        if let Some(key) = self.conns.surplus_login(peer.ip(), most / 2) {
+            self.shut_down_socket(key);
+        }
         let serial = self.conns.take_serial();
         let config = ChannelConfig {
             worker: self.index,
@@ -257,31 +285,6 @@ impl Worker {
         let key = self.conns.insert(serial, peer, fabric);
         self.conns.mark_dirty(key);
         Ok(())
-    }
-
-    /// Closes the oldest connection in login phase if there are already `most` of them, or half of
-    /// this number from the same address. This ensures that they can't block new connections.
-    fn make_room_for_login(&mut self, address: IpAddr, most: usize) {
-        let strangers = self.conns.tcps().filter(|(_, _, tcp)| {
-            tcp.channel.channel().phase() == Phase::Login && !tcp.socket.is_shut
-        });
-        let strangers: Vec<_> = strangers
-            .map(|(key, conn, _)| (conn.serial(), key, counted_address(conn.peer.ip())))
-            .collect();
-        let address = counted_address(address);
-        let from_there = strangers.iter().filter(|(_, _, ip)| *ip == address);
-        // Check the address first: if a host opens too many connections, we should only close its
-        // own connections.
-        let oldest = if from_there.clone().count() >= most.div_ceil(2) {
-            from_there.min_by_key(|(serial, _, _)| *serial)
-        } else if strangers.len() >= most {
-            strangers.iter().min_by_key(|(serial, _, _)| *serial)
-        } else {
-            None
-        };
-        if let Some(key) = oldest.map(|(_, key, _)| *key) {
-            self.shut_down_socket(key);
-        }
     }
 
     /// Receives more data, unless the channel is busy.
@@ -451,18 +454,6 @@ impl Worker {
         }
     }
 
-    /// Continues connections that were waiting for a slot in the ring.
-    pub(in crate::worker) fn poll_stalled(&mut self) {
-        if self.sockets.stalled.is_empty() {
-            return;
-        }
-        let stalled = std::mem::take(&mut self.sockets.stalled);
-        for key in stalled {
-            self.conns.mark_dirty(key);
-        }
-        self.drain_dirty();
-    }
-
     fn on_send_failed(&mut self, key: ConnKey) {
         if let Some(conn) = self.conns.tcp_mut(key) {
             conn.socket.sending = None;
@@ -532,6 +523,20 @@ impl Worker {
         if connection.is_shut && is_idle && !std::mem::replace(&mut connection.is_gone, true) {
             self.input(key, Input::Disconnected);
         }
+    }
+}
+
+impl Worker {
+    /// Continues connections that were waiting for a slot in the ring.
+    pub(in crate::worker) fn poll_stalled(&mut self) {
+        if self.group.sockets.stalled.is_empty() {
+            return;
+        }
+        let stalled = std::mem::take(&mut self.group.sockets.stalled);
+        for key in stalled {
+            self.group.conns.mark_dirty(key);
+        }
+        self.group.drain_dirty();
     }
 }
 

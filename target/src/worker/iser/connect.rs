@@ -45,10 +45,10 @@ impl Worker {
     ) {
         // We need two for each session: if it is replaced, the previous connection is still in use
         // until all its commands have left the devices.
-        let most = 2 * self.catalog.limits.sessions as usize + UNCONFIRMED + LOGINS;
+        let most = 2 * self.group.catalog.limits.sessions as usize + UNCONFIRMED + LOGINS;
         // Do this first, so that forged requests can't reach the limit below.
         self.make_room_for_request();
-        let has_room = self.conns.isers().count() < most;
+        let has_room = self.group.conns.isers().count() < most;
         let accepted = if self.phase == Phase::Serving && has_room {
             self.accept_iser(device, cm, listen, peer, param)
                 .map_err(|error| error.to_string())
@@ -64,8 +64,10 @@ impl Worker {
             };
             let who = place.nobody();
             let reason = Reason::OUT_OF_RESOURCES;
-            self.logins.refuse(self.now, &who, reason, Some(&error));
-            let dev = &mut self.devices[device];
+            self.group
+                .logins
+                .refuse(self.group.now, &who, reason, Some(&error));
+            let dev = &mut self.group.devices[device];
             // The peer may have canceled the request. In this case, we don't have to reply.
             let _ = dev.reject(cm, &[]);
             let _ = dev.destroy_id(cm);
@@ -74,28 +76,31 @@ impl Worker {
 
     /// Closes a connection that is not established if there are too many of them.
     fn make_room_for_request(&mut self) {
-        let all = self.conns.isers_in(&[ConnState::Init]);
+        let all = self.group.conns.isers_in(&[ConnState::Init]);
         if all.len() >= UNCONFIRMED
             && let Some(key) = unconfirmed::displaceable(&all)
         {
-            self.input(key, Input::Terminate);
-            self.drain_dirty();
+            self.group.input(key, Input::Terminate);
+            self.group.drain_dirty();
         }
     }
 
     /// Called when a connection is established. If there are too many connections before login, one
     /// of them is closed. This ensures that they can't block new connections.
     pub(in crate::worker) fn on_iser_established(&mut self, key: ConnKey) {
-        let Some(conn) = self.conns.iser_mut(key) else {
+        let Some(conn) = self.group.conns.iser_mut(key) else {
             return;
         };
         conn.rdma.was_established = true;
-        let Some(conn) = self.conns.get(key) else {
+        let Some(conn) = self.group.conns.get(key) else {
             return;
         };
         let address = counted_address(conn.peer.ip());
-        self.with_iser(key, IserChannel::handle_established);
-        let mut all = self.conns.isers_in(&[ConnState::Up, ConnState::Bound]);
+        self.group.with_iser(key, IserChannel::handle_established);
+        let mut all = self
+            .group
+            .conns
+            .isers_in(&[ConnState::Up, ConnState::Bound]);
         let is_from_there = |one: &Unconfirmed<ConnKey>| counted_address(one.address) == address;
         // If there are too many from this address, close one of these. Connections from a different
         // address are only affected if the total is too large.
@@ -105,7 +110,7 @@ impl Worker {
             return;
         }
         if let Some(key) = unconfirmed::displaceable(&all) {
-            self.input(key, Input::Terminate);
+            self.group.input(key, Input::Terminate);
         }
     }
 
@@ -121,13 +126,13 @@ impl Worker {
         // A feature can only be used if it's offered by both sides.
         let agreed = OFFER.and(CmHeader::parse(&param.private_data));
         let reads = reads(param);
-        let attr = self.devices[device].device_attr();
+        let attr = self.group.devices[device].device_attr();
         let params = IserParams {
             max_sge: (attr.max_sge as usize).min(MAX_SGE),
             reads: reads.into(),
             remote_invalidate: agreed.remote_invalidate,
-            data_out_timeout: self.catalog.data_out_timeout,
-            ..IserParams::new(self.catalog.commands)
+            data_out_timeout: self.group.catalog.data_out_timeout,
+            ..IserParams::new(self.group.catalog.commands)
         };
         let memory = params.memory();
         // The rings are allocated with their full size, but pages are only used when messages are
@@ -142,26 +147,26 @@ impl Worker {
         let regions = Regions {
             receive_ring: &receive_ring,
             send_ring: &send_ring,
-            pool: self.pool.memory(),
+            pool: self.group.pool.memory(),
         };
-        let hardware = Hardware::make(&mut self.devices[device], cm, queues, regions)?;
-        let serial = self.conns.take_serial();
+        let hardware = Hardware::make(&mut self.group.devices[device], cm, queues, regions)?;
+        let serial = self.group.conns.take_serial();
         let config = IserConfig {
             params,
-            worker: self.index,
+            worker: self.group.index,
             serial,
             receive_ring,
             send_ring,
         };
         let conn = IserConn {
-            channel: IserChannel::new(config, self.now),
+            channel: IserChannel::new(config, self.group.now),
             rdma: RdmaLink::new(device, cm, hardware),
             login: Login::at(listen),
         };
         let fabric = Fabric::Iser(Box::new(conn));
         // Do this before sending the reply, so that all subsequent events and completions find the
         // connection.
-        let key = self.conns.insert(serial, peer, fabric);
+        let key = self.group.conns.insert(serial, peer, fabric);
         self.accept(key, param, &agreed.bytes())?;
         tracing::debug!(
             %peer, channel = serial, memory = memory.total(),

@@ -15,7 +15,7 @@ mod connect;
 
 use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp, Sge};
 
-use super::Worker;
+use super::PollGroup;
 use super::conns::{Conn, ConnKey, Conns};
 use super::fabrics::{Fabric, Input, IserConn};
 use super::queue::{ChainSend, Chains, Posted, Receive};
@@ -60,7 +60,7 @@ impl Conns<Fabric> {
     }
 }
 
-impl Worker {
+impl PollGroup {
     /// Executes the actions of a connection and posts its work requests.
     pub(super) fn pump_iser(&mut self, key: ConnKey) {
         let mut released = false;
@@ -108,7 +108,7 @@ impl Worker {
             return;
         };
         let (device, qp) = (conn.rdma.device, conn.rdma.hardware.qp);
-        let taken = self.post_recvs(device, qp, receives);
+        let taken = self.devices.post_recvs(device, qp, receives);
         // These will never complete, so we handle them as flushed. Otherwise the connection would
         // wait for them before it can be released.
         for (id, _) in receives.drain(..).skip(taken) {
@@ -216,8 +216,8 @@ impl Worker {
             return;
         };
         let slot = conn.channel.receive_slot(rx);
-        self.with_received(slot, len, |worker, bytes| {
-            worker.with_iser(key, |conn, cx| conn.handle_recv(cx, rx, bytes));
+        self.with_received(slot, len, |group, bytes| {
+            group.with_iser(key, |conn, cx| conn.handle_recv(cx, rx, bytes));
         });
     }
 }

@@ -27,11 +27,18 @@ pub trait State: Debug {
 /// process, including all other threads.
 #[inline]
 pub fn become_state<S: State>(state: &mut S, next: S) {
-    let is_legal = state.may_become(&next) || std::thread::panicking();
-    assert!(is_legal, "{state:?} became {next:?}");
+    if !state.may_become(&next) {
+        check_panicking(state, &next);
+    }
     #[cfg(feature = "testing")]
     testing::record(state, &next);
     *state = next;
+}
+
+/// Called for a transition that is not valid. This is out of line to keep the valid case small.
+#[cold]
+fn check_panicking<S: State>(state: &S, next: &S) {
+    assert!(std::thread::panicking(), "{state:?} became {next:?}");
 }
 
 #[cfg(feature = "testing")]

@@ -24,6 +24,8 @@ pub(crate) const ACTION_MASK: u8 = 0x1f;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Usage {
     bytes: [u8; CDB_MAX],
+    /// All other bits of the CDB, except for the operation code.
+    reserved: [u8; CDB_MAX],
     len: usize,
 }
 
@@ -31,6 +33,7 @@ impl Usage {
     /// Used for an unknown command, where arbitrary values are possible.
     pub(crate) const UNKNOWN: Self = Self {
         bytes: [0xff; CDB_MAX],
+        reserved: [0; CDB_MAX],
         len: 0,
     };
 
@@ -59,7 +62,17 @@ impl Usage {
             at += 1;
         }
         assert!(digits == 2 * len, "bitmap and CDB have different sizes");
-        Self { bytes, len }
+        let mut reserved = [0; CDB_MAX];
+        let mut at = 1;
+        while at < len {
+            reserved[at] = !bytes[at];
+            at += 1;
+        }
+        Self {
+            bytes,
+            reserved,
+            len,
+        }
     }
 
     /// Returns the bitmap of bits that are evaluated, with the same size as the CDB.
@@ -69,7 +82,9 @@ impl Usage {
 
     /// Returns the same usage, with a field to select the checks of protection information.
     pub(crate) fn with_protect(mut self) -> Self {
-        self.bytes[flags_byte(self.len)] |= PROTECT_MASK;
+        let flags = flags_byte(self.len);
+        self.bytes[flags] |= PROTECT_MASK;
+        self.reserved[flags] &= !PROTECT_MASK;
         self
     }
 }
@@ -118,23 +133,17 @@ impl Cdb {
     pub(crate) fn parse(received: &[u8], usage: &Usage) -> Result<Self, Sense> {
         // Point to the first byte after the end if the CDB is too short.
         let cdb = Self::from_received(received, usage.len)
-            .ok_or(Sense::cdb_field(received.len() as u16, None))?;
-        let reserved = |half| number(&cdb.bytes, half) & !number(&usage.bytes, half);
-        // Use a single comparison for all bytes except for the operation code.
-        let first = reserved(0) & (u128::MAX >> 8);
-        let (reserved, start) = if first == 0 && usage.len > HALF {
-            (reserved(1), HALF as u32)
-        } else {
-            (first, 0)
+            .ok_or_else(|| Sense::cdb_field(received.len() as u16, None))?;
+        let reserved = [0, 1].map(|half| number(&cdb.bytes, half) & number(&usage.reserved, half));
+        // These are big-endian values, so the number of leading zeros is the position of the first
+        // reserved bit that is set.
+        let position = match reserved {
+            [0, 0] => return Ok(cdb),
+            [0, second] => u128::BITS + second.leading_zeros(),
+            [first, _] => first.leading_zeros(),
         };
-        if reserved == 0 {
-            return Ok(cdb);
-        }
-        // This is a big-endian value, so the number of leading zeros is the position of the first
-        // invalid bit.
-        let position = reserved.leading_zeros();
         Err(Sense::cdb_field(
-            (start + position / 8) as u16,
+            (position / 8) as u16,
             Some(7 - (position % 8) as u8),
         ))
     }
@@ -143,9 +152,8 @@ impl Cdb {
     /// Returns `None` if it's too short.
     pub(crate) fn masked(received: &[u8], usage: &Usage) -> Option<Self> {
         let mut cdb = Self::from_received(received, usage.len)?;
-        for half in 0..cdb.len.div_ceil(HALF) {
-            let used = number(&cdb.bytes, half) & number(&usage.bytes, half);
-            cdb.bytes[half * HALF..][..HALF].copy_from_slice(&used.to_be_bytes());
+        for (byte, used) in cdb.bytes.iter_mut().zip(&usage.bytes) {
+            *byte &= used;
         }
         Some(cdb)
     }
@@ -188,16 +196,13 @@ impl Cdb {
         field.get(&self.bytes).expect("field is within the CDB")
     }
 
+    /// Returns a CDB with `len` bytes, possibly followed by padding.
     fn from_received(received: &[u8], len: usize) -> Option<Self> {
         let mut bytes = [0; CDB_MAX];
         // Transports provide at least 16 bytes for every CDB. Copying a fixed number of bytes is
         // much cheaper than calling memcpy.
         match received.first_chunk::<HALF>() {
-            Some(first) if len <= HALF => {
-                let unused = u128::MAX.checked_shr(8 * len as u32).unwrap_or(0);
-                let used = u128::from_be_bytes(*first) & !unused;
-                bytes[..HALF].copy_from_slice(&used.to_be_bytes());
-            }
+            Some(first) if len <= HALF => bytes[..HALF].copy_from_slice(first),
             _ => bytes[..len].copy_from_slice(received.get(..len)?),
         }
         Some(Self { bytes, len })
@@ -258,6 +263,7 @@ impl Cdb {
     /// Returns the LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.
     ///
     /// For a 6-byte CDB, a length of zero is handled as 256 blocks (SBC-3 5.7).
+    #[inline]
     pub(crate) fn extent(&self) -> Extent {
         match self.len {
             6 => Extent {
@@ -340,6 +346,10 @@ mod tests {
             Cdb::parse(&[0x28, 0], &usage),
             Err(Sense::cdb_field(2, None))
         );
+        // Padding is ignored.
+        let mut padded = [0xff; 16];
+        padded[..10].copy_from_slice(&[0x28, 0x08, 0, 0, 0, 1, 0, 0, 2, 0]);
+        assert!(Cdb::parse(&padded, &usage).is_ok_and(|cdb| cdb.fua()));
         let protected = usage.with_protect();
         assert_eq!(Cdb::parse(&cdb, &protected).map(|cdb| cdb.protect()), Ok(1));
         // READ (32): bits in both halves.

@@ -317,9 +317,14 @@ impl Opcode {
 
     /// Parses a CDB for an LU with this configuration. See [`Cdb::parse`].
     pub(crate) fn parse(&self, received: &[u8], config: &Config) -> Result<Cdb, Sense> {
-        let Some(protection) = self.protection(config) else {
-            return Cdb::parse(received, &self.usage);
-        };
+        match self.protection(config) {
+            None => Cdb::parse(received, &self.usage),
+            Some(protection) => self.parse_protected(received, protection),
+        }
+    }
+
+    #[inline(never)]
+    fn parse_protected(&self, received: &[u8], protection: Protection) -> Result<Cdb, Sense> {
         let cdb = Cdb::parse(received, &self.usage.with_protect())?;
         let protect = cdb.protect();
         if protect > 0 && !self.allows_protect(protection) {

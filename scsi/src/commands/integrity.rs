@@ -46,9 +46,15 @@ impl Frame {
     /// Returns the number of transferred bytes for `len` bytes on the medium.
     pub(crate) fn transferred(self, len: u32) -> u32 {
         match self.has_tuple {
-            true => len + len / self.block * TUPLE_LEN,
+            true => self.with_tuples(len),
             false => len,
         }
+    }
+
+    /// Out of line, because usually only the blocks are transferred.
+    #[cold]
+    fn with_tuples(self, len: u32) -> u32 {
+        len + len / self.block * TUPLE_LEN
     }
 
     /// Returns the offset of a byte in the transferred data.
@@ -144,6 +150,7 @@ pub(crate) struct Integrity {
 
 impl Integrity {
     /// Returns the protection information for a command. `protection` is that of the LU.
+    #[inline(never)]
     pub(crate) fn new(lu: &LogicalUnit, protection: Protection, cdb: &Cdb) -> Self {
         use block_32::{APPLICATION_TAG_MASK, EXPECTED_APPLICATION_TAG, EXPECTED_REFERENCE_TAG};
         let expected = cdb.has_expected_tags().then(|| ExpectedTags {

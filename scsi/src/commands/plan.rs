@@ -327,6 +327,7 @@ impl Planner<'_> {
 
     /// Returns the protection information of a command, or `None` if the LU has none. We use a
     /// separate allocation to avoid larger commands for all other LUs.
+    #[inline]
     pub(crate) fn integrity(&self, cdb: &Cdb) -> Option<Box<Integrity>> {
         let protection = self.lu.config().protection?;
         Some(Box::new(Integrity::new(self.lu, protection, cdb)))

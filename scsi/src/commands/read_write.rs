@@ -125,7 +125,7 @@ enum WriteStage {
 
 /// WRITE (6), (10), (12), (16) and (32).
 pub(crate) fn plan_write<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    plan(planner, cdb, cdb.fua(), None)
+    plan(planner, cdb, cdb.fua())
 }
 
 /// WRITE AND VERIFY (10), (12), (16) and (32).
@@ -139,15 +139,26 @@ pub(crate) fn plan_write_and_verify<M: From<Write>>(
         _ => return Err(Sense::cdb_field(cdb.flags_byte() as u16, Some(2)).into()),
     };
     // We need to verify the data on the medium, so it must be written there first.
-    plan(planner, cdb, true, Some(compare))
+    let plan: Plan<Write> = plan(planner, cdb, true)?;
+    let Some(mut write) = plan.machine else {
+        return Ok(Plan::nothing(plan.transfer));
+    };
+    // The data has to stay in the buffer until we have compared it with the written data, which is
+    // read into the space after it.
+    let (block, data) = (planner.block(), write.data);
+    let scratch = planner.segment(write.room.end(block), data.len().into());
+    let len = data.total().into();
+    let verify = Verify::new(write.offset, len, compare, data, scratch, block);
+    write.verify = Some(Box::new(verify.with_integrity(write.integrity.clone())));
+    Ok(Plan {
+        transfer: plan.transfer,
+        buffer_len: scratch.end(block),
+        first: plan.first,
+        machine: Some(write.into()),
+    })
 }
 
-fn plan<M: From<Write>>(
-    planner: &Planner<'_>,
-    cdb: &Cdb,
-    fua: bool,
-    compare: Option<Compare>,
-) -> PlanResult<M> {
+fn plan<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb, fua: bool) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
     let integrity = planner.integrity(cdb);
     let frame = planner.frame(integrity.as_deref());
@@ -158,16 +169,9 @@ fn plan<M: From<Write>>(
     }
     let data = planner.pieces(len, frame);
     let room = planner.room(data);
-    // The data has to stay in the buffer until we have compared it with the written data, which is
-    // read into the space after it.
-    let scratch = compare.map(|_| planner.segment(room.end(planner.block()), data.len().into()));
-    let verify = compare.zip(scratch).map(|(compare, scratch)| {
-        let verify = Verify::new(offset, len.into(), compare, data, scratch, planner.block());
-        Box::new(verify.with_integrity(integrity.clone()))
-    });
     Ok(Plan {
         transfer,
-        buffer_len: scratch.unwrap_or(room).end(planner.block()),
+        buffer_len: room.end(planner.block()),
         first: data.receive(),
         machine: Some(
             Write {
@@ -178,7 +182,7 @@ fn plan<M: From<Write>>(
                 // An initiator disables the cache if it expects data to be stable for each status,
                 // so in this case we handle every write as if FUA was set.
                 fua: fua || !planner.lu.is_write_cache_enabled(),
-                verify,
+                verify: None,
                 stage: WriteStage::Receiving,
             }
             .into(),

@@ -11,7 +11,7 @@ pub use absent::respond_absent;
 pub use command::Command;
 
 use crate::commands::machine::Machine;
-use crate::commands::plan::{Next, PlanResult, Planner, Refusal};
+use crate::commands::plan::{Next, Plan, PlanResult, Planner, Refusal};
 use crate::flags::CommandFlags;
 use crate::lu::LogicalUnit;
 use crate::lun::LunId;
@@ -88,12 +88,13 @@ impl LogicalUnit {
         let cdb = row.parse(request.cdb, self.config()).ok()?;
         // For a command with Data-Out, planning doesn't change any state. It does for RESERVE and
         // START STOP UNIT, but these have a different direction.
-        let plan = (row.plan)(&request.planner(self), &cdb).ok()?;
-        match plan.first {
-            Next::Receive { len, .. } if len > 0 => Some(DataOut {
-                len,
-                buffer_len: plan.buffer_len,
-            }),
+        match &(row.plan)(&request.planner(self), &cdb) {
+            // A plan is large, so it's not moved.
+            &Ok(Plan {
+                first: Next::Receive { len, .. },
+                buffer_len,
+                ..
+            }) if len > 0 => Some(DataOut { len, buffer_len }),
             _ => None,
         }
     }

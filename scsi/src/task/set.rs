@@ -449,8 +449,8 @@ impl TaskSet {
     /// Orders a task after its data has been received, unless it has to wait for older tasks of the
     /// same nexus. This may also release tasks that were held by it.
     fn order_received(&mut self, slot: u32) {
-        let task = *self.at(slot);
-        let own = self.nexuses[&task.nexus];
+        let task = self.at(slot);
+        let own = &self.nexuses[&task.nexus];
         // ACA is handled like SIMPLE here, and refused by the device server when the task is
         // started.
         let is_held = match task.attribute {
@@ -470,8 +470,8 @@ impl TaskSet {
     }
 
     fn push_arriving(&mut self, slot: u32) {
-        let nexus = self.at(slot).nexus;
-        let holds = self.at(slot).holds();
+        let task = self.at(slot);
+        let (nexus, holds) = (task.nexus, task.holds());
         let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
         own.arriving.push(&mut self.slots, GATE, slot);
         if holds {
@@ -482,13 +482,14 @@ impl TaskSet {
     /// Removes a task from the list of arriving tasks, either to order it or because it's being
     /// removed from the set. This may also release tasks that were held by it.
     fn leave_arriving(&mut self, slot: u32, enters: bool) {
-        let task = *self.at(slot);
+        let task = self.at(slot);
+        let (nexus, holds) = (task.nexus, task.holds());
         // Read this before the link is cleared. Any task that was held by this one is after it.
         let next = task.links[GATE].next;
-        let own = self.nexuses.get_mut(&task.nexus).expect("nexus has a task");
+        let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
         let was_first = own.arriving.first() == Some(slot);
         own.arriving.remove(&mut self.slots, GATE, slot);
-        if task.holds() {
+        if holds {
             own.holding.remove(&mut self.slots, QUEUE, slot);
         }
         if enters {
@@ -497,8 +498,8 @@ impl TaskSet {
         // If newer tasks were held by this task, release all tasks up to the next holding task.
         // Otherwise, it can only have been holding an ORDERED task directly after it, and only if
         // it was first.
-        if task.holds() || was_first {
-            self.release_held(next, task.holds());
+        if holds || was_first {
+            self.release_held(next, holds);
         }
     }
 
@@ -600,13 +601,13 @@ impl TaskSet {
         // We only count the blockers once. Each of them will update the count when it's removed, so
         // we never have to check waiting tasks again.
         let mut blockers = 0;
-        if self.at(slot).footprint != Footprint::None {
-            let task = *self.at(slot);
-            blockers = self.conflicts(&task, self.atomics);
+        let task = self.at(slot);
+        if task.footprint != Footprint::None {
+            blockers = self.conflicts(task, self.atomics);
             // Add this to the list even if it's blocked, so that newer commands will wait for it.
             // Otherwise, it could be blocked forever by a continuous stream of writes.
             if task.footprint.is_atomic() {
-                blockers += self.conflicts(&task, self.writers);
+                blockers += self.conflicts(task, self.writers);
                 self.atomics.push(&mut self.slots, MEDIUM, slot);
             } else {
                 self.writers.push(&mut self.slots, MEDIUM, slot);

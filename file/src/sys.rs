@@ -173,7 +173,9 @@ pub(super) fn read_now(
     if into.len() > PIECES {
         return None;
     }
-    let mut pieces: ArrayVec<_, PIECES> = into.iter().map(ReceivePiece::from).collect();
+    // Filled in place, because `collect` would have to copy the full array.
+    let mut pieces = ArrayVec::<_, PIECES>::new();
+    pieces.extend(into.iter().map(ReceivePiece::from));
     Some(until_done(|| sys::read_pieces_at(fd, &mut pieces, offset)))
 }
 
@@ -185,7 +187,8 @@ pub(super) fn write_now(
     durable: bool,
 ) -> Option<Result<usize, i32>> {
     let fd = file.fd().filter(|_| from.len() <= PIECES)?;
-    let pieces: ArrayVec<_, PIECES> = from.iter().map(SendPiece::from).collect();
+    let mut pieces = ArrayVec::<_, PIECES>::new();
+    pieces.extend(from.iter().map(SendPiece::from));
     Some(until_done(|| {
         sys::write_pieces_at(fd, &pieces, offset, durable)
     }))

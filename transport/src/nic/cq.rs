@@ -224,7 +224,11 @@ impl Cq {
             return Err(VerbsError::CqOverrun);
         }
         let n = max.min(self.entries.len());
-        out.extend(self.entries.drain(..n));
+        out.reserve(n);
+        // There are usually few, for which this is cheaper than `drain`.
+        for completion in std::iter::from_fn(|| self.entries.pop_front()).take(n) {
+            out.push(completion);
+        }
         if let Some(times) = &mut self.times {
             times.drain(..n);
         }

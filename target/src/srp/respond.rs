@@ -30,8 +30,9 @@ impl Channel {
     /// Posts the next chain of a context, or waits for credit.
     pub(super) fn try_post(&mut self, idx: TaskIdx, then: ChainKind) {
         let (requests, counters) = (&mut self.requests, &mut self.stats.counters);
-        let post = self.sender.try_post(requests, (idx, then), counters);
-        self.actions.extend(post);
+        if let Some(post) = self.sender.try_post(requests, (idx, then), counters) {
+            self.actions.push_back(post);
+        }
     }
 
     /// Called when a chain of a command context has completed.

@@ -127,9 +127,17 @@ impl Timers {
 
     /// Returns the next deadline. `is_live` is set if the channel executes requests.
     pub(super) fn deadline(&self, is_live: bool) -> Option<Instant> {
-        let data = [self.keepalive.at, self.chains, self.pieces, self.awaited];
-        let data = data.into_iter().filter(|_| is_live);
-        [self.phase].into_iter().chain(data).flatten().min()
+        if !is_live {
+            return self.phase;
+        }
+        let all = [
+            self.phase,
+            self.keepalive.at,
+            self.chains,
+            self.pieces,
+            self.awaited,
+        ];
+        all.into_iter().flatten().min()
     }
 
     /// Returns true once if the deadline of the current state has expired.

@@ -46,25 +46,30 @@ impl Accounts {
         let place = luns.find(lun)?;
         let mapping = luns.mapping(place);
         let expected = luns.expected(place);
-        let may_identify = Opcode::requests_names(cdb);
-        let addressed = |account| AddressedUnit {
+        let account = match self.0.get(place) {
+            Some(Some(account)) => Arc::clone(account),
+            _ => self.open_account(luns, place, worker),
+        };
+        Some(AddressedUnit {
             unit: Arc::clone(&mapping.unit),
             lun: luns.luns()[place],
             read_only: mapping.read_only,
             is_stale: expected.is_stale(),
-            expected_unit: may_identify.then(|| expected.clone()),
+            expected_unit: Opcode::requests_names(cdb).then(|| expected.clone()),
             account,
             limiter: luns.limiter().cloned(),
-        };
-        if let Some(Some(account)) = self.0.get(place) {
-            return Some(addressed(Arc::clone(account)));
-        }
+        })
+    }
+
+    #[cold]
+    fn open_account(&mut self, luns: &LunMap, place: usize, worker: u16) -> Arc<SessionStats> {
         if self.0.len() <= place {
             self.0.resize(luns.luns().len(), None);
         }
-        let account = Arc::new(SessionStats::new(Arc::clone(&mapping.stats), worker));
+        let stats = Arc::clone(&luns.mapping(place).stats);
+        let account = Arc::new(SessionStats::new(stats, worker));
         self.0[place] = Some(Arc::clone(&account));
-        Some(addressed(account))
+        account
     }
 
     /// Updates the accounts for a new LUN map. Several entries may use the same unit of the target,

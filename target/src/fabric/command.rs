@@ -189,7 +189,10 @@ impl Execution {
     /// Stores the CDB, truncated to [`MAX_CDB`] bytes.
     pub fn set_cdb(&mut self, cdb: &[u8], additional: &[u8]) {
         self.cdb.clear();
-        for part in [cdb, additional] {
+        for part in [cdb, additional]
+            .into_iter()
+            .filter(|part| !part.is_empty())
+        {
             let len = part.len().min(self.cdb.remaining_capacity());
             let taken = self.cdb.try_extend_from_slice(&part[..len]);
             taken.expect("no more than there is room for");

@@ -122,16 +122,15 @@ impl<T> Contexts<T> {
         (0..self.slots.len() as u16).map(TaskIdx)
     }
 
-    /// Adds a context for a command, and returns its number.
+    /// Adds a context for a command, and returns it with its number.
     ///
     /// # Panics
     /// Panics if all numbers are in use.
-    pub(crate) fn insert(&mut self, context: Box<T>) -> TaskIdx {
+    pub(crate) fn insert(&mut self, context: Box<T>) -> (TaskIdx, &mut T) {
         let idx = self.idle.pop().expect("an idle context");
         let slot = &mut self.slots[usize::from(idx.0)];
         slot.generation = slot.generation.wrapping_add(1);
-        slot.context = Some(context);
-        idx
+        (idx, slot.context.insert(context))
     }
 
     /// Removes the context of a completed command.
@@ -181,6 +180,7 @@ impl<T> Contexts<T> {
 impl<T> Index<TaskIdx> for Contexts<T> {
     type Output = T;
 
+    #[inline]
     fn index(&self, idx: TaskIdx) -> &T {
         let context = self.slots[usize::from(idx.0)].context.as_deref();
         context.expect("a command has the context")
@@ -188,6 +188,7 @@ impl<T> Index<TaskIdx> for Contexts<T> {
 }
 
 impl<T> IndexMut<TaskIdx> for Contexts<T> {
+    #[inline]
     fn index_mut(&mut self, idx: TaskIdx) -> &mut T {
         let context = self.slots[usize::from(idx.0)].context.as_deref_mut();
         context.expect("a command has the context")
@@ -202,17 +203,18 @@ mod tests {
     fn idle_contexts_are_shared_between_connections() {
         let mut spare = Spare::default();
         let (mut one, mut other) = (Contexts::new(2), Contexts::new(2));
-        let first = one.insert(spare.take_context(|| 7));
+        let (first, _) = one.insert(spare.take_context(|| 7));
         assert_eq!(
             (first, one.len(), one.generation(first)),
             (TaskIdx(0), 1, 1)
         );
         spare.return_context(one.remove(first));
         assert!(one.is_empty() && one.get(first).is_none() && one.iter().next().is_none());
-        let second = other.insert(spare.take_context(|| unreachable!("there is one to spare")));
+        let (second, _) =
+            other.insert(spare.take_context(|| unreachable!("there is one to spare")));
         assert_eq!(other[second], 7);
         // The previous use of the same number has a different generation.
-        let again = one.insert(spare.take_context(|| 8));
+        let (again, _) = one.insert(spare.take_context(|| 8));
         assert_eq!((again, one.generation(again)), (first, 2));
         assert!(one.of_use(again, 1).is_none());
         assert_eq!(one.of_use(again, 2), Some(&mut 8));

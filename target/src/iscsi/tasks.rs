@@ -172,8 +172,7 @@ impl TaskTable {
             return None;
         }
         let context = spare.0.take_context(|| Task::new(wait));
-        let idx = self.contexts.insert(context);
-        let task = &mut self.contexts[idx];
+        let (idx, task) = self.contexts.insert(context);
         become_state(&mut task.state, state);
         task.itt = itt;
         (task.wait, task.requested_at) = (wait, wait.since);
@@ -244,7 +243,6 @@ impl TaskTable {
 
     /// Called when a response is passed to the datamover, which frees a slot in the window.
     pub(super) fn mark_sent(&mut self, idx: TaskIdx, window: &Window) {
-        self.release_tag(idx);
         let task = &mut self.contexts[idx];
         become_state(&mut task.state, TaskState::Sent);
         if std::mem::take(&mut task.counted) {
@@ -253,13 +251,16 @@ impl TaskTable {
             self.lingering += 1;
             window.on_response();
         }
+        let itt = task.itt;
+        self.release_tag(itt, idx);
     }
 
     /// Releases the context of a request. All its resources must already be released.
     pub(super) fn release_context(&mut self, idx: TaskIdx, window: &Window) -> Box<Task> {
+        let task = &self.contexts[idx];
         // If the response was sent, the tag has already been released.
-        if self.contexts[idx].state != TaskState::Sent {
-            self.release_tag(idx);
+        if task.state != TaskState::Sent {
+            self.release_tag(task.itt, idx);
         }
         self.on_expected(idx);
         let (counted, lingers) = self.remove_slot(idx);
@@ -273,8 +274,7 @@ impl TaskTable {
     }
 
     /// Releases the tag of a request that is complete, so that it can be used for the next request.
-    fn release_tag(&mut self, idx: TaskIdx) {
-        let itt = self.contexts[idx].itt;
+    fn release_tag(&mut self, itt: Itt, idx: TaskIdx) {
         // After the response, the tag may already be used for another request.
         if let Some(named) = self.by_tag.remove(&itt)
             && named != idx

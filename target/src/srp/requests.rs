@@ -61,8 +61,7 @@ impl RequestTable {
         tag: Tag,
         state: IoctxState,
     ) -> TaskIdx {
-        let idx = self.contexts.insert(context);
-        let io = &mut self.contexts[idx];
+        let (idx, io) = self.contexts.insert(context);
         become_state(&mut io.state, state);
         io.tag = tag;
         io.notify_success = false;

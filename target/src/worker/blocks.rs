@@ -151,6 +151,7 @@ impl Blocks {
 
     /// Submits a block operation to the driver. If there are other operations waiting for this
     /// backend, it is added to the queue.
+    #[inline]
     pub(super) fn submit(&mut self, ring: &mut Ring, conns: &Conns<Fabric>, request: BlockRequest) {
         // Even if there is room now, we should keep the order of operations for this backend.
         let waits = self.waiting.has(request.store);

@@ -202,6 +202,7 @@ impl Fabric {
     }
 
     /// Returns the data buffer of a task for a block operation, if it needs one.
+    #[inline]
     pub(super) fn data_buffer(&self, task: TaskIdx) -> Option<&Buffer> {
         match self {
             Self::Srp(conn) => conn.channel.requests().data_buffer(task),

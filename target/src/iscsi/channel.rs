@@ -169,7 +169,7 @@ impl<D: Datamover> Channel<D> {
         let (phase, is_discovery) = (self.executor.phase, self.executor.is_discovery());
         let timers = self.executor.timers.deadline(phase, is_discovery);
         let limits = self.executor.backlog.limits.deadline();
-        timers.into_iter().chain(limits).min()
+        [timers, limits].into_iter().flatten().min()
     }
 
     /// Returns the next action.
@@ -370,6 +370,11 @@ impl<D: Datamover> Channel<D> {
             self.executor.phase,
             Phase::CleanupWait | Phase::Retaining | Phase::Closed
         ) {
+            return false;
+        }
+        // In this case we don't need to lock the command window, which is shared by all connections
+        // of the session.
+        if self.executor.mover.queued() == 0 {
             return false;
         }
         let numbers = self.numbers();

@@ -343,7 +343,19 @@ impl PollGroup {
                     self.input(key, Input::Event { unit, attention });
                 }
             }
-            mail => unreachable!("{mail:?} is not for a connection"),
+            Mail::Forwarded { .. }
+            | Mail::Stage(..)
+            | Mail::Unstage
+            | Mail::Changed
+            | Mail::Shutdown { .. }
+            | Mail::Drain { .. }
+            | Mail::Resume(_)
+            | Mail::Flush(_)
+            | Mail::OldestRequests(_)
+            | Mail::Exit
+            | Mail::Snapshot(_)
+            | Mail::Ping(_)
+            | Mail::Listeners(_) => unreachable!("{mail:?} is not for a connection"),
         }
     }
 
@@ -418,7 +430,18 @@ impl Worker {
             Mail::Listeners(reply) => {
                 let _ = reply.send(self.group.sockets.duplicate_listeners());
             }
-            mail => self.group.handle_mail(mail),
+            Mail::StartTask(_)
+            | Mail::AbortTask { .. }
+            | Mail::TaskGone(_)
+            | Mail::Terminate { .. }
+            | Mail::LogOut { .. }
+            | Mail::OthersGone { .. }
+            | Mail::TakeTurn { .. }
+            | Mail::Detach { .. }
+            | Mail::Lost { .. }
+            | Mail::Reassigned { .. }
+            | Mail::Reassign(_)
+            | Mail::Event { .. } => self.group.handle_mail(mail),
         }
     }
 

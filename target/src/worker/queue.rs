@@ -10,8 +10,7 @@ use riser_transport::verbs::{
     WrId,
 };
 
-use super::device::Device;
-use super::device::Devices;
+use super::device::{Device, Devices};
 use super::work::Work;
 use crate::fabric::{Direction, RdmaRequest};
 

@@ -46,6 +46,8 @@ struct Attached<S: Storage> {
     sync: FlushDescriptor<Handle>,
     /// The reason why no other descriptor for flushes could be opened.
     sync_errno: Option<i32>,
+    /// Descriptor of the current flush, if it was replaced.
+    replaced: Option<Handle>,
     /// Requests waiting for a flush. The first request of a flush determines its token.
     flushes: FlushQueue<usize>,
     lacks: Lacks,
@@ -246,6 +248,7 @@ impl<S: Storage> Driver<S> {
             handle,
             sync: FlushDescriptor::new(opened.handle, opened.is_shared, clears),
             sync_errno: opened.errno,
+            replaced: None,
             flushes: FlushQueue::default(),
             lacks: Lacks {
                 punch: is_refused,
@@ -920,7 +923,11 @@ impl<S: Storage> Driver<S> {
         if attached.sync.is_outdated(clears) {
             let opened = open_sync(&mut attached.storage, self.now);
             attached.sync_errno = opened.errno;
-            let previous = attached.sync.renew(opened.handle, opened.is_shared, clears);
+            let mut previous = attached.sync.renew(opened.handle, opened.is_shared, clears);
+            // The current flush still uses its descriptor, so the ring would close it.
+            if attached.flushes.is_running() && attached.replaced.is_none() {
+                attached.replaced = previous.take();
+            }
             if let Some(previous) = previous {
                 attached.storage.close(previous);
             }
@@ -986,6 +993,9 @@ impl<S: Storage> Driver<S> {
     fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
         let attached = &mut self.stores[store.0];
         let mut served = attached.flushes.complete();
+        if let Some(replaced) = attached.replaced.take() {
+            attached.storage.close(replaced);
+        }
         // Store the failure before completing any requests, so that a concurrent flush by another
         // worker isn't considered successful.
         if let Some(errno) = errno {

@@ -1,4 +1,4 @@
-//! Closes the files of removed backends on separate threads.
+//! Closes files of backends on separate threads.
 //!
 //! The kernel may write back all cached data when a file or device is closed. This can take minutes,
 //! or forever if the device or the server of the file system does not respond.
@@ -26,13 +26,13 @@ fn closing() -> MutexGuard<'static, BTreeMap<u64, (String, Instant)>> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the label and start time of the backend that is being closed for the longest time. Until
-/// it is closed, this program cannot be replaced by another one.
+/// Returns the label of the backend whose file is being closed for the longest time, and its start
+/// time. Until it is closed, this program cannot be replaced by another one.
 pub(crate) fn oldest_closing() -> Option<(String, Instant)> {
     closing().first_key_value().map(|(_, entry)| entry.clone())
 }
 
-/// Waits up to `patience` until no backend is being closed. Otherwise, `execve(2)` would block until
+/// Waits up to `patience` until no file is being closed. Otherwise, `execve(2)` would block until
 /// they are closed, no matter how long this takes.
 ///
 /// # Errors
@@ -41,7 +41,7 @@ pub(crate) fn check_closed(patience: Duration) -> io::Result<()> {
     let until = Instant::now() + patience;
     while let Some((label, _)) = oldest_closing() {
         if Instant::now() >= until {
-            let why = format!("{label} was removed, and is still being closed");
+            let why = format!("a file of {label} is still being closed");
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
         }
         thread::sleep(POLL);

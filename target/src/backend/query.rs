@@ -13,6 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_config::Spec;
+use riser_file::OpenFile;
+use riser_reactor::Handle;
 
 use super::open_error::OpenError;
 use super::store::{Resized, Store};
@@ -213,14 +215,11 @@ impl Store {
         Query::start(self, Purpose::Control, check, |_| ())
     }
 
-    /// Opens another descriptor for flushes on a separate thread, and closes it. Workers open their
-    /// descriptors after a flush failure is cleared, and must not wait for a file system that does
-    /// not respond.
-    pub(crate) fn start_renewal(self: &Arc<Self>) -> io::Result<Query<io::Result<()>>> {
-        let open = |store: &Self| {
-            let file = store.open_file();
-            file.map_or(Ok(()), |file| file.reopen().map(drop))
-        };
+    /// Opens another descriptor for flushes on a separate thread, to be closed with
+    /// [`Store::close_descriptor`]. Workers open their descriptors after a flush failure is cleared,
+    /// and must not wait for a file system that does not respond.
+    pub(crate) fn start_renewal(self: &Arc<Self>) -> io::Result<Query<Option<io::Result<Handle>>>> {
+        let open = |store: &Self| store.open_file().map(OpenFile::reopen);
         Query::start(self, Purpose::Control, open, |_| ())
     }
 

@@ -119,10 +119,7 @@ impl Storage for Served {
     }
 
     fn close(&self, descriptor: Handle) {
-        if !self.store.is_simulated() {
-            let label = self.store.label().to_owned();
-            close(self.threads(), label, descriptor);
-        }
+        self.store.close_descriptor(descriptor);
     }
 
     /// Logs that a store works again, at most once every ten seconds, with the number of failures

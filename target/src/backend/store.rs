@@ -17,6 +17,7 @@ use riser_scsi::step::BackendError;
 use rustix::fs::{FileType, SeekFrom, Stat, fstat, seek, stat};
 
 use super::cause::Cause;
+use super::closing::close;
 use super::file_id::FileId;
 use super::flush::{FlushFailure, FlushFailures, FlushKeeper};
 use super::health::{Errors, Failing, Measured, Space};
@@ -512,6 +513,14 @@ impl Store {
     /// has handled the loss of data.
     pub fn clear_flush_failure(&self) -> Option<FlushFailure> {
         self.flush().clear()
+    }
+
+    /// Closes a descriptor on a separate thread, because the kernel may write back all cached data
+    /// of its file.
+    pub(crate) fn close_descriptor(&self, descriptor: Handle) {
+        if !self.is_simulated() {
+            close(self.host.threads(), self.label().to_owned(), descriptor);
+        }
     }
 
     /// Loads a saved flush failure for a unit, and saves future failures. If the saved state cannot

@@ -666,7 +666,11 @@ impl Control<'_> {
 
     fn clear_flush_failure(&self, serial: Option<&str>) -> Result<serde_json::Value, Failure> {
         let cleared = self.server.clear_flush_failure(serial).map_err(|error| {
-            let why = format!("cannot clear the flush failure of {error}");
+            let other = match serial {
+                None => "; other units can be cleared by their serial numbers",
+                Some(_) => "",
+            };
+            let why = format!("cannot clear the flush failure of {error}{other}");
             Failure::Refused { why, errno: None }
         })?;
         if cleared == 0 {

@@ -204,7 +204,7 @@ pub enum ServerError {
     Flush(String),
     /// Block operations are delaying a handover or a shutdown.
     #[error(
-        "block operations of backend {backend} have been in flight for {seconds} s: the disk does not respond"
+        "block operations of backend {backend}, or the closing of its file, have been in progress for {seconds} s: the disk does not respond"
     )]
     Hanging {
         /// Backend label.
@@ -886,8 +886,8 @@ impl Server {
     /// administrator has handled the lost data. Returns the number of backends.
     ///
     /// # Errors
-    /// Returns an error with kind `TimedOut` if a file system does not respond. In this case, nothing
-    /// is cleared.
+    /// Returns an error with the label of a backend if its file system does not respond. In this
+    /// case, nothing is cleared.
     pub fn clear_flush_failure(&self, serial: Option<&str>) -> io::Result<usize> {
         let catalog = self.shared.registry.catalog();
         let is_meant = |unit: &crate::fabric::Unit| {
@@ -906,12 +906,14 @@ impl Server {
         let until = query::until();
         let renewals: Vec<_> = stores.iter().map(|store| store.start_renewal()).collect();
         for (store, renewal) in stores.iter().zip(renewals) {
-            // Any other error is returned by the next flush.
-            if let Err(error) = renewal.and_then(|renewal| renewal.finish(until))
-                && error.kind() == io::ErrorKind::TimedOut
-            {
-                let why = format!("{}: {error}", store.label());
-                return Err(io::Error::new(error.kind(), why));
+            let opened = renewal
+                .and_then(|renewal| renewal.finish(until))
+                .map_err(|error| {
+                    io::Error::new(error.kind(), format!("{}: {error}", store.label()))
+                })?;
+            // An error of `open(2)` is returned by the next flush.
+            if let Some(Ok(descriptor)) = opened {
+                store.close_descriptor(descriptor);
             }
         }
         let cleared = stores

@@ -10,10 +10,12 @@ use std::{fs, io};
 use riser_scsi::config::Identity;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 use riser_testkit::eventually_ok;
+use riser_testkit::hung_mount::{HungMount, Silence};
+use riser_testkit::skip::skip;
 
 use super::LOCK_WAIT;
 use super::portals::tests::{Dir, problems, retry};
-use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time, query};
+use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time};
 use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
@@ -385,17 +387,23 @@ fn returning_disk_keeps_flush_failure() {
 
 /// Workers would wait for the descriptor that is opened after the failure was cleared.
 #[test]
-fn hung_disk_keeps_flush_failure() {
+fn hung_file_system_keeps_flush_failure() {
     let dir = Dir::new("failed-hung");
-    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let mount = match HungMount::new(&dir.0.join("mount"), 1 << 20) {
+        Ok(mount) => mount,
+        Err(error) => {
+            return skip("hung_file_system_keeps_flush_failure", &error.to_string());
+        }
+    };
+    std::os::unix::fs::symlink(mount.file(), dir.0.join("a")).unwrap();
     let server = Server::start(&disk(&dir.0, "")).unwrap();
     let store = Arc::clone(server.builder.open().next().unwrap().1);
     store.on_flush_failed(libc::EIO, Instant::now());
-    let release = query::hang(&store);
+    mount.hang(Silence::All);
     let error = server.clear_flush_failure(None).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-    assert!(store.flush_failure().is_some());
-    drop(release);
+    assert!(mount.pending() > 0 && store.flush_failure().is_some());
+    mount.resume();
     let cleared = || server.clear_flush_failure(None);
     eventually_ok("the failure is cleared", Duration::from_secs(60), cleared);
     assert_eq!(store.flush_failure(), None);

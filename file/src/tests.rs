@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 use riser_block::{Command, CommandKind};
+use riser_memory::Memory;
 use riser_reactor::simulated::{Disk, Kernel, Outcome};
 use riser_reactor::{Fallocate, Handle, Op, Ring, RingConfig};
 
@@ -303,4 +304,28 @@ fn replaced_descriptor_is_closed_by_storage() {
         assert_eq!(rig.finish(), Ok(None));
         assert_eq!(rig.driver.store(rig.store).closed.get(), clears);
     }
+}
+
+/// The ring has a reference to the descriptor until the flush has completed.
+#[test]
+fn descriptor_of_flush_is_closed_later() {
+    let mut rig = Rig::new(None);
+    rig.submit(CommandKind::Flush);
+    let stored = |rig: &Rig| {
+        let stored = rig.driver.store(rig.store);
+        (stored.flush_clears.get(), stored.closed.get())
+    };
+    rig.driver.store(rig.store).flush_clears.set(1);
+    let durable = Command {
+        fua: true,
+        ..Command::new(CommandKind::Write, 0, 4096)
+    };
+    let data = [Memory::new(4096).unwrap().whole()];
+    rig.driver
+        .submit(&mut rig.ring, rig.store, durable, &data, 2)
+        .unwrap();
+    assert_eq!(stored(&rig), (1, 0));
+    assert_eq!(rig.finish(), Ok(None));
+    assert_eq!(rig.finish(), Ok(None));
+    assert_eq!(stored(&rig), (1, 1));
 }

@@ -134,18 +134,27 @@ impl Cdb {
         // Point to the first byte after the end if the CDB is too short.
         let cdb = Self::from_received(received, usage.len)
             .ok_or_else(|| Sense::cdb_field(received.len() as u16, None))?;
-        let reserved = [0, 1].map(|half| number(&cdb.bytes, half) & number(&usage.reserved, half));
+        match cdb.reserved(usage, 0) | cdb.reserved(usage, 1) {
+            0 => Ok(cdb),
+            _ => Err(cdb.reserved_error(usage)),
+        }
+    }
+
+    /// Returns the reserved bits that are set in one of the halves.
+    fn reserved(&self, usage: &Usage, half: usize) -> u128 {
+        number(&self.bytes, half) & number(&usage.reserved, half)
+    }
+
+    /// Returns the error for a CDB with a reserved bit that is set.
+    #[cold]
+    fn reserved_error(&self, usage: &Usage) -> Sense {
         // These are big-endian values, so the number of leading zeros is the position of the first
         // reserved bit that is set.
-        let position = match reserved {
-            [0, 0] => return Ok(cdb),
-            [0, second] => u128::BITS + second.leading_zeros(),
-            [first, _] => first.leading_zeros(),
+        let position = match self.reserved(usage, 0) {
+            0 => u128::BITS + self.reserved(usage, 1).leading_zeros(),
+            first => first.leading_zeros(),
         };
-        Err(Sense::cdb_field(
-            (position / 8) as u16,
-            Some(7 - (position % 8) as u8),
-        ))
+        Sense::cdb_field((position / 8) as u16, Some(7 - (position % 8) as u8))
     }
 
     /// Returns the CDB with all reserved bits cleared, which is used before the CDB is checked.

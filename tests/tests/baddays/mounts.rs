@@ -198,7 +198,7 @@ fn hung_mount_delays_termination_for_limited_time() {
     let mut writes = bench.begin_writes();
     eventually("the file server has requests", || bench.mount.pending() > 0);
     bench.daemon.signal("TERM");
-    let log = |bench: &Bench| bench.daemon.log().contains("have been in flight");
+    let log = |bench: &Bench| bench.daemon.log().contains("have been in progress");
     riser_testkit::eventually("the daemon gives up", ENDING, || log(&bench));
     for write in &mut writes {
         let _ = write.kill();

@@ -56,6 +56,8 @@ pub(super) const QUEUE: usize = 3;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task {
     pub(super) nexus: NexusId,
+    /// Index of the list of tasks of the nexus.
+    pub(super) own: usize,
     pub(super) tag: TaskTag,
     pub(super) attribute: TaskAttribute,
     pub(super) footprint: Footprint,
@@ -81,9 +83,10 @@ impl Linked for Task {
 
 impl Task {
     /// Creates a new task that is not in any list yet.
-    pub(super) fn new(nexus: NexusId, tag: TaskTag, new: NewTask, id: u64) -> Self {
+    pub(super) fn new((nexus, own): (NexusId, usize), tag: TaskTag, new: NewTask, id: u64) -> Self {
         Self {
             nexus,
+            own,
             tag,
             attribute: new.attribute,
             footprint: new.footprint,

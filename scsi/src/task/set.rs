@@ -2,6 +2,7 @@
 
 use riser_state::become_state;
 use rustc_hash::FxHashMap;
+use slab::Slab;
 
 use super::entry::{GATE, MEDIUM, ORDER, QUEUE, Task, TaskState};
 use super::list::{List, NIL};
@@ -48,7 +49,9 @@ pub struct TaskSet {
     /// cause collisions. If the same tag is used on multiple connections of a nexus, there is at
     /// most one collision per connection.
     by_tag: FxHashMap<(NexusId, TaskTag), u32>,
-    nexuses: FxHashMap<NexusId, NexusTasks>,
+    /// Index in `nexuses` of each nexus with a task.
+    by_nexus: FxHashMap<NexusId, usize>,
+    nexuses: Slab<NexusTasks>,
     /// Maximum number of tasks per nexus.
     share: u32,
     next_id: u64,
@@ -82,7 +85,8 @@ impl TaskSet {
             free: Vec::new(),
             capacity: capacity as usize,
             by_tag: FxHashMap::default(),
-            nexuses: FxHashMap::default(),
+            by_nexus: FxHashMap::default(),
+            nexuses: Slab::new(),
             share,
             next_id: 0,
             next_age: 0,
@@ -158,10 +162,10 @@ impl TaskSet {
         tag: TaskTag,
         new: NewTask,
     ) -> Result<(TaskKey, bool), RegisterError> {
-        let own = self.nexuses.get_mut(&nexus);
+        let own = self.by_nexus.get(&nexus).copied();
         // Without this limit, an initiator could fill the set with commands that never complete,
         // and all other initiators would get TASK SET FULL.
-        let has_share = own.as_ref().map_or(0, |own| own.tasks) < self.share;
+        let has_share = own.map_or(0, |own| self.nexuses[own].tasks) < self.share;
         let slot = self.free.last().copied();
         let slot = slot.unwrap_or(self.slots.len() as u32);
         let has_room = has_share && (slot as usize) < self.capacity;
@@ -179,19 +183,21 @@ impl TaskSet {
         if !has_room {
             return Err(RegisterError::Full);
         }
-        let own = match own {
-            Some(own) => own,
-            None => self.nexuses.entry(nexus).or_default(),
-        };
-        own.tasks += 1;
-        let is_held = own.holds(new.attribute);
+        let own = own.unwrap_or_else(|| {
+            let own = self.nexuses.insert(NexusTasks::default());
+            self.by_nexus.insert(nexus, own);
+            own
+        });
+        let tasks = &mut self.nexuses[own];
+        tasks.tasks += 1;
+        let is_held = tasks.holds(new.attribute);
         if self.free.pop().is_none() {
             self.slots.push(None);
         }
         // Slots are reused but IDs are not, so an old key will never match a new task.
         let id = self.next_id;
         self.next_id += 1;
-        self.slots[slot as usize] = Some(Task::new(nexus, tag, new, id));
+        self.slots[slot as usize] = Some(Task::new((nexus, own), tag, new, id));
         // Most commands don't wait for data or other commands, so we don't need to add them to the
         // list of tasks to be ordered later.
         if new.awaits_data || is_held {
@@ -209,8 +215,8 @@ impl TaskSet {
     /// are still receiving data.
     #[must_use]
     pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
-        let own = self.nexuses.get(&nexus);
-        own.is_some_and(|own| own.holds(attribute))
+        let own = self.by_nexus.get(&nexus);
+        own.is_some_and(|&own| self.nexuses[own].holds(attribute))
     }
 
     /// Returns the tag of the task in a slot.
@@ -222,7 +228,7 @@ impl TaskSet {
     /// Returns whether a nexus has any tasks.
     #[must_use]
     pub fn has_tasks_of(&self, nexus: NexusId) -> bool {
-        self.nexuses.contains_key(&nexus)
+        self.by_nexus.contains_key(&nexus)
     }
 
     /// Must be called when the Data-Out of a command has been received. This may allow other tasks
@@ -325,7 +331,7 @@ impl TaskSet {
         let Some(task) = self.task(key) else {
             return false;
         };
-        let (nexus, tag) = (task.nexus, task.tag);
+        let (nexus, own, tag) = (task.nexus, task.own, task.tag);
         let (has_place, has_passed) = (task.age.is_some(), task.pass.is_some());
         // We can get here in any state, so we need to remove the task from all lists: the queue in
         // which it is waiting, the list used for ordering, and the list of tasks that change the
@@ -343,10 +349,11 @@ impl TaskSet {
         self.slots[slot as usize] = None;
         self.free.push(slot);
         self.by_tag.remove(&(nexus, tag));
-        let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
-        own.tasks -= 1;
-        if own.tasks == 0 {
-            self.nexuses.remove(&nexus);
+        let tasks = &mut self.nexuses[own];
+        tasks.tasks -= 1;
+        if tasks.tasks == 0 {
+            self.nexuses.remove(own);
+            self.by_nexus.remove(&nexus);
         }
         true
     }
@@ -385,7 +392,7 @@ impl TaskSet {
                 TmfOutcome::with_response(presence(self.find(nexus, tag).is_some()))
             }
             TaskManagement::QueryTaskSet => {
-                TmfOutcome::with_response(presence(self.nexuses.contains_key(&nexus)))
+                TmfOutcome::with_response(presence(self.by_nexus.contains_key(&nexus)))
             }
         }
     }
@@ -450,7 +457,7 @@ impl TaskSet {
     /// same nexus. This may also release tasks that were held by it.
     fn order_received(&mut self, slot: u32) {
         let task = self.at(slot);
-        let own = &self.nexuses[&task.nexus];
+        let own = &self.nexuses[task.own];
         // ACA is handled like SIMPLE here, and refused by the device server when the task is
         // started.
         let is_held = match task.attribute {
@@ -471,8 +478,8 @@ impl TaskSet {
 
     fn push_arriving(&mut self, slot: u32) {
         let task = self.at(slot);
-        let (nexus, holds) = (task.nexus, task.holds());
-        let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
+        let (own, holds) = (task.own, task.holds());
+        let own = &mut self.nexuses[own];
         own.arriving.push(&mut self.slots, GATE, slot);
         if holds {
             own.holding.push(&mut self.slots, QUEUE, slot);
@@ -483,10 +490,10 @@ impl TaskSet {
     /// removed from the set. This may also release tasks that were held by it.
     fn leave_arriving(&mut self, slot: u32, enters: bool) {
         let task = self.at(slot);
-        let (nexus, holds) = (task.nexus, task.holds());
+        let (own, holds) = (task.own, task.holds());
         // Read this before the link is cleared. Any task that was held by this one is after it.
         let next = task.links[GATE].next;
-        let own = self.nexuses.get_mut(&nexus).expect("nexus has a task");
+        let own = &mut self.nexuses[own];
         let was_first = own.arriving.first() == Some(slot);
         own.arriving.remove(&mut self.slots, GATE, slot);
         if holds {
@@ -513,7 +520,7 @@ impl TaskSet {
             // there is no older task left in this list.
             let may = task.state == TaskState::Held && (!task.is_ordered() || is_first);
             if may {
-                let own = self.nexuses.get_mut(&task.nexus).expect("nexus has a task");
+                let own = &mut self.nexuses[task.own];
                 own.arriving.remove(&mut self.slots, GATE, slot);
                 if task.holds() {
                     own.holding.remove(&mut self.slots, QUEUE, slot);

@@ -226,7 +226,7 @@ fn immediate_start_skips_queue() {
     assert!(started);
     assert_eq!(set.at(simple.slot).links[QUEUE], Neighbours::default());
     assert_eq!(set.at(simple.slot).links[GATE], Neighbours::default());
-    assert_eq!(set.nexuses[&A].arriving, List::default());
+    assert_eq!(set.nexuses[set.by_nexus[&A]].arriving, List::default());
     let (ordered, started) = set.register_and_start(A, TaskTag(2), of(Ordered)).unwrap();
     assert!(!started);
     assert_eq!(set.dormant.first(), Some(ordered.slot));

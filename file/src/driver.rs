@@ -533,10 +533,15 @@ impl<S: Storage> Driver<S> {
         self.on_result(ring, index, result);
     }
 
-    /// Returns the next completed request. Also resumes requests that were waiting for space, for
-    /// the helper thread or for a delay, so this must be called after every park.
+    /// Returns the next completed request. If there is no other, this resumes requests that were
+    /// waiting for space, for the helper thread or for a delay, so this must be called after every
+    /// park, until it returns `None`.
     pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done<S::Result>> {
-        self.resume_waiting(ring);
+        // Callers process all completions before the next park, so it's enough to do this once for
+        // each of these loops.
+        if self.done.is_empty() {
+            self.resume_waiting(ring);
+        }
         self.done.pop_front()
     }
 

@@ -998,9 +998,6 @@ impl<S: Storage> Driver<S> {
     fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
         let attached = &mut self.stores[store.0];
         let mut served = attached.flushes.complete();
-        if let Some(replaced) = attached.replaced.take() {
-            attached.storage.close(replaced);
-        }
         // Store the failure before completing any requests, so that a concurrent flush by another
         // worker isn't considered successful.
         if let Some(errno) = errno {
@@ -1008,6 +1005,9 @@ impl<S: Storage> Driver<S> {
             let error = S::error(Failure::Errno(errno), 0);
             attached.storage.on_failure(None, error, &why, self.now);
             attached.storage.on_flush_failed(errno, self.now);
+        }
+        if let Some(replaced) = attached.replaced.take() {
+            attached.storage.close(replaced);
         }
         // Check this even after a success, because the error may have been reported to the
         // descriptor of another worker.

@@ -223,8 +223,8 @@ fn words(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
     (first..last).map(move |word| {
         let start = pages.start.saturating_sub(word * BITS);
         let end = (pages.end - word * BITS).min(BITS);
-        let below = |bits: usize| u64::MAX.checked_shr((BITS - bits) as u32).unwrap_or(0);
-        (word, below(end) & !below(start))
+        // `start` is less than the number of bits, and `end` is at least one.
+        (word, (u64::MAX << start) & (u64::MAX >> (BITS - end)))
     })
 }
 

@@ -3,6 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 
+use foldhash::fast::RandomState;
+
 use crate::verbs::QpId;
 use crate::wire::IcrcVerifier;
 
@@ -14,16 +16,20 @@ pub(in crate::nic) type FlowPort = u32;
 /// uses one port per QP.
 pub(in crate::nic) const PORTS_PER_QP: usize = 4;
 
+/// Map with a key chosen by peers, with a lookup for each packet. The hash function has a random
+/// seed, so that a peer cannot cause collisions.
+type PeerMap<K, T> = HashMap<K, T, RandomState>;
+
 /// Hosts with connected QPs, and the packet numbering of their source ports. Nothing is stored for
 /// strangers.
 #[derive(Debug, Default)]
 pub(in crate::nic) struct Peers {
     /// QPs connected to each address.
-    qps: HashMap<IpAddr, Vec<QpId>>,
+    qps: PeerMap<IpAddr, Vec<QpId>>,
     /// Packet numbering by address and source port.
-    verifiers: HashMap<(IpAddr, FlowPort), IcrcVerifier>,
+    verifiers: PeerMap<(IpAddr, FlowPort), IcrcVerifier>,
     /// Source ports of each peer in this map, oldest first.
-    ports: HashMap<IpAddr, VecDeque<FlowPort>>,
+    ports: PeerMap<IpAddr, VecDeque<FlowPort>>,
 }
 
 impl Peers {

@@ -2,8 +2,8 @@
 //! server is not available.
 //!
 //! If a process waits for this server, it can't be killed until the server has responded or closed
-//! the connection, for example by exiting. So this file must only be accessed by other programs and
-//! never by a thread in the process that serves it.
+//! the connection, for example by exiting. If a thread in the process that serves the file accesses
+//! it, another thread must always resume or kill the server, which happens when it's dropped.
 
 use std::ffi::OsStr;
 use std::io;

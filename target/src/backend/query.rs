@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 
 use riser_config::Spec;
 use riser_file::OpenFile;
-use riser_reactor::Handle;
 
 use super::open_error::OpenError;
 use super::store::{Resized, Store};
@@ -215,11 +214,16 @@ impl Store {
         Query::start(self, Purpose::Control, check, |_| ())
     }
 
-    /// Opens another descriptor for flushes on a separate thread, to be closed with
-    /// [`Store::close_descriptor`]. Workers open their descriptors after a flush failure is cleared,
-    /// and must not wait for a file system that does not respond.
-    pub(crate) fn start_renewal(self: &Arc<Self>) -> io::Result<Query<Option<io::Result<Handle>>>> {
-        let open = |store: &Self| store.open_file().map(OpenFile::reopen);
+    /// Opens the file and closes it again, on separate threads. After a flush failure is cleared,
+    /// workers open the file for their flushes, and must not wait for a file system that does not
+    /// respond.
+    pub(crate) fn start_open_check(self: &Arc<Self>) -> io::Result<Query<()>> {
+        let open = |store: &Self| {
+            // An error of open(2) is returned by the next flush.
+            if let Some(Ok(descriptor)) = store.open_file().map(OpenFile::reopen) {
+                store.close_descriptor(descriptor);
+            }
+        };
         Query::start(self, Purpose::Control, open, |_| ())
     }
 

@@ -202,7 +202,7 @@ pub enum ServerError {
     /// Written data could not be made durable.
     #[error("the last flush failed: {0}")]
     Flush(String),
-    /// Block operations are delaying a handover or a shutdown.
+    /// Block operations, or the closing of a file, are delaying a handover or a shutdown.
     #[error(
         "block operations of backend {backend}, or the closing of its file, have been in progress for {seconds} s: the disk does not respond"
     )]
@@ -904,18 +904,19 @@ impl Server {
             }
         }
         let until = query::until();
-        let renewals: Vec<_> = stores.iter().map(|store| store.start_renewal()).collect();
-        for (store, renewal) in stores.iter().zip(renewals) {
-            let opened = renewal
-                .and_then(|renewal| renewal.finish(until))
-                .map_err(|error| {
-                    io::Error::new(error.kind(), format!("{}: {error}", store.label()))
-                })?;
-            // An error of `open(2)` is returned by the next flush.
-            if let Some(Ok(descriptor)) = opened {
-                store.close_descriptor(descriptor);
-            }
-        }
+        let checks: Vec<_> = stores
+            .iter()
+            .map(|store| store.start_open_check())
+            .collect();
+        let checked = stores.iter().zip(checks).map(|(store, check)| {
+            let label = |error: io::Error| {
+                io::Error::new(error.kind(), format!("{}: {error}", store.label()))
+            };
+            check.and_then(|check| check.finish(until)).map_err(label)
+        });
+        // Wait for all of them: a store with a pending check would fail other queries.
+        let checked: Vec<_> = checked.collect();
+        checked.into_iter().collect::<io::Result<()>>()?;
         let cleared = stores
             .iter()
             .filter_map(|store| store.clear_flush_failure());

@@ -74,8 +74,8 @@ pub const VERSION: u32 = 1;
 /// Maximum size of the handover state in bytes.
 const MAX_STATE: u64 = 256 << 20;
 
-/// Timeout to close data sent by other users to the sockets of a server that was shut down, and the
-/// files of removed backends.
+/// Timeout to close data sent by other users to the sockets of a server that was shut down, and
+/// descriptors of backends.
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// Grace period for signals that arrive just before `execve`. Later signals would be lost.
@@ -330,7 +330,7 @@ impl<'a> Control<'a> {
         };
         let mut files = RamFiles::default();
         // execve(2) would wait for the thread that closes data left in the listeners, and for threads
-        // that close backends. A removed backend may have been in use until the drain.
+        // that close descriptors of backends, which may have been in use until the drain.
         let closed = shm::check_closed(CLOSING).and_then(|()| check_closed(CLOSING));
         let written = closed.and_then(|()| {
             let server = server_state.export(&mut files)?;

@@ -15,7 +15,7 @@ use riser_testkit::skip::skip;
 
 use super::LOCK_WAIT;
 use super::portals::tests::{Dir, problems, retry};
-use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time};
+use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time, query};
 use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
@@ -409,6 +409,52 @@ fn hung_file_system_keeps_flush_failure() {
     assert_eq!(store.flush_failure(), None);
     drop(store);
     server.shutdown().unwrap();
+}
+
+/// Another disk must not look as if it did not respond, because it is cleared next.
+#[test]
+fn refused_clearing_leaves_no_query() {
+    let dir = Dir::new("refused-clearing");
+    for name in ["a", "b"] {
+        fs::write(dir.0.join(name), vec![0; 1 << 20]).unwrap();
+    }
+    let text = disk(&dir.0, "")
+        .to_yaml()
+        .replace(
+            "backends:\n",
+            &format!(
+                "backends:\n  b: {{ kind: file, path: {}/b }}\n",
+                dir.0.display()
+            ),
+        )
+        .replace("luns:\n", "luns:\n      1: b\n");
+    let config =
+        Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}: {text}"));
+    let server = Server::start(&config).unwrap();
+    let stores: Vec<_> = server
+        .builder
+        .open()
+        .map(|(name, store)| (name.to_owned(), Arc::clone(store)))
+        .collect();
+    assert_eq!(stores.len(), 2);
+    for (_, store) in &stores {
+        store.on_flush_failed(libc::EIO, Instant::now());
+    }
+    let (_, hung) = stores.iter().find(|(name, _)| name == "a").unwrap();
+    let release = query::hang(hung);
+    let error = server.clear_flush_failure(None).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    let serial = server
+        .unit_on("b")
+        .unwrap()
+        .lu
+        .config()
+        .identity
+        .serial
+        .clone();
+    assert_eq!(server.clear_flush_failure(Some(&serial)).unwrap(), 1);
+    drop((release, stores));
+    server.shutdown().unwrap_err();
 }
 
 /// Removing a disk from the configuration is not a confirmation that the loss was handled.

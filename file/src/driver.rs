@@ -537,8 +537,8 @@ impl<S: Storage> Driver<S> {
     /// waiting for space, for the helper thread or for a delay, so this must be called after every
     /// park, until it returns `None`.
     pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done<S::Result>> {
-        // Callers process all completions before the next park, so it's enough to do this once for
-        // each of these loops.
+        // Callers process all completions before the next park, so this is done at least once in each
+        // of these loops.
         if self.done.is_empty() {
             self.resume_waiting(ring);
         }

@@ -56,7 +56,7 @@ pub(super) const QUEUE: usize = 3;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Task {
     pub(super) nexus: NexusId,
-    /// Index of the list of tasks of the nexus.
+    /// Index of the nexus in the set.
     pub(super) own: usize,
     pub(super) tag: TaskTag,
     pub(super) attribute: TaskAttribute,

@@ -16,8 +16,9 @@ pub(in crate::nic) type FlowPort = u32;
 /// uses one port per QP.
 pub(in crate::nic) const PORTS_PER_QP: usize = 4;
 
-/// Map with a key chosen by peers, with a lookup for each packet. The hash function has a random
-/// seed, so that a peer cannot cause collisions.
+/// Map with a key chosen by peers, with a lookup for each packet. The seed of the hash function is
+/// different in each process, so that collisions cannot be prepared, and the number of entries is
+/// limited by the number of connected QPs.
 type PeerMap<K, T> = HashMap<K, T, RandomState>;
 
 /// Hosts with connected QPs, and the packet numbering of their source ports. Nothing is stored for

@@ -16,7 +16,6 @@
 //! - `hints`: advice if a file cannot be opened, and notes about an open backend.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
-//! - `closing`: closes files on separate threads.
 //! - `query`: queries size and space on file systems that may not respond.
 //! - `open_error`: [`OpenError`], reasons why a backend cannot be opened.
 //! - `opening`: opens backends on file systems that may not respond. `waiting`: threads waiting for
@@ -24,6 +23,7 @@
 //! - `errno`: maps host errors to errors of a logical unit.
 //! - `unit`: configuration of a logical unit for an open backend.
 //! - `sys`: system calls not available in the standard library.
+//! - `threads`: list of all threads that a file system may block, and threads that close files.
 //!
 //! # Guarantees
 //! - **Durability.** With `write_cache: off`, every write, zeroing and discard is on stable storage
@@ -39,7 +39,6 @@
 //! reason. We guarantee zeroes after a discard, so a device without holes does not support UNMAP.
 
 mod cause;
-mod closing;
 mod errno;
 mod execute;
 mod file_id;
@@ -57,13 +56,11 @@ mod ram;
 mod served;
 mod store;
 mod sys;
+mod threads;
 mod unit;
 mod waiting;
 
 pub use cause::Cause;
-#[cfg(test)]
-pub(crate) use closing::close;
-pub(crate) use closing::{check_closed, oldest_closing};
 pub use file_id::FileId;
 pub(crate) use flush::FlushFailures;
 pub use flush::{FlushFailure, FlushKeeper};
@@ -80,6 +77,9 @@ pub use riser_file::{DriverConfig, DriverFull, StoreId};
 pub use served::Served;
 pub(crate) use served::command;
 pub use store::{Resized, Store};
+#[cfg(test)]
+pub(crate) use threads::close;
+pub(crate) use threads::{check_threads, oldest_thread};
 pub use unit::unit_config;
 
 /// Executes block operations for a worker.

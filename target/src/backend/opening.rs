@@ -14,6 +14,7 @@ use riser_config::{Source, Spec};
 use super::open_error::OpenError;
 use super::query;
 use super::store::Store;
+use super::threads::Entry;
 use super::waiting::Mark;
 use crate::patience;
 
@@ -329,6 +330,7 @@ impl Opening {
         let (sender, result) = channel();
         let is_late = Arc::new(Mutex::new(false));
         let spawned = thread::Builder::new().name("open".into()).spawn({
+            let entry = Entry::new(path.display().to_string());
             let (mark, is_late) = (mark.clone(), Arc::clone(&is_late));
             move || {
                 let _waker = Waker(wake);
@@ -342,6 +344,7 @@ impl Opening {
                     (true, Err(_)) => {}
                 }
                 mark.clear();
+                drop(entry);
             }
         });
         match spawned {

@@ -18,6 +18,7 @@ use riser_file::OpenFile;
 use super::open_error::OpenError;
 use super::store::{Resized, Store};
 use super::sys;
+use super::threads::Entry;
 use super::waiting::{Mark, Marked, Purpose};
 
 /// Timeout for querying a file system about an open file.
@@ -92,6 +93,7 @@ impl<T: Send + 'static> Query<T> {
             return Ok(Self { result, is_late });
         }
         let spawned = thread::Builder::new().name("look".into()).spawn({
+            let entry = Entry::new(store.label().to_owned());
             let (store, is_late) = (Arc::clone(store), Arc::clone(&is_late));
             move || {
                 let response = work(&store);
@@ -102,6 +104,9 @@ impl<T: Send + 'static> Query<T> {
                 // Do this before sending the result, because its receiver may start another query.
                 store.waiting.of(purpose).store(false, Ordering::Release);
                 let _ = sender.send(response);
+                // This may close the file of a removed backend.
+                drop(store);
+                drop(entry);
             }
         });
         match spawned {
@@ -274,7 +279,8 @@ mod tests {
     use riser_testkit::{eventually, eventually_ok};
 
     use super::*;
-    use crate::backend::{Direct, Source};
+    use crate::backend::threads::has_thread;
+    use crate::backend::{Direct, Source, check_threads};
 
     /// Maximum time for a thread to exit after it was released.
     const PATIENCE: Duration = Duration::from_secs(60);
@@ -327,6 +333,23 @@ mod tests {
             store.grow_in_time(&larger, growth_until()).unwrap(),
             Some(2 << 20)
         );
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    /// `execve(2)` waits for the thread, also if the backend was removed.
+    #[test]
+    fn query_of_dropped_store_is_listed() {
+        let path = std::env::temp_dir().join(format!("riserd-removed-{}", std::process::id()));
+        let store = Store::open(&spec(path.clone(), 1 << 20)).unwrap();
+        store.keep();
+        let label = store.label().to_owned();
+        let release = hang(&store);
+        drop(store);
+        assert!(has_thread(&label) && check_threads(Duration::ZERO).is_err());
+        drop(release);
+        eventually("the threads exit", PATIENCE, || !has_thread(&label));
+        // Its file was closed before.
+        drop(Store::open(&spec(path.clone(), 1 << 20)).unwrap());
         std::fs::remove_file(&path).unwrap();
     }
 

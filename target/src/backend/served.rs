@@ -11,10 +11,10 @@ use riser_memory::MemSlice;
 use riser_reactor::{Handle, Threads};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
-use super::closing::close;
 use super::errno::from_errno;
 use super::execute::Extent;
 use super::store::Store;
+use super::threads::close;
 use crate::log::RateLimit;
 use crate::warn_limited;
 

@@ -17,7 +17,6 @@ use riser_scsi::step::BackendError;
 use rustix::fs::{FileType, SeekFrom, Stat, fstat, seek, stat};
 
 use super::cause::Cause;
-use super::closing::close;
 use super::file_id::FileId;
 use super::flush::{FlushFailure, FlushFailures, FlushKeeper};
 use super::health::{Errors, Failing, Measured, Space};
@@ -30,6 +29,7 @@ use super::medium_faults::{MediumFaults, too_small};
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
+use super::threads::close;
 use super::waiting::{Waiting, is_waiting};
 use crate::host::{Host, SystemHost};
 

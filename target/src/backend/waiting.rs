@@ -50,8 +50,7 @@ impl Drop for Marked {
     }
 }
 
-/// Returns true if a thread is waiting for a path. Until it exits, this program cannot be replaced
-/// by another one.
+/// Returns true if a thread is waiting for a path.
 pub(super) fn is_waiting(path: &Path) -> bool {
     waiting().contains_key(path)
 }

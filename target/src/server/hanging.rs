@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use super::{Server, ServerError};
-use crate::backend::{Cause, Failing, Store, oldest_closing};
+use crate::backend::{Cause, Failing, Store, oldest_thread};
 use crate::worker::mail::{Mail, OldestRequest};
 
 /// Age from which a block operation may delay a shutdown for too long.
@@ -116,13 +116,13 @@ impl BlockCheck {
         }
         let request = self.oldest.take();
         let request = request.map(|request| (request.backend, request.since));
-        // execve(2) waits for all threads to exit, including the threads that close files.
-        let closing = oldest_closing();
-        if request.is_none() && closing.is_some() && now < self.until {
+        // execve(2) waits for all threads to exit, including threads of removed backends.
+        let thread = oldest_thread();
+        if request.is_none() && thread.is_some() && now < self.until {
             return None;
         }
         let hanging = request
-            .or(closing)
+            .or(thread)
             .map(|(backend, since)| ServerError::Hanging {
                 backend,
                 seconds: now.saturating_duration_since(since).as_secs(),

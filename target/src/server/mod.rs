@@ -202,14 +202,14 @@ pub enum ServerError {
     /// Written data could not be made durable.
     #[error("the last flush failed: {0}")]
     Flush(String),
-    /// Block operations, or the closing of a file, are delaying a handover or a shutdown.
+    /// Block operations, or threads that access a file, are delaying a handover or a shutdown.
     #[error(
-        "block operations of backend {backend}, or the closing of its file, have been in progress for {seconds} s: the disk does not respond"
+        "block operations of backend {backend}, or other accesses to its file, have been in progress for {seconds} s: the disk does not respond"
     )]
     Hanging {
         /// Backend label.
         backend: String,
-        /// Age of the oldest operation, in seconds.
+        /// Age of the oldest operation or thread, in seconds.
         seconds: u64,
     },
     /// A step did not complete in time.

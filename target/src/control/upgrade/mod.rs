@@ -60,7 +60,7 @@ use super::signals::EndSignals;
 use super::socket::Admin;
 use super::watchdog::Watchdog;
 use crate::audit;
-use crate::backend::check_closed;
+use crate::backend::check_threads;
 use crate::config::Config;
 use crate::server::handover::{RamFiles, ServerState, StateDocument};
 use crate::server::{Server, ServerError};
@@ -74,9 +74,11 @@ pub const VERSION: u32 = 1;
 /// Maximum size of the handover state in bytes.
 const MAX_STATE: u64 = 256 << 20;
 
-/// Timeout to close data sent by other users to the sockets of a server that was shut down, and
-/// descriptors of backends.
+/// Timeout to close data sent by other users to the sockets of a server that was shut down.
 const CLOSING: Duration = Duration::from_secs(1);
+
+/// Timeout for threads that access or close files of backends.
+const THREADS: Duration = Duration::from_secs(3);
 
 /// Grace period for signals that arrive just before `execve`. Later signals would be lost.
 const LAST_LOOK: Duration = Duration::from_millis(1);
@@ -330,8 +332,8 @@ impl<'a> Control<'a> {
         };
         let mut files = RamFiles::default();
         // execve(2) would wait for the thread that closes data left in the listeners, and for threads
-        // that close descriptors of backends, which may have been in use until the drain.
-        let closed = shm::check_closed(CLOSING).and_then(|()| check_closed(CLOSING));
+        // of backends, which may have been in use until the drain.
+        let closed = shm::check_closed(CLOSING).and_then(|()| check_threads(THREADS));
         let written = closed.and_then(|()| {
             let server = server_state.export(&mut files)?;
             let bytes = serde_json::to_vec(&state(server))?;

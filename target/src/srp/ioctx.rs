@@ -8,12 +8,11 @@ use riser_scsi::srp::{RspCode, Tag};
 use riser_scsi::step::Response;
 use riser_state::{State, become_state};
 
-use super::table::Tables;
+use super::table::{Table, Tables};
 use crate::fabric::task_mgmt::{Function, PendingFunction};
 use crate::fabric::{
-    Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Unit, Wait,
+    Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, Requests, Transfer, Unit, Wait,
 };
-use crate::pool::Ranges;
 
 /// Index of a receive context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -399,12 +398,11 @@ impl SendIoctx {
     }
 
     /// Returns the work requests of the planned portion.
-    pub(super) fn requests(&self) -> impl Iterator<Item = RdmaRequest<Ranges<'_>>> {
-        self.transfer.iter().flat_map(|transfer| {
-            let data = self.exec.buffer.as_ref();
-            let (table, buffer) = self.tables.sides(transfer.direction(), data);
-            transfer.requests(table, buffer)
-        })
+    pub(super) fn requests(&self) -> Option<Requests<'_, Table>> {
+        let transfer = self.transfer.as_ref()?;
+        let data = self.exec.buffer.as_ref();
+        let (table, buffer) = self.tables.sides(transfer.direction(), data);
+        Some(transfer.requests(table, buffer))
     }
 }
 

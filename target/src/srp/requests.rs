@@ -114,8 +114,9 @@ impl RequestTable {
         idx: TaskIdx,
     ) -> impl Iterator<Item = RdmaRequest<Ranges<'_>>> {
         // A message initiated by the target does not have any RDMA requests.
-        let ioctx = self.contexts.get(idx);
-        ioctx.into_iter().flat_map(SendIoctx::requests)
+        let mut requests = self.contexts.get(idx).and_then(SendIoctx::requests);
+        // This is cheaper than an adapter that flattens the option.
+        std::iter::from_fn(move || requests.as_mut()?.next())
     }
 
     /// Returns a reference to the current request of a context, for other channels.

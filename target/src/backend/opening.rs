@@ -338,13 +338,16 @@ impl Opening {
                 let result = open();
                 let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
                 match (*is_late, result) {
-                    (false, result) => drop(sender.send(result)),
+                    (false, result) => {
+                        // The receiver may start an upgrade.
+                        drop(entry);
+                        drop(sender.send(result));
+                    }
                     // Revert all changes, as if it wasn't opened.
                     (true, Ok(store)) => store.undo(),
                     (true, Err(_)) => {}
                 }
                 mark.clear();
-                drop(entry);
             }
         });
         match spawned {

@@ -101,12 +101,13 @@ impl<T: Send + 'static> Query<T> {
                 if *is_late {
                     undo(&store);
                 }
-                // Do this before sending the result, because its receiver may start another query.
+                // Do this before sending the result, because its receiver may start another query or
+                // an upgrade.
                 store.waiting.of(purpose).store(false, Ordering::Release);
-                let _ = sender.send(response);
                 // This may close the file of a removed backend.
                 drop(store);
                 drop(entry);
+                let _ = sender.send(response);
             }
         });
         match spawned {

@@ -354,6 +354,19 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
     }
 
+    /// An upgrade can start as soon as the result is received.
+    #[test]
+    fn thread_is_unlisted_before_result() {
+        let path = std::env::temp_dir().join(format!("riserd-listed-{}", std::process::id()));
+        let store = Store::open(&spec(path, 1 << 20)).unwrap();
+        for _ in 0..200 {
+            let query = store.start_measure().unwrap();
+            query.finish(Instant::now() + PATIENCE).unwrap().unwrap();
+            assert!(!has_thread(store.label()));
+        }
+        store.undo();
+    }
+
     #[test]
     fn failed_measurement_discards_space() {
         let path = std::env::temp_dir().join(format!("riserd-room-{}", std::process::id()));

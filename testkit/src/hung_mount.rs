@@ -3,7 +3,7 @@
 //!
 //! If a process waits for this server, it can't be killed until the server has responded or closed
 //! the connection, for example by exiting. If a thread in the process that serves the file accesses
-//! it, another thread must always resume or kill the server, which happens when it's dropped.
+//! it, another thread must always resume the server or kill it by dropping [`HungMount`].
 
 use std::ffi::OsStr;
 use std::io;

@@ -79,7 +79,7 @@ pub(crate) use served::command;
 pub use store::{Resized, Store};
 #[cfg(test)]
 pub(crate) use threads::close;
-pub(crate) use threads::{check_threads, oldest_thread};
+pub(crate) use threads::{Entry, check_threads, oldest_thread};
 pub use unit::unit_config;
 
 /// Executes block operations for a worker.

@@ -111,7 +111,7 @@ impl Storage for Served {
 
     /// Closes the files on a separate thread, because the worker has to serve other backends.
     fn release(self, descriptor: Option<Handle>) {
-        if self.store.open_file().is_none() || self.store.is_simulated() {
+        if !self.store.may_hang() {
             return;
         }
         let (host, label) = (Arc::clone(self.store.host()), self.store.label().to_owned());

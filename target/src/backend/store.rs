@@ -29,7 +29,7 @@ use super::medium_faults::{MediumFaults, too_small};
 use super::open_error::{OpenError, io_error};
 use super::ram::{self, Ram};
 use super::sys;
-use super::threads::close;
+use super::threads::{Entry, close};
 use super::waiting::{Waiting, is_waiting};
 use crate::host::{Host, SystemHost};
 
@@ -71,6 +71,14 @@ pub struct Store {
     /// File identifier from when it was opened, if it is a file.
     file: Option<FileId>,
     notes: Vec<String>,
+    /// Lists the thread that closes the file. Dropped after all other fields.
+    closing: Option<Entry>,
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.closing = Entry::of(self);
+    }
 }
 
 impl Store {
@@ -121,21 +129,18 @@ impl Store {
                 made.undo();
             }
         })?;
-        let store = Self::of(spec, medium, geometry, made, host);
+        let mut store = Self::of(spec, medium, geometry, made, host);
         for note in &notes {
             tracing::warn!(backend = store.name, "{note}");
         }
-        let file = store.file_id();
+        store.file = store.file_id();
         // Provide this from the start, before the first periodic measurement.
         if let Err(error) = store.measure_space() {
             tracing::debug!(backend = store.name, %error, "cannot measure the free space of a file \
                                                            system");
         }
-        Ok(Arc::new(Self {
-            notes,
-            file,
-            ..store
-        }))
+        store.notes = notes;
+        Ok(Arc::new(store))
     }
 
     /// Creates a placeholder for a backend that cannot be opened. All reads and writes fail because
@@ -183,6 +188,7 @@ impl Store {
             silent: Mutex::default(),
             file: None,
             notes: Vec::new(),
+            closing: None,
         }
     }
 
@@ -232,10 +238,10 @@ impl Store {
         }
     }
 
-    /// Returns whether this is a disk in memory, which never hangs.
-    pub(super) fn is_simulated(&self) -> bool {
+    /// Returns whether system calls are used to access this backend, which may hang.
+    pub(super) fn may_hang(&self) -> bool {
         self.open_file()
-            .is_some_and(|file| file.handle.fd().is_none())
+            .is_some_and(|file| file.handle.fd().is_some())
     }
 
     /// Returns notes for the administrator, created when the backend was opened.
@@ -518,7 +524,7 @@ impl Store {
     /// Closes a descriptor on a separate thread, because the kernel may write back all cached data
     /// of its file.
     pub(crate) fn close_descriptor(&self, descriptor: Handle) {
-        if !self.is_simulated() {
+        if self.may_hang() {
             close(self.host.threads(), self.label().to_owned(), descriptor);
         }
     }

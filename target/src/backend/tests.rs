@@ -438,13 +438,30 @@ fn concurrent_requests_access_their_blocks() {
     }
 }
 
-/// Reports the thread that drops it, together with the store.
+/// Reports the thread that drops it, together with the store, and whether a thread of this backend
+/// is listed.
 #[derive(Debug)]
-struct LastUser(std::sync::mpsc::Sender<std::thread::ThreadId>);
+struct LastUser {
+    label: String,
+    dropped: std::sync::mpsc::Sender<(std::thread::ThreadId, bool)>,
+}
+
+impl LastUser {
+    /// Adds a user that is dropped with this store.
+    fn of(store: &Store) -> std::sync::mpsc::Receiver<(std::thread::ThreadId, bool)> {
+        let (dropped, reports) = std::sync::mpsc::channel();
+        let label = store.label().to_owned();
+        let identity = crate::fixture::unit_config(1).identity;
+        let user = Arc::new(Self { label, dropped });
+        store.keep_flush_failures(user, &identity, Instant::now());
+        reports
+    }
+}
 
 impl Drop for LastUser {
     fn drop(&mut self) {
-        let _ = self.0.send(std::thread::current().id());
+        let is_listed = threads::has_thread(&self.label);
+        let _ = self.dropped.send((std::thread::current().id(), is_listed));
     }
 }
 
@@ -463,14 +480,24 @@ impl FlushKeeper for LastUser {
 fn detached_store_closes_on_other_thread() {
     let dir = Dir::new(&std::env::temp_dir(), "closed");
     let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
-    let (dropped, thread) = std::sync::mpsc::channel();
-    let identity = crate::fixture::unit_config(1).identity;
-    store.keep_flush_failures(Arc::new(LastUser(dropped)), &identity, Instant::now());
+    let dropped = LastUser::of(&store);
     let mut rig = Rig::new(store);
     assert_eq!(rig.run(FLUSH, &[]), StepResult::Done);
     assert!(rig.driver.detach(&mut rig.ring, rig.id));
-    let thread = thread.recv_timeout(Duration::from_secs(60)).unwrap();
-    assert_ne!(thread, std::thread::current().id());
+    let (thread, is_listed) = dropped.recv_timeout(Duration::from_secs(60)).unwrap();
+    assert!(is_listed && thread != std::thread::current().id());
+}
+
+/// A hanging close on any thread would block `execve(2)`.
+#[test]
+fn dropped_store_lists_closing_thread() {
+    let dir = Dir::new(&std::env::temp_dir(), "listed");
+    let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
+    let (label, dropped) = (store.label().to_owned(), LastUser::of(&store));
+    drop(store);
+    let (thread, is_listed) = dropped.try_recv().unwrap();
+    assert!(is_listed && thread == std::thread::current().id());
+    assert!(!threads::has_thread(&label));
 }
 
 /// A hanging backend must not use all resources shared by the backends of a worker.

@@ -3,7 +3,8 @@
 //! The kernel may write back all cached data when a file or device is closed. This and all other
 //! system calls can take minutes, or forever if the device or the server of the file system does not
 //! respond. `execve(2)` waits for all threads to exit, so we keep a list of these threads, also for
-//! backends that were removed from the configuration.
+//! backends that were removed from the configuration. A store that is dropped lists the thread that
+//! closes its file.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,6 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use riser_reactor::Threads;
+
+use super::store::Store;
 
 /// Polling interval of [`check_threads`].
 const POLL: Duration = Duration::from_millis(1);
@@ -59,14 +62,22 @@ pub(crate) fn check_threads(patience: Duration) -> io::Result<()> {
 
 /// An entry of [`ACTIVE`].
 #[derive(Debug)]
-pub(super) struct Entry(u64);
+pub(crate) struct Entry(u64);
 
 impl Entry {
-    /// Adds a thread of this backend. The thread must drop all of its files before the entry.
+    /// Adds a thread of this backend. Before it drops the entry, the thread must drop its files or
+    /// pass them to another thread.
     pub(super) fn new(label: String) -> Self {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         active().insert(number, (label, Instant::now()));
         Self(number)
+    }
+
+    /// Adds a thread that accesses or closes the file of this store, unless this cannot hang.
+    pub(crate) fn of(store: &Store) -> Option<Self> {
+        store
+            .may_hang()
+            .then(|| Self::new(store.label().to_owned()))
     }
 }
 

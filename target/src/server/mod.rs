@@ -57,7 +57,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use tokio::sync::Notify;
 
 use crate::backend::{
-    Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, open_all, query,
+    Entry, Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, open_all, query,
 };
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
@@ -754,20 +754,24 @@ impl Server {
                 let Some(store) = store.upgrade() else {
                     continue;
                 };
+                let entry = Entry::of(&store);
                 if let Err(error) = store.examine() {
                     tracing::debug!(%error, "cannot examine a backend");
                 }
-                let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
-                    return false;
-                };
-                let is_there = catalog.stores.get(place).and_then(Option::as_ref);
-                if let Some(space) = store.space()
-                    && is_there.is_some_and(|now| Arc::ptr_eq(now, &store))
-                {
-                    note_space(&catalog, place, &store, space);
+                if let Some(shared) = shared.upgrade() {
+                    let catalog = shared.registry.catalog();
+                    let is_there = catalog.stores.get(place).and_then(Option::as_ref);
+                    if let Some(space) = store.space()
+                        && is_there.is_some_and(|now| Arc::ptr_eq(now, &store))
+                    {
+                        note_space(&catalog, place, &store, space);
+                    }
                 }
+                // This closes the file if the backend was removed, or the server was shut down.
+                drop(store);
+                drop(entry);
             }
-            true
+            shared.strong_count() > 0
         }
     }
 

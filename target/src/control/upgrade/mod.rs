@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! requested → the program checks the running configuration → secrets and files are verified
-//!   → no block operation hangs
+//!   → no block operation and no thread hangs
 //!   any failure: rejected, and nothing has changed
 //! → no requests are handled any more, and clients that connect have to wait
 //!   → a drain: commands complete, initiators log out, data is made durable

@@ -44,8 +44,8 @@ impl Peers {
         self.qps.entry(ip).or_default().push(qp);
     }
 
-    /// Removes a QP. If there are no more QPs with this peer, its packets will not be verified, so
-    /// all state about it is discarded.
+    /// Removes a QP and the state of its source ports. If there are no more QPs with this peer, its
+    /// packets will not be verified, so all state about it is discarded.
     pub(in crate::nic) fn remove(&mut self, ip: IpAddr, qp: QpId) {
         let Some(qps) = self.qps.get_mut(&ip) else {
             return;
@@ -53,10 +53,8 @@ impl Peers {
         qps.retain(|&other| other != qp);
         if qps.is_empty() {
             self.qps.remove(&ip);
-            for port in self.ports.remove(&ip).into_iter().flatten() {
-                self.verifiers.remove(&(ip, port));
-            }
         }
+        self.evict(ip);
     }
 
     /// Returns the packet numbering of a peer, if known.
@@ -72,12 +70,22 @@ impl Peers {
             return;
         }
         let (ip, port) = key;
-        let qps = self.qps.get(&ip).map_or(0, Vec::len);
-        let ports = self.ports.entry(ip).or_default();
-        ports.push_back(port);
-        while ports.len() > qps * PORTS_PER_QP {
-            let oldest = ports.pop_front().expect("more than none");
-            self.verifiers.remove(&(ip, oldest));
+        self.ports.entry(ip).or_default().push_back(port);
+        self.evict(ip);
+    }
+
+    /// Removes the oldest entries of a peer, if it has too many for the number of its QPs.
+    fn evict(&mut self, ip: IpAddr) {
+        let limit = self.qps(ip).len() * PORTS_PER_QP;
+        let Some(ports) = self.ports.get_mut(&ip) else {
+            return;
+        };
+        let excess = ports.len().saturating_sub(limit);
+        for port in ports.drain(..excess) {
+            self.verifiers.remove(&(ip, port));
+        }
+        if ports.is_empty() {
+            self.ports.remove(&ip);
         }
     }
 
@@ -120,5 +128,20 @@ mod tests {
         peers.remove(ip, last);
         assert_eq!(peers.verifier_count(), (1, 1));
         assert!(peers.qps(ip).is_empty());
+    }
+
+    #[test]
+    fn removed_qp_releases_its_ports() {
+        let ip = IpAddr::from([10, 0, 0, 2]);
+        let [first, second] = [1, 2].map(|index| QpId(Handle::new(index, 1)));
+        let mut peers = Peers::default();
+        peers.add(ip, first);
+        peers.add(ip, second);
+        for port in 0..2 * PORTS_PER_QP as u16 {
+            peers.remember((ip, port.into()), verifier(port));
+        }
+        peers.remove(ip, second);
+        assert_eq!(peers.verifier_count(), (PORTS_PER_QP, 1));
+        assert!(peers.verifier((ip, 0)).is_none());
     }
 }

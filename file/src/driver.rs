@@ -538,7 +538,7 @@ impl<S: Storage> Driver<S> {
     /// park, until it returns `None`.
     pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done<S::Result>> {
         // Callers process all completions before the next park, so this is done at least once in each
-        // of these loops.
+        // of these loops. Requests submitted in the loop may use released space first.
         if self.done.is_empty() {
             self.resume_waiting(ring);
         }

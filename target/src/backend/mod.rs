@@ -77,8 +77,6 @@ pub use riser_file::{DriverConfig, DriverFull, StoreId};
 pub use served::Served;
 pub(crate) use served::command;
 pub use store::{Resized, Store};
-#[cfg(test)]
-pub(crate) use threads::close;
 pub(crate) use threads::{Entry, check_threads, oldest_thread};
 pub use unit::unit_config;
 

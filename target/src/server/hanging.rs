@@ -101,6 +101,14 @@ pub struct BlockCheck {
 impl BlockCheck {
     /// Returns the result when all workers have replied: see [`Server::check_block_operations`].
     pub fn poll(&mut self, now: Instant) -> Option<Result<(), ServerError>> {
+        self.poll_with(now, oldest_thread)
+    }
+
+    fn poll_with(
+        &mut self,
+        now: Instant,
+        oldest_thread: impl FnOnce() -> Option<(String, Instant)>,
+    ) -> Option<Result<(), ServerError>> {
         while let Some(reply) = self.replies.last() {
             let requests = match reply.try_recv() {
                 Ok(requests) => requests,
@@ -169,33 +177,28 @@ impl Server {
 
 #[cfg(test)]
 mod tests {
-    use riser_reactor::simulated::Threads;
-    use riser_testkit::eventually;
-
     use super::*;
-    use crate::backend::close;
 
-    /// Otherwise, the next program would not start until the file is closed.
+    /// Otherwise, the next program would not start until the thread exits.
     #[test]
-    fn closing_file_prevents_handover() {
-        let threads = Threads::default();
-        close(&threads, "/closed".into(), ());
-        let now = Instant::now();
-        let check_until = |until| BlockCheck {
+    fn hanging_thread_prevents_handover() {
+        let start = Instant::now();
+        let mut check = BlockCheck {
             replies: Vec::new(),
             oldest: None,
-            until,
+            until: start + REPLY,
         };
-        // Another backend may have had a thread until now.
-        assert!(matches!(check_until(now).poll(now), Some(Ok(()))));
-        let mut check = check_until(now + REPLY);
-        assert!(check.poll(now).is_none());
-        let result = check.poll(check.until).unwrap();
-        assert!(matches!(result, Err(ServerError::Hanging { .. })));
-        assert!(threads.step(threads.runnable()[0]));
-        // Another test may also close a file.
-        eventually("all are closed", Duration::from_secs(60), || {
-            matches!(check.poll(now), Some(Ok(())))
-        });
+        let thread = |since| move || Some(("/disk".to_owned(), since));
+        let result = check.poll_with(start, || None);
+        assert!(matches!(result, Some(Ok(()))));
+        assert!(check.poll_with(start, thread(start)).is_none());
+        let result = check.poll_with(check.until, thread(start));
+        let Some(Err(ServerError::Hanging { backend, seconds })) = result else {
+            panic!("{result:?}");
+        };
+        assert_eq!((backend.as_str(), seconds), ("/disk", REPLY.as_secs()));
+        // One thread after another may have been listed for responsive backends.
+        let result = check.poll_with(check.until, thread(check.until));
+        assert!(matches!(result, Some(Ok(()))));
     }
 }

@@ -44,8 +44,9 @@ impl Peers {
         self.qps.entry(ip).or_default().push(qp);
     }
 
-    /// Removes a QP and the state of its source ports. If there are no more QPs with this peer, its
-    /// packets will not be verified, so all state about it is discarded.
+    /// Removes a QP, and the oldest entries of its peer if it has too many without this QP. If there
+    /// are no more QPs with this peer, its packets will not be verified, so all state about it is
+    /// discarded.
     pub(in crate::nic) fn remove(&mut self, ip: IpAddr, qp: QpId) {
         let Some(qps) = self.qps.get_mut(&ip) else {
             return;

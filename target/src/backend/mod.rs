@@ -77,7 +77,7 @@ pub use riser_file::{DriverConfig, DriverFull, StoreId};
 pub use served::Served;
 pub(crate) use served::command;
 pub use store::{Resized, Store};
-pub(crate) use threads::{Entry, check_threads, oldest_thread};
+pub(crate) use threads::{check_threads, oldest_thread};
 pub use unit::unit_config;
 
 /// Executes block operations for a worker.

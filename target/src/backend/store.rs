@@ -77,7 +77,7 @@ pub struct Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        self.closing = Entry::of(self);
+        self.closing = self.list_thread();
     }
 }
 
@@ -242,6 +242,11 @@ impl Store {
     pub(super) fn may_hang(&self) -> bool {
         self.open_file()
             .is_some_and(|file| file.handle.fd().is_some())
+    }
+
+    /// Lists a thread that accesses or closes the file, unless this cannot hang.
+    pub(crate) fn list_thread(&self) -> Option<Entry> {
+        self.may_hang().then(|| Entry::new(self.label.clone()))
     }
 
     /// Returns notes for the administrator, created when the backend was opened.

@@ -15,8 +15,6 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::Threads;
 
-use super::store::Store;
-
 /// Polling interval of [`check_threads`].
 const POLL: Duration = Duration::from_millis(1);
 
@@ -71,13 +69,6 @@ impl Entry {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         active().insert(number, (label, Instant::now()));
         Self(number)
-    }
-
-    /// Adds a thread that accesses or closes the file of this store, unless this cannot hang.
-    pub(crate) fn of(store: &Store) -> Option<Self> {
-        store
-            .may_hang()
-            .then(|| Self::new(store.label().to_owned()))
     }
 }
 

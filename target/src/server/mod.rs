@@ -57,7 +57,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use tokio::sync::Notify;
 
 use crate::backend::{
-    Entry, Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, open_all, query,
+    Failing, FlushKeeper, OpenError, OpenedStores, Resized, Space, Store, open_all, query,
 };
 use crate::config::{Config, Listen};
 use crate::fabric::Unit;
@@ -754,7 +754,7 @@ impl Server {
                 let Some(store) = store.upgrade() else {
                     continue;
                 };
-                let entry = Entry::of(&store);
+                let entry = store.list_thread();
                 if let Err(error) = store.examine() {
                     tracing::debug!(%error, "cannot examine a backend");
                 }

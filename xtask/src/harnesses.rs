@@ -40,7 +40,8 @@ pub(crate) fn default_lanes() -> u8 {
             .stderr(Stdio::null())
             .status()
             .is_ok_and(|status| status.success());
-    if is_able { 3 } else { 1 }
+    // More than the number of CPUs, because many tests wait for timeouts.
+    if is_able { 4 } else { 1 }
 }
 
 /// Cargo arguments for tests that use the `release` profile. We always build the same packages
@@ -59,6 +60,9 @@ pub(crate) const RELEASE_TESTS: [&str; 5] = [
 pub(crate) const SIMULATOR: [&str; 8] = [
     "--test", "control", "--test", "failures", "--test", "seeds", "--test", "troubles",
 ];
+
+/// Tests with thousands of sessions, which need minutes of CPU time.
+const LARGE: [&str; 2] = ["scale", "soak"];
 
 /// First and last line of a harness.
 static LINES: LazyLock<Regex> = LazyLock::new(|| {
@@ -231,8 +235,8 @@ pub(crate) fn building_release(args: &[&str]) -> Command {
     sh::cargo(["test", "--quiet", "--no-run"].iter().chain(args))
 }
 
-/// Runs all harnesses in the workspace except [`SIMULATOR`], using the given number of `lanes`
-/// in parallel, and then the documentation tests.
+/// Runs all harnesses in the workspace except [`SIMULATOR`] and [`LARGE`], using the given number
+/// of `lanes` in parallel, and then the documentation tests.
 pub(crate) fn run_all(lanes: usize) -> Results {
     let harnesses = match built() {
         Ok(harnesses) if harnesses.is_empty() => {
@@ -242,7 +246,7 @@ pub(crate) fn run_all(lanes: usize) -> Results {
         Err(e) => return Results::of(Err(e)),
     };
     let harnesses = harnesses.into_iter();
-    let harnesses = harnesses.filter(|harness| !harness.is_of_simulator());
+    let harnesses = harnesses.filter(|harness| !harness.is_of_simulator() && !harness.is_large());
     // With a single lane we don't need a namespace (and therefore root), because the addresses are
     // not shared.
     let is_isolated = lanes > 1;
@@ -301,6 +305,11 @@ impl Harness {
     fn is_of_simulator(&self) -> bool {
         let is_its = self.is_integration && self.directory.ends_with("tests/sim");
         is_its && SIMULATOR.contains(&self.name())
+    }
+
+    /// Returns whether this harness should only run with the `release` profile ([`LARGE`]).
+    fn is_large(&self) -> bool {
+        self.is_integration && self.directory.ends_with("tests") && LARGE.contains(&self.name())
     }
 
     /// Runs the harness the same way as Cargo: in the package directory, which is also set in
@@ -406,6 +415,13 @@ mod tests {
             Harness::of(&message).unwrap().is_of_simulator()
         };
         assert!(of_simulator("seeds") && !of_simulator("corpus"));
+        let is_large = |name: &str| {
+            let mut message = message(true, json!(format!("/b/{name}-01ab")));
+            message["manifest_path"] = json!("/a/tests/Cargo.toml");
+            message["target"] = json!({ "kind": ["test"] });
+            Harness::of(&message).unwrap().is_large()
+        };
+        assert!(is_large("soak") && !is_large("crash"));
         assert!(Harness::of(&message(false, json!("/b/c-01ab"))).is_none());
         assert!(Harness::of(&message(true, Value::Null)).is_none());
     }

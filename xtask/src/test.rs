@@ -30,7 +30,7 @@ pub(crate) struct Options {
     #[arg(long, conflicts_with = "full")]
     all: bool,
     /// Number of test harnesses to run in parallel. More than one requires the right to create
-    /// network namespaces, as root usually has [default: 3 with this right, 1 otherwise].
+    /// network namespaces, as root usually has [default: 4 with this right, 1 otherwise].
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..))]
     lanes: Option<u8>,
 }
@@ -81,6 +81,13 @@ const STEPS: &[Step] = &[
         let args = ["--test-threads=1", "--nocapture"];
         again("scale", ("RISER_CONNECT_CYCLES", "10000"), &args)
     }),
+    full("sessions that connect and disconnect", |_| {
+        again("soak", ("RISER_SOAK_CONNECTS", "600"), &["--nocapture"])
+    }),
+    full("failing system calls", |_| {
+        let args = ["errors::", "--nocapture"];
+        again("crash", ("RISER_CRASH_ERRORS", "30"), &args)
+    }),
     full("configuration changes during I/O", |_| {
         again(
             "changes_during_io",
@@ -120,7 +127,7 @@ const STEPS: &[Step] = &[
     extra("package", |_| package_step())
         .requiring("package")
         .requiring_crate(package::SUBCOMMAND),
-    extra("sessions that come and go", |_| {
+    extra("many more sessions", |_| {
         again("soak", ("RISER_SOAK_CONNECTS", "20000"), &["--nocapture"])
     }),
     extra("sequences of RDMA calls", |_| {

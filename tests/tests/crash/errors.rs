@@ -24,7 +24,7 @@
 //! We also test calls interrupted by a signal (`EINTR`). We can't test partial results, because a
 //! filter can only reject a call but not change its length.
 //!
-//! `RISER_CRASH_ERRORS` sets the maximum number of rounds per protocol (default 30, using an even
+//! `RISER_CRASH_ERRORS` sets the maximum number of rounds per protocol (default 12, using an even
 //! sample for each type of call), and `RISER_CRASH_CALLS` selects the calls.
 
 use std::any::Any;
@@ -834,7 +834,7 @@ impl Fault {
 
 /// Tests each call in sequence, using this protocol.
 fn each_call_fails_once(protocol: Protocol) {
-    let most = setting("RISER_CRASH_ERRORS", 30) as usize;
+    let most = setting("RISER_CRASH_ERRORS", 12) as usize;
     let calls = std::env::var("RISER_CRASH_CALLS").unwrap_or_default();
     let test = format!("failed_calls_lose_nothing_over_{protocol:?}").to_lowercase();
     println!(

@@ -77,6 +77,8 @@ pub use riser_file::{DriverConfig, DriverFull, StoreId};
 pub use served::Served;
 pub(crate) use served::command;
 pub use store::{Resized, Store};
+#[cfg(test)]
+pub(crate) use threads::close;
 pub(crate) use threads::{check_threads, oldest_thread};
 pub use unit::unit_config;
 

@@ -1,8 +1,8 @@
 //! Queries open backends with a timeout, because a file system might not respond.
 //!
-//! Each query of a file or device uses a separate thread. A backend has at most one thread each to wait for the control
-//! plane, to measure its space, and to revert changes. While a thread is waiting, other queries of
-//! the same kind fail immediately.
+//! Each query of a file or device uses a separate thread. A backend has at most one thread each to
+//! wait for the control plane, to measure its space, and to revert changes. While a thread is
+//! waiting, other queries of the same kind fail immediately.
 
 use std::io;
 use std::path::PathBuf;

@@ -244,7 +244,9 @@ impl Store {
             .is_some_and(|file| file.handle.fd().is_some())
     }
 
-    /// Lists a thread that accesses or closes the file, unless this cannot hang.
+    /// Lists a thread that accesses or closes the file until the entry is dropped, unless it cannot
+    /// hang.
+    #[must_use]
     pub(crate) fn list_thread(&self) -> Option<Entry> {
         self.may_hang().then(|| Entry::new(self.label.clone()))
     }

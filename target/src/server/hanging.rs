@@ -177,7 +177,10 @@ impl Server {
 
 #[cfg(test)]
 mod tests {
+    use riser_reactor::simulated::Threads;
+
     use super::*;
+    use crate::backend::close;
 
     /// Otherwise, the next program would not start until the thread exits.
     #[test]
@@ -197,6 +200,10 @@ mod tests {
             panic!("{result:?}");
         };
         assert_eq!((backend.as_str(), seconds), ("/disk", REPLY.as_secs()));
+        // This thread is in the list of the process, maybe together with threads of other tests.
+        let (threads, file) = (Threads::default(), ());
+        close(&threads, "/closed".into(), file);
+        assert!(check.poll(start).is_none());
         // One thread after another may have been listed for responsive backends.
         let result = check.poll_with(check.until, thread(check.until));
         assert!(matches!(result, Some(Ok(()))));

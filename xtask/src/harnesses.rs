@@ -61,7 +61,7 @@ pub(crate) const SIMULATOR: [&str; 8] = [
     "--test", "control", "--test", "failures", "--test", "seeds", "--test", "troubles",
 ];
 
-/// Tests with thousands of sessions, which need minutes of CPU time.
+/// Tests with many sessions, which need minutes of CPU time in an unoptimized build.
 const LARGE: [&str; 2] = ["scale", "soak"];
 
 /// First and last line of a harness.

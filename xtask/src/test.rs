@@ -1,7 +1,7 @@
 //! `cargo xtask test`: runs checks and tests, and counts the results.
 //!
-//! Without options, it runs all tests that use a single build of the workspace. The longer suites,
-//! which use other builds, large sizes or foreign peers, run with `--full`.
+//! Without options, it runs all tests that use a single build of the workspace, except the longest.
+//! The longer suites, which use other builds, large sizes or foreign peers, run with `--full`.
 
 use crate::daemon::RELEASE;
 use crate::harnesses::{self, Results, SIMULATOR, cargo_test, run_release};
@@ -22,8 +22,8 @@ const BENCHMARKS: [&str; 2] = ["parsers", "data_path"];
 pub(crate) struct Options {
     #[command(flatten)]
     selection: Selection,
-    /// Run the longer suites instead: lints, documentation, simulator seeds, instruction counts,
-    /// conformance, RDMA programs and interop.
+    /// Run the longer suites instead: lints, documentation, simulator seeds, many sessions, failing
+    /// system calls, instruction counts, conformance, RDMA programs and interop.
     #[arg(long)]
     full: bool,
     /// Run all suites, and also all interop cases, the package, the soak test and the container.
@@ -166,8 +166,8 @@ fn functions(results: Results) -> Outcome {
     Outcome::Ran(tally, results.failure.or(none))
 }
 
-/// Runs the functions of a test again with a larger size, which is set by a variable. All
-/// functions are counted as a single check, which is skipped if any function is skipped.
+/// Runs the functions of a test optimized, with the size set by a variable. All functions are
+/// counted as a single check, which is skipped if any function is skipped.
 fn again(test: &str, size: (&str, &str), args: &[&str]) -> Outcome {
     let run = run_release(&[&["--test", test, "--"], args].concat(), &[size]);
     match (run.failure, noted().first()) {

@@ -25,7 +25,7 @@
 //! filter can only reject a call but not change its length.
 //!
 //! `RISER_CRASH_ERRORS` sets the maximum number of rounds per protocol (default 12, using an even
-//! sample for each type of call), and `RISER_CRASH_CALLS` selects the calls.
+//! sample of all calls), and `RISER_CRASH_CALLS` selects the calls.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};

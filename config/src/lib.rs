@@ -75,7 +75,7 @@ pub use patch::Patch;
 pub use schema::schema;
 pub use shape::{Kind, Scalar, Shape};
 pub use show::{masked, to_yaml};
-pub use source::{Direct, Source, Spec};
+pub use source::{Direct, Source, Spec, TagOwner};
 pub use value::{Guid, InitiatorId, Net, Percent};
 
 #[cfg(test)]

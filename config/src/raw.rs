@@ -19,7 +19,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use super::bounded::{Bytes, NO_DEFAULT, Number};
 use super::listen::Written as Listen;
 use super::model::{DATA_OUT_TIMEOUT, LogFormat, MAX_SESSIONS, Protocol, Provider};
-use super::source::Direct;
+use super::source::{Direct, TagOwner};
 use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
@@ -149,6 +149,11 @@ pub(super) struct Backend {
     /// Logical block size.
     #[schemars(extend("default" = 512, "enum" = [512, 4096], "x-unit" = "bytes"))]
     pub(super) block_size: Option<Located<u64>>,
+    /// Store T10 protection information with each block.
+    ///
+    /// By default, there is none. Not supported for kind device. It must be set when the file is
+    /// created, and remain set.
+    pub(super) protection: Option<Located<Protection>>,
     /// Bypass the page cache. Only for the kinds file and device.
     #[schemars(extend("default" = "auto"))]
     pub(super) direct: Option<Located<Direct>>,
@@ -201,6 +206,19 @@ pub(super) struct Backend {
     pub(super) revision: Option<Located<String>>,
     /// Rate limits for this disk, shared by all initiators.
     pub(super) limits: Option<Located<IoLimits>>,
+}
+
+/// T10 protection information.
+#[derive(Debug, Deserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Protection {
+    /// Protection type of a new disk.
+    #[serde(rename = "type")]
+    #[schemars(extend("enum" = [1, 2, 3]))]
+    pub(super) protection_type: Located<u64>,
+    /// Owner of the application tags (ATO).
+    #[schemars(extend("default" = "target"))]
+    pub(super) owner: Option<TagOwner>,
 }
 
 /// Commands per second.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use riser_scsi::config::Protection;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +20,18 @@ pub enum Direct {
     On,
     /// Never.
     Off,
+}
+
+/// Owner of the application tags in protection information (ATO).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TagOwner {
+    /// The target. A block that is written without protection information is checked when it is
+    /// read, except with type 2.
+    #[default]
+    Target,
+    /// The initiator. A block that is written without protection information is not checked.
+    Client,
 }
 
 /// The data source of a backend.
@@ -87,6 +100,9 @@ pub struct Spec {
     pub write_cache: bool,
     /// Reject writes, and allow other processes to read the file.
     pub read_only: bool,
+    /// Protection information of each block. An existing file may have another type, which is
+    /// stored in its header.
+    pub protection: Option<Protection>,
     /// Injected errors and delays.
     pub faults: Option<Arc<Faults>>,
 }

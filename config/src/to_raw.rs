@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use riser_scsi::config::{Protection, ProtectionType};
 use riser_scsi::iscsi::chap::{ALGORITHMS, Algorithm};
 
 use super::bounded::{Bytes, Number};
@@ -14,7 +15,7 @@ use super::model::{
     Metrics, Portal, Provider, Redirect, Rule, RuleLuns, Secret, Target, Transport, Workers,
 };
 use super::raw;
-use super::source::{Direct, Source};
+use super::source::{Direct, Source, TagOwner};
 use super::value::{Count, NaaText, OnOff, Size, Span};
 use super::yaml::{Entries, Located};
 
@@ -71,6 +72,7 @@ fn backend(backend: &Backend) -> raw::Backend {
         size: located(size.map(Size)),
         create: located(unless(create, false)),
         block_size: located(unless(spec.block_size.into(), 512)),
+        protection: located(spec.protection.map(protection)),
         direct: located(unless(spec.direct, Direct::Auto)),
         write_cache: unless(spec.write_cache, true).map(OnOff),
         read_only: unless(spec.read_only, false),
@@ -84,6 +86,18 @@ fn backend(backend: &Backend) -> raw::Backend {
         product: located(names.product.clone()),
         revision: located(names.revision.clone()),
         limits: located(unless(backend.limits, IoLimits::default()).map(io_limits)),
+    }
+}
+
+fn protection(protection: Protection) -> raw::Protection {
+    let protection_type = match protection.protection_type {
+        ProtectionType::Type1 => 1,
+        ProtectionType::Type2 => 2,
+        ProtectionType::Type3 => 3,
+    };
+    raw::Protection {
+        protection_type: Located::from(protection_type),
+        owner: protection.client_owns_tag.then_some(TagOwner::Client),
     }
 }
 

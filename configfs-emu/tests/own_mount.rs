@@ -64,6 +64,7 @@ fn backend_inside_own_mount_is_rejected() {
             direct: Direct::Auto,
             write_cache: false,
             read_only: false,
+            protection: None,
             faults: None,
         };
         let error = Store::open(&spec).unwrap_err();

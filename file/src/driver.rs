@@ -182,9 +182,11 @@ const LONGEST_AT_ONCE: u64 = 128 << 10;
 /// Only their requests are put into the ring, and use it.
 const ONLY_FILES: &str = "only files reach the ring";
 
-/// Returns the maximum number of bytes to fill with zeroes in a single ring operation.
-fn fill_piece(config: &DriverConfig) -> u64 {
-    (ZEROES * config.pieces.min(16)).min(MAX_OPERATION) as u64
+/// Returns the maximum number of bytes to fill with zeroes in a single ring operation. Reads can be
+/// executed between these operations, so each consists of whole blocks.
+fn fill_piece(config: &DriverConfig, block_size: u32) -> u64 {
+    let most = (ZEROES * config.pieces.min(16)).min(MAX_OPERATION) as u64;
+    most - most % u64::from(block_size)
 }
 
 impl<S: Storage> Driver<S> {
@@ -336,9 +338,10 @@ impl<S: Storage> Driver<S> {
         let storage = &self.stores[store.0].storage;
         let block = u64::from(storage.block_size());
         assert!(
-            (op.offset | op.len) & (block - 1) == 0,
+            op.offset.is_multiple_of(block) && op.len.is_multiple_of(block),
             "{op:?} is not in whole blocks"
         );
+        storage.encode(&op, data);
         // Do this before the request can complete in any other way, so that faults with a limited
         // count affect the same requests in each run.
         let fault = storage.fault(&op);
@@ -348,7 +351,9 @@ impl<S: Storage> Driver<S> {
         };
         match moved {
             Ok(()) => {
-                let result = S::result(Ok(None));
+                let storage = &self.stores[store.0].storage;
+                storage.decode(&op, data);
+                let result = storage.result(Ok(None));
                 self.done.push_back(Done { user, result });
             }
             Err(turn) => {
@@ -635,7 +640,10 @@ impl<S: Storage> Driver<S> {
         let op = &request.op;
         let changes = op.kind != CommandKind::Read;
         let bytes = match request.stage {
-            Stage::Fill => plan::fill_piece(op, request.done, fill_piece(&self.config)),
+            Stage::Fill => {
+                let most = fill_piece(&self.config, storage.block_size());
+                plan::fill_piece(op, request.done, most)
+            }
             _ => op.offset..op.offset + op.len,
         };
         let join = || file.turns.join(bytes, changes, || self.waker.clone());
@@ -646,7 +654,10 @@ impl<S: Storage> Driver<S> {
     /// precede the next piece.
     fn leave_filled_piece(&mut self, index: usize) {
         let request = &mut self.requests[index];
-        if request.stage == Stage::Fill && request.done.is_multiple_of(fill_piece(&self.config)) {
+        let block_size = self.stores[request.store.0].storage.block_size();
+        if request.stage == Stage::Fill
+            && (request.done).is_multiple_of(fill_piece(&self.config, block_size))
+        {
             request.turn = None;
         }
     }
@@ -751,7 +762,7 @@ impl<S: Storage> Driver<S> {
                 // The list contains the same zeroes several times, to reduce the number of
                 // operations for a long range. Durability isn't required for each one, because the
                 // flush after this stage includes all of them.
-                let most = fill_piece(&self.config);
+                let most = fill_piece(&self.config, attached.storage.block_size());
                 let left = match request.stage {
                     Stage::Fill => plan::fill_piece(op, request.done, most).end - at,
                     _ => left.min(most),
@@ -1113,8 +1124,10 @@ impl<S: Storage> Driver<S> {
 
     fn finish(&mut self, index: usize, result: Result<Option<S::Extents>, S::Error>) {
         self.free_bounce(index);
-        let request = self.requests.complete(index);
+        let request = &self.requests[index];
         let attached = &mut self.stores[request.store.0];
+        attached.storage.decode(&request.op, &request.data);
+        let request = self.requests.complete(index);
         if request.is_checking {
             let file = attached.storage.file().expect(ONLY_FILES);
             file.flush_checks.finish_check();
@@ -1125,7 +1138,7 @@ impl<S: Storage> Driver<S> {
         attached.requests -= 1;
         self.done.push_back(Done {
             user: request.user,
-            result: S::result(result),
+            result: attached.storage.result(result),
         });
     }
 }

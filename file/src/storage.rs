@@ -21,7 +21,7 @@ pub trait Storage {
     type Extents: Send + 'static;
 
     /// Converts a result. There are extents after a [`call`](Self::call).
-    fn result(result: Result<Option<Self::Extents>, Self::Error>) -> Self::Result;
+    fn result(&self, result: Result<Option<Self::Extents>, Self::Error>) -> Self::Result;
 
     /// Converts a failure. The first incomplete byte is at `offset`.
     fn error(failure: Failure, offset: u64) -> Self::Error;
@@ -29,7 +29,8 @@ pub trait Storage {
     /// Returns the file or device, or `None` for a medium that [executes](Self::execute) commands.
     fn file(&self) -> Option<&OpenFile>;
 
-    /// Returns the size of a block in bytes, a power of two. Commands consist of whole blocks.
+    /// Returns the size of a block in bytes. Commands consist of whole blocks, and no read returns
+    /// parts of two versions of a block.
     fn block_size(&self) -> u32;
 
     /// Returns whether completed writes may be volatile until a flush.
@@ -107,6 +108,14 @@ pub trait Storage {
     fn holds(&self, op: &Command) -> bool {
         false
     }
+
+    /// Converts the data of a command in place before it is transferred, to the format of the
+    /// medium. It is always followed by [`Storage::decode`].
+    fn encode(&self, op: &Command, data: &[MemSlice]) {}
+
+    /// Converts the data of a completed command to the caller's format, including data that was not
+    /// transferred.
+    fn decode(&self, op: &Command, data: &[MemSlice]) {}
 
     /// Executes a command on a medium that is not a file. The first `done` bytes are complete.
     /// `window` is a list for the part of the buffer to transfer. Returns `None` to continue after

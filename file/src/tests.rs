@@ -39,7 +39,7 @@ impl Storage for Stored {
     type Error = Failure;
     type Extents = u64;
 
-    fn result(result: Self::Result) -> Self::Result {
+    fn result(&self, result: Self::Result) -> Self::Result {
         result
     }
 

@@ -261,6 +261,7 @@ fn restart_with_locked_file_fails_nothing() {
         direct: Direct::Auto,
         write_cache: true,
         read_only: false,
+        protection: None,
         faults: None,
     };
     let held = eventually_ok("the daemon's lock is free", PATIENCE, || {

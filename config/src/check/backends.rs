@@ -3,11 +3,13 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
+use riser_scsi::config::{Protection, ProtectionType};
+
 use super::names::{is_name, name_mistake};
 use super::paths::{normal, whole_path};
 use crate::mistake::{Checked, Mistake};
 use crate::model::{Backend, Names};
-use crate::source::{Source, Spec};
+use crate::source::{Direct, Source, Spec, TagOwner};
 use crate::yaml::Located;
 use crate::{io_check, raw};
 
@@ -105,6 +107,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
             name: name.to_owned(),
             source: source(path, located)?,
             block_size,
+            protection: protection(path, b)?,
             direct: b.direct.as_ref().map(|d| d.value).unwrap_or_default(),
             write_cache: b.write_cache.is_none_or(|w| w.0),
             read_only,
@@ -117,6 +120,32 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
         names: names(path, b)?,
         limits: io_check::check(path, b.limits.as_ref())?,
     })
+}
+
+/// Returns the protection information of each block.
+fn protection(path: &str, b: &raw::Backend) -> Checked<Option<Protection>> {
+    let Some(Located { value, .. }) = &b.protection else {
+        return Ok(None);
+    };
+    if let Some(direct) = b.direct.as_ref().filter(|d| d.value == Direct::On) {
+        let message = "direct I/O is not supported with `protection`";
+        return Err(Mistake::new(direct.at, format!("{path}.direct"), message));
+    }
+    let located = &value.protection_type;
+    let protection_type = match located.value {
+        1 => ProtectionType::Type1,
+        2 => ProtectionType::Type2,
+        3 => ProtectionType::Type3,
+        other => {
+            let message = format!("unsupported protection type {other}: must be 1, 2 or 3");
+            let place = format!("{path}.protection.type");
+            return Err(Mistake::new(located.at, place, message));
+        }
+    };
+    Ok(Some(Protection {
+        protection_type,
+        client_owns_tag: value.owner == Some(TagOwner::Client),
+    }))
 }
 
 /// Returns the threshold for a thin file, in percent.
@@ -158,6 +187,11 @@ fn check_keys(path: &str, b: &raw::Backend) -> Checked<()> {
             "create",
             b.kind == Kind::File,
             b.create.as_ref().map(|v| v.at),
+        ),
+        (
+            "protection",
+            b.kind != Kind::Device,
+            b.protection.as_ref().map(|v| v.at),
         ),
         (
             "size",

@@ -241,8 +241,8 @@ fn errors_have_position() {
         (
             backend(", colour: red"),
             "2:31: backends.d.colour: unknown key `colour` (valid keys are kind, path, size, \
-             create, block_size, direct, write_cache, read_only, thin, threshold, stoppable, \
-             rotational, serial, naa, vendor, product, revision, limits)",
+             create, block_size, protection, direct, write_cache, read_only, thin, threshold, \
+             stoppable, rotational, serial, naa, vendor, product, revision, limits)",
         ),
         (
             backend(", bloc_size: 512"),
@@ -255,6 +255,22 @@ fn errors_have_position() {
         (
             backend(", block_size: big"),
             "2:43: backends.d.block_size: expected a non-negative integer",
+        ),
+        (
+            backend(", protection: { type: 4 }"),
+            "2:51: backends.d.protection.type: unsupported protection type 4: must be 1, 2 or 3",
+        ),
+        (
+            backend(", protection: {}"),
+            "2:43: backends.d.protection: missing key `type`",
+        ),
+        (
+            "backends: { d: { kind: device, path: /x, protection: { type: 1 } } }".into(),
+            "1:54: backends.d.protection: `protection` is not supported for backends of kind device",
+        ),
+        (
+            "backends: { d: { kind: file, path: /x, direct: on, protection: { type: 1 } } }".into(),
+            "1:48: backends.d.direct: direct I/O is not supported with `protection`",
         ),
         (
             backend(", write_cache: maybe"),

@@ -93,6 +93,8 @@ fn backend(chance: &mut Chance, n: usize) -> String {
         "write_cache: off",
         "thin: false",
         "stoppable: true",
+        "protection: { type: 2 }",
+        "protection: { type: 3, owner: client }",
         "threshold: 75%",
         "rotational: true",
         "rotational: false",
@@ -107,7 +109,8 @@ fn backend(chance: &mut Chance, n: usize) -> String {
     for extra in extras {
         let key = extra.split(':').next().unwrap();
         let is_thin_file = text.starts_with("kind: file") && !seen.contains(&"thin");
-        if key == "threshold" && !is_thin_file {
+        let is_device = text.starts_with("kind: device");
+        if (key == "threshold" && !is_thin_file) || (key == "protection" && is_device) {
             continue;
         }
         if chance.is() && !seen.contains(&key) {

@@ -50,7 +50,7 @@ impl Storage for LocalFile {
     type Error = (Failure, u64);
     type Extents = Vec<Extent>;
 
-    fn result(result: Result<Option<Vec<Extent>>, Self::Error>) -> Self::Result {
+    fn result(&self, result: Result<Option<Vec<Extent>>, Self::Error>) -> Self::Result {
         result.map(Option::unwrap_or_default)
     }
 

@@ -15,13 +15,15 @@ const RAM_PIECE: u64 = 4 << 20;
 pub(super) type Extent = (Allocation, u64);
 
 impl Medium {
-    /// Executes a command: see [`Storage::execute`](riser_file::Storage::execute).
+    /// Executes a command that consists of whole blocks: see
+    /// [`Storage::execute`](riser_file::Storage::execute).
     ///
     /// # Panics
     /// Panics if the medium is a file.
     pub(super) fn execute(
         &self,
         op: &Command,
+        block_size: u64,
         done: &mut u64,
         data: &[MemSlice],
         window: &mut Vec<MemSlice>,
@@ -31,21 +33,26 @@ impl Medium {
             (Self::Ram(ram), CommandKind::Read | CommandKind::Write) => {
                 cut_buffer(op, data, window);
                 match op.kind {
-                    CommandKind::Read => ram.read(op.offset, window),
-                    _ => ram.write(op.offset, window),
+                    CommandKind::Read => ram.read(op.offset, block_size, window),
+                    _ => ram.write(op.offset, block_size, window),
                 }
                 None
             }
-            (Self::Ram(ram), CommandKind::Status) => Some(ram.status(op.offset, op.len)),
+            (Self::Ram(ram), CommandKind::Status) => {
+                Some(ram.status(op.offset, block_size, op.len))
+            }
             (Self::Ram(ram), CommandKind::Discard { .. } | CommandKind::WriteZeroes { .. }) => {
                 // A single UNMAP or WRITE SAME may include the whole disk, and this thread serves
                 // all sessions of the worker.
-                let (at, piece) = (op.offset + *done, (op.len - *done).min(RAM_PIECE));
+                let most = RAM_PIECE - RAM_PIECE % block_size;
+                let (at, piece) = (op.offset + *done, (op.len - *done).min(most));
                 match op.kind {
                     // Without UNMAP, the initiator requires the blocks to remain allocated, so keep
                     // the chunks and fill them with zeroes.
-                    CommandKind::WriteZeroes { unmap: false, .. } => ram.zero(at, piece),
-                    _ => ram.discard(at, piece),
+                    CommandKind::WriteZeroes { unmap: false, .. } => {
+                        ram.zero(at, block_size, piece);
+                    }
+                    _ => ram.discard(at, block_size, piece),
                 }
                 *done += piece;
                 if *done < op.len {
@@ -84,10 +91,13 @@ mod tests {
         let op = Command::new(kind, 0, 2 * RAM_PIECE + 512);
         let mut done = 0;
         for piece in [RAM_PIECE, 2 * RAM_PIECE] {
-            assert_eq!(medium.execute(&op, &mut done, &[], &mut Vec::new()), None);
+            assert_eq!(
+                medium.execute(&op, 512, &mut done, &[], &mut Vec::new()),
+                None
+            );
             assert_eq!(done, piece);
         }
-        let last = medium.execute(&op, &mut done, &[], &mut Vec::new());
+        let last = medium.execute(&op, 512, &mut done, &[], &mut Vec::new());
         assert_eq!(last, Some(Ok(None)));
     }
 
@@ -95,7 +105,7 @@ mod tests {
     fn absent_medium_only_flushes() {
         let execute = |kind| {
             let op = Command::new(kind, 0, 512);
-            Medium::Absent.execute(&op, &mut 0, &[], &mut Vec::new())
+            Medium::Absent.execute(&op, 512, &mut 0, &[], &mut Vec::new())
         };
         assert_eq!(execute(CommandKind::Flush), Some(Ok(None)));
         let missing = Some(Err(BackendError::NotReady));

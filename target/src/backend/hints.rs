@@ -89,6 +89,7 @@ mod tests {
             direct: Direct::Auto,
             write_cache: true,
             read_only: false,
+            protection: None,
             faults: None,
         };
         let path = std::env::current_exe().unwrap();

@@ -125,6 +125,7 @@ mod tests {
                 direct: Direct::Off,
                 write_cache: true,
                 read_only: false,
+                protection: None,
                 faults: None,
             };
             let store = Store::open(&spec).unwrap();

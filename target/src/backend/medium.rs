@@ -11,11 +11,13 @@ use riser_config::{Direct, Source, Spec};
 use riser_file::{Align, Device, OpenFile, can_punch, enable_direct};
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, SECTOR};
+use riser_scsi::config::Protection;
 
 use super::file_id::FileId;
 use super::hints;
 use super::made::Made;
 use super::open_error::{OpenError, io_error};
+use super::protected::{self, Header, Layout};
 use super::ram::Ram;
 use super::sys::{self, Lock};
 use crate::holder;
@@ -43,6 +45,8 @@ pub struct Geometry {
     pub rotational: bool,
     /// Bypass the page cache.
     pub direct: bool,
+    /// Protection information of each block.
+    pub protection: Option<Protection>,
 }
 
 /// Data access.
@@ -71,6 +75,7 @@ pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
         write_cache: spec.write_cache,
         rotational: false,
         direct: false,
+        protection: spec.protection,
     }
 }
 
@@ -137,14 +142,15 @@ pub(super) fn check_mount(source: &Source) -> Result<(), OpenError> {
     }
 }
 
-/// Opens or creates a file, and locks it. Changes on disk are recorded in `made`.
+/// Opens or creates a file, and locks it. Returns its header if it is protected. Changes on disk are
+/// recorded in `made`.
 pub(super) fn open_file(
     spec: &Spec,
     path: &Path,
     size: Option<u64>,
     create: bool,
     made: &mut Option<Made>,
-) -> Result<File, OpenError> {
+) -> Result<(File, Option<Header>), OpenError> {
     // If the file is removed while waiting for its lock, don't repeat this forever.
     for _ in 0..ATTEMPTS {
         let file = open_or_create(spec, path, create, made)?;
@@ -158,11 +164,57 @@ pub(super) fn open_file(
         }
         // Without `create`, a file that is too short is probably the wrong file.
         let may_extend = create && !spec.read_only;
-        return to_size(file, metadata.len(), path, size, may_extend, made);
+        let open = handle(&file).map_err(io_error(path, "examine it"))?;
+        let header = open_header(spec, path, &open, may_extend, made)?;
+        let actual = sys::file_size(&open).map_err(io_error(path, "examine it"))?;
+        let size = size.map(|size| file_len(spec, size));
+        let file = to_size(file, actual, path, size, may_extend, made)?;
+        return Ok((file, header));
     }
     Err(OpenError::Moved {
         path: path.to_owned(),
     })
+}
+
+/// Returns the size of the file for a unit of this capacity.
+pub(super) fn file_len(spec: &Spec, capacity: u64) -> u64 {
+    match spec.protection {
+        Some(_) => Layout::new(spec.block_size).file_len(capacity),
+        None => capacity,
+    }
+}
+
+/// Checks or creates the header of a file. See [`protected::open_header`].
+fn open_header(
+    spec: &Spec,
+    path: &Path,
+    file: &Handle,
+    may_create: bool,
+    made: &mut Option<Made>,
+) -> Result<Option<Header>, OpenError> {
+    protected::open_header(spec, path, file, may_create, made)
+        .map_err(io_error(path, "access its header"))?
+        .map_err(|source| OpenError::Protection {
+            path: path.to_owned(),
+            source,
+        })
+}
+
+/// Sets the capacity and the type of protection information of a protected file.
+fn protect(spec: &Spec, header: Option<Header>, geometry: Geometry) -> Geometry {
+    let (Some(header), Some(protection)) = (header, spec.protection) else {
+        return geometry;
+    };
+    Geometry {
+        capacity: Layout::new(spec.block_size).capacity(geometry.capacity),
+        // Frames are not aligned to the blocks of the file system.
+        physical_block: spec.block_size,
+        protection: Some(Protection {
+            protection_type: header.protection_type,
+            ..protection
+        }),
+        ..geometry
+    }
 }
 
 /// Returns true if an open file was removed from its path and has no other links.
@@ -223,7 +275,7 @@ fn open_or_create(
     Ok(file)
 }
 
-/// Extends a file of `actual` bytes to its configured size, if it is shorter and `may_extend` is
+/// Extends a file of `actual` bytes to this size, if it is shorter and `may_extend` is
 /// set.
 fn to_size(
     file: File,
@@ -268,7 +320,11 @@ fn to_size(
     }
 }
 
-pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
+pub(super) fn measure_file(
+    spec: &Spec,
+    path: &Path,
+    (file, header): (File, Option<Header>),
+) -> Opened {
     let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
     let align = direct(spec, path, &file)?;
     let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
@@ -281,10 +337,14 @@ pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
         direct: align.is_some(),
         ..plain(spec, metadata.len())
     };
+    let geometry = protect(spec, header, geometry);
     Ok((Medium::File(OpenFile::new(file, align, None)), geometry))
 }
 
 pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
+    if spec.protection.is_some() {
+        return Err(OpenError::ProtectedDevice);
+    }
     // O_EXCL on a block device: fails if it's mounted or in use as part of another device.
     let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
     let mut options = OpenOptions::new();
@@ -328,7 +388,7 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
 /// Creates the medium for a disk in memory that replaces the file or device in the specification.
 /// Direct I/O uses sectors.
 pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Opened {
-    let is_direct = spec.direct != Direct::Off;
+    let is_direct = spec.direct != Direct::Off && spec.protection.is_none();
     let file = match is_direct {
         true => disk.open(),
         false => disk.open().buffered(),
@@ -339,6 +399,11 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         Source::Device { path } => (path, None, false),
         Source::Ram { .. } | Source::Null { .. } => panic!("memory needs no disk"),
     };
+    let header = match &spec.source {
+        Source::File { .. } => open_header(spec, path, &file, may_extend, made)?,
+        _ => None,
+    };
+    let wanted = wanted.map(|wanted| file_len(spec, wanted));
     let actual = disk.len();
     if let Some(wanted) = wanted.filter(|wanted| *wanted > actual) {
         if !may_extend {
@@ -351,7 +416,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         }
         // Record this before extending the disk, as for a real file. If a later step fails, the
         // previous length is restored.
-        *made = Some(Made {
+        made.get_or_insert_with(|| Made {
             path: path.clone(),
             file: file.clone(),
             before: Some(actual),
@@ -374,6 +439,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         direct: align.is_some(),
         ..plain(spec, disk.len())
     };
+    let geometry = protect(spec, header, geometry);
     Ok((
         Medium::File(OpenFile::simulated(file, align, device)),
         geometry,
@@ -382,8 +448,13 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
 
 /// Enables direct I/O if configured and supported. Returns `None` to use the page cache.
 fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenError> {
-    if spec.direct == Direct::Off {
-        return Ok(None);
+    match (spec.direct, spec.protection) {
+        (Direct::Off, _) | (Direct::Auto, Some(_)) => return Ok(None),
+        (Direct::On, Some(_)) => {
+            let (path, reason) = (path.to_owned(), "it has protection information".into());
+            return Err(OpenError::Direct { path, reason });
+        }
+        (Direct::Auto | Direct::On, None) => {}
     }
     match (enable_direct(file, spec.block_size, 4096), spec.direct) {
         (Ok(align), _) => Ok(Some(align)),
@@ -425,6 +496,7 @@ mod tests {
             direct: Direct::Off,
             write_cache: true,
             read_only: false,
+            protection: None,
             faults: None,
         }
     }

@@ -7,6 +7,7 @@
 //! - `store`: [`Store`], an open backend shared by all workers: size, lock, alignment.
 //! - `served`: [`Served`], a store as used by the driver of a worker: its operations, errors, log
 //!   and injected faults.
+//! - `block_access`: the protection information of blocks, for the control plane.
 //! - `execute`: operations on media that are not files.
 //! - `flush`: failed flushes, shared by all workers and saved. The protocol is in [`riser_block`].
 //! - `ram`: sparse memory of a RAM disk.
@@ -21,6 +22,7 @@
 //! - `opening`: opens backends on file systems that may not respond. `waiting`: threads waiting for
 //!   a file system.
 //! - `errno`: maps host errors to errors of a logical unit.
+//! - `protected`: files that store protection information with each block.
 //! - `unit`: configuration of a logical unit for an open backend.
 //! - `sys`: system calls not available in the standard library.
 //! - `threads`: list of all threads that a file system may block, and threads that close files.
@@ -38,6 +40,7 @@
 //! the unit has, `direct: auto` uses the page cache, and `direct: on` is rejected with the
 //! reason. We guarantee zeroes after a discard, so a device without holes does not support UNMAP.
 
+mod block_access;
 mod cause;
 mod errno;
 mod execute;
@@ -51,6 +54,7 @@ mod medium;
 mod medium_faults;
 mod open_error;
 mod opening;
+mod protected;
 pub(crate) mod query;
 mod ram;
 mod served;
@@ -70,11 +74,13 @@ pub(crate) use made::HANGING_UNDO;
 pub use medium::Geometry;
 pub use open_error::OpenError;
 pub use opening::{OpenRequest, OpenedStores, open_all, open_each, open_in_time, undo_all};
+pub use protected::{Header, HeaderError, Layout};
 pub use ram::Ram;
 pub(crate) use ram::random_generation;
 pub use riser_config::{Direct, Fault, FaultOn, Faults, Source, Spec};
 pub use riser_file::{DriverConfig, DriverFull, StoreId};
 pub use served::Served;
+#[cfg(test)]
 pub(crate) use served::command;
 pub use store::{Resized, Store};
 #[cfg(test)]

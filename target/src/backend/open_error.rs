@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::file_id::FileId;
+use super::protected::HeaderError;
 use crate::holder::Holder;
 
 /// Reason why a backend cannot be opened.
@@ -125,6 +126,17 @@ pub enum OpenError {
     /// The block size is not supported.
     #[error("unsupported block size of {0} bytes: must be 512 or 4096")]
     BlockSize(u32),
+    /// The protection information of the file does not match the configuration.
+    #[error("{}: {source}", path.display())]
+    Protection {
+        /// Path of the file.
+        path: PathBuf,
+        /// The reason.
+        source: HeaderError,
+    },
+    /// Devices have no protection information.
+    #[error("protection information is not supported for block devices")]
+    ProtectedDevice,
     /// `direct: on` is not supported for this file or device.
     #[error("{}: cannot be served with direct I/O: {reason}", path.display())]
     Direct {

@@ -423,6 +423,7 @@ mod tests {
             direct: Direct::Off,
             write_cache: true,
             read_only: false,
+            protection: None,
             faults: None,
         };
         let (release, hangs) = channel::<()>();
@@ -486,6 +487,7 @@ mod tests {
                 direct: Direct::Off,
                 write_cache: true,
                 read_only: false,
+                protection: None,
                 faults: None,
             },
             is_patient: false,

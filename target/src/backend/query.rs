@@ -298,6 +298,7 @@ mod tests {
             direct: Direct::Off,
             write_cache: true,
             read_only: false,
+            protection: None,
             faults: None,
         }
     }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -36,21 +37,60 @@ struct Part {
     chunk: u64,
     start: usize,
     len: usize,
-    /// Number of bytes of the range before this part.
-    done: u64,
 }
 
-fn parts(offset: u64, len: u64) -> impl Iterator<Item = Part> {
+/// Position in a list of pieces.
+struct Cursor<'a> {
+    /// The current piece and all others after it.
+    pieces: &'a [MemSlice],
+    /// Offset in the current piece.
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(pieces: &'a [MemSlice]) -> Self {
+        Self { pieces, at: 0 }
+    }
+
+    /// Returns the number of bytes in all pieces.
+    fn total(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.len() as u64).sum()
+    }
+
+    /// Calls `copy` for the next `len` bytes with each piece, the offset in it, and the range within
+    /// these bytes.
+    fn advance(&mut self, len: usize, mut copy: impl FnMut(&MemSlice, usize, Range<usize>)) {
+        let mut done = 0;
+        while let (true, Some(piece)) = (done < len, self.pieces.first()) {
+            let run = (piece.len() - self.at).min(len - done);
+            copy(piece, self.at, done..done + run);
+            done += run;
+            self.at += run;
+            if self.at == piece.len() {
+                (self.pieces, self.at) = (&self.pieces[1..], 0);
+            }
+        }
+    }
+}
+
+/// Returns the number of bytes of a chunk that are used by whole blocks.
+const fn used(block_size: u64) -> u64 {
+    CHUNK - CHUNK % block_size
+}
+
+/// Returns the parts of a range of whole blocks in each chunk. No block is split, because another
+/// thread could access it between two parts, so the end of a chunk may be unused.
+fn parts(offset: u64, block_size: u64, len: u64) -> impl Iterator<Item = Part> {
+    let used = used(block_size);
     let mut done = 0;
     std::iter::from_fn(move || {
         (done < len).then(|| {
             let at = offset + done;
-            let start = at % CHUNK;
+            let start = at % used;
             let part = Part {
-                chunk: at / CHUNK,
+                chunk: at / used,
                 start: start as usize,
-                len: (CHUNK - start).min(len - done) as usize,
-                done,
+                len: (used - start).min(len - done) as usize,
             };
             done += part.len as u64;
             part
@@ -106,48 +146,44 @@ impl Ram {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads data at `offset` into these pieces, in order.
-    pub(super) fn read(&self, offset: u64, into: &[MemSlice]) {
-        let mut at = offset;
-        for piece in into {
-            for part in parts(at, piece.len() as u64) {
-                match self.read_shard(part.chunk).get(&part.chunk) {
-                    Some(bytes) => piece.write(
-                        part.done as usize,
-                        &bytes[part.start..part.start + part.len],
-                    ),
-                    // The buffer contains data of previous commands, possibly of another initiator.
-                    None => piece.fill(part.done as usize, part.len, 0),
+    /// Reads whole blocks at `offset` into these pieces, in order.
+    pub(super) fn read(&self, offset: u64, block_size: u64, into: &[MemSlice]) {
+        let mut cursor = Cursor::new(into);
+        for part in parts(offset, block_size, cursor.total()) {
+            let shard = self.read_shard(part.chunk);
+            let bytes = shard.get(&part.chunk);
+            cursor.advance(part.len, |piece, at, run| match bytes {
+                Some(bytes) => {
+                    let from = part.start + run.start;
+                    piece.write(at, &bytes[from..from + run.len()]);
                 }
-            }
-            at += piece.len() as u64;
+                // The buffer contains data of previous commands, possibly of another initiator.
+                None => piece.fill(at, run.len(), 0),
+            });
         }
     }
 
-    /// Writes the data of these pieces, in order, at `offset`.
-    pub(super) fn write(&self, offset: u64, from: &[MemSlice]) {
-        let mut at = offset;
-        for piece in from {
-            for part in parts(at, piece.len() as u64) {
-                let mut shard = self.write_shard(part.chunk);
-                let bytes = shard
-                    .entry(part.chunk)
-                    .or_insert_with(|| vec![0; CHUNK as usize].into_boxed_slice());
-                piece.read(
-                    part.done as usize,
-                    &mut bytes[part.start..part.start + part.len],
-                );
-            }
-            at += piece.len() as u64;
+    /// Writes the whole blocks in these pieces, in order, at `offset`.
+    pub(super) fn write(&self, offset: u64, block_size: u64, from: &[MemSlice]) {
+        let mut cursor = Cursor::new(from);
+        for part in parts(offset, block_size, cursor.total()) {
+            let mut shard = self.write_shard(part.chunk);
+            let bytes = shard
+                .entry(part.chunk)
+                .or_insert_with(|| vec![0; CHUNK as usize].into_boxed_slice());
+            cursor.advance(part.len, |piece, at, run| {
+                let to = part.start + run.start;
+                piece.read(at, &mut bytes[to..to + run.len()]);
+            });
         }
     }
 
     /// Zeroes a range, and frees all chunks that are completely within this range.
-    pub(super) fn discard(&self, offset: u64, len: u64) {
-        for part in parts(offset, len) {
+    pub(super) fn discard(&self, offset: u64, block_size: u64, len: u64) {
+        for part in parts(offset, block_size, len) {
             let mut shard = self.write_shard(part.chunk);
             // If this is only a part of a chunk, it isn't freed but must read as zeroes as well.
-            if part.len as u64 == CHUNK {
+            if part.len as u64 == used(block_size) {
                 shard.remove(&part.chunk);
             } else if let Some(bytes) = shard.get_mut(&part.chunk) {
                 bytes[part.start..part.start + part.len].fill(0);
@@ -156,8 +192,8 @@ impl Ram {
     }
 
     /// Zeroes a range and allocates its chunks.
-    pub(super) fn zero(&self, offset: u64, len: u64) {
-        for part in parts(offset, len) {
+    pub(super) fn zero(&self, offset: u64, block_size: u64, len: u64) {
+        for part in parts(offset, block_size, len) {
             let mut shard = self.write_shard(part.chunk);
             let bytes = shard
                 .entry(part.chunk)
@@ -167,11 +203,11 @@ impl Ram {
     }
 
     /// Returns the state at `offset` and its extent, up to `len`.
-    pub(super) fn status(&self, offset: u64, len: u64) -> (Allocation, u64) {
+    pub(super) fn status(&self, offset: u64, block_size: u64, len: u64) -> (Allocation, u64) {
         let state = |p: Part| self.read_shard(p.chunk).contains_key(&p.chunk);
         let mut first = None;
         let mut extent = 0;
-        for part in parts(offset, len) {
+        for part in parts(offset, block_size, len) {
             let allocated = state(part);
             if *first.get_or_insert(allocated) != allocated {
                 break;
@@ -254,11 +290,11 @@ mod tests {
 
     #[test]
     fn parts_conserve_bytes_across_chunks() {
-        let all: Vec<_> = parts(CHUNK - 10, CHUNK + 20).collect();
+        let all: Vec<_> = parts(CHUNK - 10, 2, CHUNK + 20).collect();
         let lens: Vec<_> = all.iter().map(|p| (p.chunk, p.start, p.len)).collect();
         let chunk = 65536;
         assert_eq!(lens, [(0, chunk - 10, 10), (1, 0, chunk), (2, 0, 10)]);
-        assert_eq!(parts(5, 0).count(), 0);
+        assert_eq!(parts(5, 1, 0).count(), 0);
     }
 
     #[test]
@@ -266,22 +302,25 @@ mod tests {
         let ram = Ram::default();
         let m = Memory::new(4096).unwrap();
         m.fill(0, 4096, 7);
-        ram.write(1 << 40, &[m.whole()]);
+        ram.write(1 << 40, 512, &[m.whole()]);
         assert_eq!(ram.chunks(), 1);
-        assert_eq!(ram.status(1 << 40, 1 << 20), (Allocation::Mapped, CHUNK));
         assert_eq!(
-            ram.status((1 << 40) + CHUNK, 1 << 20),
+            ram.status(1 << 40, 512, 1 << 20),
+            (Allocation::Mapped, CHUNK)
+        );
+        assert_eq!(
+            ram.status((1 << 40) + CHUNK, 512, 1 << 20),
             (Allocation::Deallocated, 1 << 20)
         );
-        ram.discard(1 << 40, 512);
+        ram.discard(1 << 40, 512, 512);
         let back = Memory::new(4096).unwrap();
-        ram.read(1 << 40, &[back.whole()]);
+        ram.read(1 << 40, 512, &[back.whole()]);
         let bytes = back.whole().to_vec();
         assert!(bytes[..512].iter().all(|&b| b == 0) && bytes[512..].iter().all(|&b| b == 7));
-        ram.discard(1 << 40, CHUNK);
+        ram.discard(1 << 40, 512, CHUNK);
         assert_eq!(ram.chunks(), 0);
-        ram.zero(0, 512);
-        assert_eq!(ram.status(0, 512), (Allocation::Mapped, 512));
+        ram.zero(0, 512, 512);
+        assert_eq!(ram.status(0, 512, 512), (Allocation::Mapped, 512));
     }
 
     fn memfd() -> File {
@@ -295,7 +334,7 @@ mod tests {
         let block = Memory::new(4096).unwrap();
         for chunk in 0..200u64 {
             block.fill(0, 4096, chunk as u8);
-            ram.write(chunk * 3 * CHUNK + 4096, &[block.whole()]);
+            ram.write(chunk * 3 * CHUNK + 4096, 512, &[block.whole()]);
         }
         let file = memfd();
         ram.write_to(&file).unwrap();
@@ -307,7 +346,7 @@ mod tests {
         next.take_back(&file).unwrap();
         assert_eq!((next.chunks(), file.metadata().unwrap().len()), (200, 0));
         for chunk in 0..200u64 {
-            next.read(chunk * 3 * CHUNK + 4096, &[block.whole()]);
+            next.read(chunk * 3 * CHUNK + 4096, 512, &[block.whole()]);
             assert!(block.whole().to_vec().iter().all(|&b| b == chunk as u8));
         }
         file.set_len(5).unwrap();
@@ -320,7 +359,7 @@ mod tests {
         let block = Memory::new(4096).unwrap();
         for chunk in 0..200u64 {
             block.fill(0, 4096, chunk as u8);
-            ram.write(chunk * CHUNK, &[block.whole()]);
+            ram.write(chunk * CHUNK, 512, &[block.whole()]);
         }
         let full = File::options().write(true).open("/dev/full").unwrap();
         assert!(ram.write_to(&full).is_err());

@@ -13,6 +13,7 @@ use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use super::errno::from_errno;
 use super::execute::Extent;
+use super::protected::Layout;
 use super::store::Store;
 use super::threads::close;
 use crate::log::RateLimit;
@@ -43,7 +44,11 @@ impl Storage for Served {
     type Error = BackendError;
     type Extents = Extent;
 
-    fn result(result: Result<Option<Extent>, BackendError>) -> StepResult {
+    fn result(&self, result: Result<Option<Extent>, BackendError>) -> StepResult {
+        let result = match self.store.layout {
+            Some(layout) => layout.result_on_unit(result),
+            None => result,
+        };
         match result {
             Ok(None) => StepResult::Done,
             Ok(Some((allocation, len))) => StepResult::Status { allocation, len },
@@ -67,7 +72,10 @@ impl Storage for Served {
     }
 
     fn block_size(&self) -> u32 {
-        self.store.geometry.block_size
+        match self.store.layout {
+            Some(layout) => layout.frame() as u32,
+            None => self.store.geometry.block_size,
+        }
     }
 
     fn has_write_cache(&self) -> bool {
@@ -144,6 +152,7 @@ impl Storage for Served {
         if self.store.count_error(now, error, why)
             && let Some(op) = op
         {
+            let op = &self.on_unit(op);
             let (backend, offset, len) = (self.store.name(), op.offset, op.len);
             let op = name(op);
             warn_limited!(self.complaints, now, backend, op, offset, len, %why, "backend failed");
@@ -152,16 +161,34 @@ impl Storage for Served {
 
     fn fault(&self, op: &Command) -> Option<Fault<BackendError>> {
         let faults = self.store.faults.as_ref()?;
+        let op = &self.on_unit(op);
         let (delay, error) = faults
             .strike(fault_type(op), op.offset, op.len)
             .unwrap_or_default();
+        let error = match self.store.layout {
+            Some(layout) => error.map(|error| layout.error_on_medium(error)),
+            None => error,
+        };
         let most = faults.most();
         Some(Fault { delay, error, most })
     }
 
     fn holds(&self, op: &Command) -> bool {
         let faults = self.store.faults.as_ref();
+        let op = &self.on_unit(op);
         faults.is_some_and(|faults| faults.holds(fault_type(op), op.offset, op.len))
+    }
+
+    fn encode(&self, op: &Command, data: &[MemSlice]) {
+        if let Some(layout) = self.store.layout {
+            layout.invert_tuples(op, data);
+        }
+    }
+
+    fn decode(&self, op: &Command, data: &[MemSlice]) {
+        if let Some(layout) = self.store.layout {
+            layout.invert_tuples(op, data);
+        }
     }
 
     fn execute(
@@ -171,7 +198,33 @@ impl Storage for Served {
         data: &[MemSlice],
         window: &mut Vec<MemSlice>,
     ) -> Option<Result<Option<Extent>, BackendError>> {
-        self.store.medium.execute(op, done, data, window)
+        let block_size = self.block_size().into();
+        self.store
+            .medium
+            .execute(op, block_size, done, data, window)
+    }
+}
+
+impl Served {
+    /// Returns the frames of the medium, if blocks have protection information.
+    pub(crate) fn layout(&self) -> Option<Layout> {
+        self.store.layout
+    }
+
+    /// Converts an operation of a unit for the driver.
+    pub(crate) fn command(&self, op: BlockOp) -> Command {
+        match self.store.layout {
+            Some(layout) => layout.on_medium(command(op)),
+            None => command(op),
+        }
+    }
+
+    /// Returns the command with the offset and length of the unit.
+    fn on_unit(&self, op: &Command) -> Command {
+        match self.store.layout {
+            Some(layout) => layout.on_unit(op),
+            None => *op,
+        }
     }
 }
 

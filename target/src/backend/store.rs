@@ -12,7 +12,7 @@ use riser_config::{Faults, Source, Spec};
 use riser_file::OpenFile;
 use riser_reactor::Handle;
 use riser_reactor::simulated::Disk;
-use riser_scsi::config::Identity;
+use riser_scsi::config::{Identity, Protection};
 use riser_scsi::step::BackendError;
 use rustix::fs::{FileType, SeekFrom, Stat, fstat, seek, stat};
 
@@ -23,10 +23,11 @@ use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
 use super::made::Made;
 use super::medium::{
-    Geometry, Medium, check_mount, measure_file, open_device, open_file, plain, simulated,
+    Geometry, Medium, check_mount, file_len, measure_file, open_device, open_file, plain, simulated,
 };
 use super::medium_faults::{MediumFaults, too_small};
 use super::open_error::{OpenError, io_error};
+use super::protected::Layout;
 use super::ram::{self, Ram};
 use super::sys;
 use super::threads::{Entry, close};
@@ -53,6 +54,10 @@ pub struct Store {
     /// shared with previous stores.
     flush: OnceLock<(Arc<FlushFailures>, Arc<()>)>,
     pub(super) geometry: Geometry,
+    /// Frames of the medium, if blocks have protection information.
+    pub(super) layout: Option<Layout>,
+    /// Protection information of each block. FORMAT UNIT can change its type.
+    pub(super) protection: Mutex<Option<Protection>>,
     /// Name in the configuration, for the log.
     name: String,
     /// Description of the source for users.
@@ -173,6 +178,8 @@ impl Store {
             flush: OnceLock::new(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
+            layout: spec.protection.map(|_| Layout::new(spec.block_size)),
+            protection: Mutex::new(geometry.protection),
             name: spec.name.clone(),
             label: match &spec.source {
                 Source::File { path, .. } | Source::Device { path } => path.display().to_string(),
@@ -210,7 +217,10 @@ impl Store {
             Source::Ram { size } => (
                 Medium::Ram(ram),
                 Geometry {
-                    unmap_granularity: Some(ram::CHUNK as u32),
+                    unmap_granularity: Some(match spec.protection {
+                        Some(_) => Layout::new(spec.block_size).blocks_of(ram::CHUNK) as u32,
+                        None => ram::CHUNK as u32,
+                    }),
                     ..plain(spec, *size)
                 },
             ),
@@ -257,11 +267,12 @@ impl Store {
         &self.notes
     }
 
-    /// Returns the geometry with the current capacity.
+    /// Returns the geometry with the current capacity and protection information.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         Geometry {
             capacity: self.capacity(),
+            protection: self.protection(),
             ..self.geometry
         }
     }
@@ -327,10 +338,10 @@ impl Store {
                 size: Some(wanted),
                 create,
                 ..
-            } if wanted > actual && !create => Err(OpenError::Size {
+            } if file_len(spec, wanted) > actual && !create => Err(OpenError::Size {
                 path: path.clone(),
                 actual,
-                wanted,
+                wanted: file_len(spec, wanted),
             }),
             _ => Ok(()),
         }
@@ -359,11 +370,11 @@ impl Store {
                 // A file that is longer than configured is served as it is, because we never shrink
                 // a disk. An extension is recorded, so that it can be reverted if the change fails
                 // later.
-                match *size {
+                match size.map(|size| file_len(spec, size)) {
                     Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
                         sys::extend(file, wanted).map_err(error("extend it"))?;
                         self.note_made(path, file.clone(), actual);
-                        wanted
+                        self.served(wanted)
                     }
                     Some(wanted) if wanted > actual => {
                         return Err(OpenError::Size {
@@ -372,13 +383,12 @@ impl Store {
                             wanted,
                         });
                     }
-                    _ => actual,
+                    _ => self.served(actual),
                 }
             }
-            (_, Source::Ram { size } | Source::Null { size }) => *size,
+            (_, Source::Ram { size } | Source::Null { size }) => self.whole_blocks(*size),
             _ => from,
         };
-        let to = to - to % u64::from(self.geometry.block_size);
         if to < from {
             return Err(OpenError::Shrinks { from, to });
         }
@@ -622,7 +632,19 @@ impl Store {
             Some(fd) if file.device.is_some() => seek(fd, SeekFrom::End(0))?,
             _ => sys::file_size(&file.handle)?,
         };
-        Ok(size - size % u64::from(self.geometry.block_size))
+        Ok(self.served(size))
+    }
+
+    /// Returns the capacity of a file or device of this size.
+    fn served(&self, size: u64) -> u64 {
+        match self.layout {
+            Some(layout) => layout.capacity(size),
+            None => self.whole_blocks(size),
+        }
+    }
+
+    fn whole_blocks(&self, size: u64) -> u64 {
+        size - size % u64::from(self.geometry.block_size)
     }
 }
 

@@ -39,6 +39,52 @@ pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
     }
 }
 
+/// Reads at an offset until the end of the file. Returns the number of bytes.
+pub(super) fn read_at(file: &Handle, into: &mut [u8], offset: u64) -> io::Result<usize> {
+    let Some(fd) = file.fd() else {
+        return Ok(file.disk().read(offset, into));
+    };
+    let mut done = 0;
+    while done < into.len() {
+        match rustix::io::pread(fd, &mut into[done..], offset + done as u64) {
+            Ok(0) => break,
+            Ok(len) => done += len,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(done)
+}
+
+/// Writes at an offset.
+pub(super) fn write_at(file: &Handle, from: &[u8], offset: u64) -> io::Result<()> {
+    let Some(fd) = file.fd() else {
+        file.disk().write(offset, from);
+        return Ok(());
+    };
+    let mut done = 0;
+    while done < from.len() {
+        match rustix::io::pwrite(fd, &from[done..], offset + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(len) => done += len,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Flushes the data of a file to stable storage.
+pub(super) fn sync_data(file: &Handle) -> io::Result<()> {
+    match file.fd() {
+        Some(fd) => Ok(rustix::fs::fdatasync(fd)?),
+        None => {
+            file.disk().flush();
+            Ok(())
+        }
+    }
+}
+
 /// Returns the space used by an open file and available on its file system. Blocks if the file
 /// system is not responding.
 pub(super) fn space(file: &Handle) -> io::Result<Space> {

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::simulated::{self, Disk, Outcome};
 use riser_reactor::{Ring, RingConfig, SyncKind};
-use riser_scsi::config::Identity;
+use riser_scsi::config::{Identity, Protection, ProtectionType};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use riser_testkit::eventually;
@@ -20,6 +20,8 @@ use riser_testkit::skip::skip;
 
 use super::*;
 use crate::host::SimulatedHost;
+
+mod protected;
 
 /// A directory that is removed after the test.
 struct Dir(PathBuf);
@@ -60,6 +62,7 @@ fn spec(source: Source) -> Spec {
         direct: Direct::Auto,
         write_cache: true,
         read_only: false,
+        protection: None,
         faults: None,
     }
 }
@@ -106,8 +109,14 @@ impl Rig {
 
     fn submit(&mut self, op: BlockOp, data: &[MemSlice], user: u64) {
         self.driver.begin_round(Instant::now());
+        let served = self.driver.store(self.id);
+        let data = match served.layout() {
+            None => data.to_vec(),
+            Some(layout) => layout.parts(&op).flat_map(|part| cut(data, part)).collect(),
+        };
+        let op = served.command(op);
         self.driver
-            .submit(&mut self.ring, self.id, command(op), data, user)
+            .submit(&mut self.ring, self.id, op, &data, user)
             .unwrap();
     }
 
@@ -141,6 +150,17 @@ impl Rig {
         assert_eq!(done[0].user, 77);
         done[0].result
     }
+}
+
+/// Returns a part of a buffer.
+fn cut(data: &[MemSlice], part: std::ops::Range<u32>) -> Vec<MemSlice> {
+    let op = riser_block::Command {
+        buffer_offset: part.start as usize,
+        ..riser_block::Command::new(riser_block::CommandKind::Read, 0, part.len() as u64)
+    };
+    let mut pieces = Vec::new();
+    riser_file::cut_buffer(&op, data, &mut pieces);
+    pieces
 }
 
 fn read(offset: u64, len: u32) -> BlockOp {
@@ -242,11 +262,13 @@ fn spread(list: &[MemSlice], bytes: &[u8]) {
     }
 }
 
-/// Executes a sequence with a backend and with an array.
+/// Executes a sequence with a backend and with an array. Tuples are after the blocks in the buffer.
 fn compare(store: &Arc<Store>, steps: &[Step]) {
     let g = store.geometry();
     let block = u64::from(g.block_size);
     let mut model = vec![0u8; g.capacity as usize];
+    let tuples_of = |bytes: u64| g.protection.map_or(0, |_| (bytes / block * 8) as usize);
+    let mut tuples = vec![0xff_u8; tuples_of(g.capacity)];
     let mut rig = Rig::new(store.clone());
     // Clear data from a previous sequence.
     let whole = BlockOp::WriteZeroes {
@@ -259,17 +281,20 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
     for step in steps {
         let (offset, len) = (step.block * block, step.blocks * block);
         let range = offset as usize..(offset + len) as usize;
+        let tuple_range = tuples_of(offset)..tuples_of(offset + len);
         let skip = step.buffer_offset as usize;
+        let end = skip + len as usize;
+        let tags = g.protection.map(|_| end as u32);
         let (length, buffer_offset) = (len as u32, step.buffer_offset);
         match step.action {
             Action::Read { fua } => {
-                let data = scatter(step, skip + len as usize);
-                spread(&data, &vec![0xee; skip + len as usize]);
+                let data = scatter(step, end + tuple_range.len());
+                spread(&data, &vec![0xee; end + tuple_range.len()]);
                 let op = BlockOp::Read {
                     offset,
                     len: length,
                     buffer_offset,
-                    tags: None,
+                    tags,
                     fua,
                 };
                 assert_eq!(rig.run(op, &data), StepResult::Done, "{step:?}");
@@ -278,11 +303,12 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                     got[..skip].iter().all(|&b| b == 0xee),
                     "wrote before the buffer"
                 );
-                assert!(got[skip..] == model[range], "{step:?} read other bytes");
+                assert!(got[skip..end] == model[range], "{step:?} read other bytes");
+                assert_eq!(got[end..], tuples[tuple_range], "{step:?}");
             }
             Action::Write { fua, byte } => {
-                let data = scatter(step, skip + len as usize);
-                let bytes: Vec<u8> = (0..skip + len as usize)
+                let data = scatter(step, end + tuple_range.len());
+                let bytes: Vec<u8> = (0..end + tuple_range.len())
                     .map(|i| byte.wrapping_add((i / 13) as u8))
                     .collect();
                 spread(&data, &bytes);
@@ -290,11 +316,13 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                     offset,
                     len: length,
                     buffer_offset,
-                    tags: None,
+                    tags,
                     fua,
                 };
                 assert_eq!(rig.run(op, &data), StepResult::Done, "{step:?}");
-                model[range].copy_from_slice(&bytes[skip..]);
+                assert!(gather(&data) == bytes, "the buffer changed");
+                model[range].copy_from_slice(&bytes[skip..end]);
+                tuples[tuple_range].copy_from_slice(&bytes[end..]);
             }
             Action::Flush => {
                 assert_eq!(
@@ -310,6 +338,7 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                 // Without holes, the medium keeps the data.
                 if g.unmap_granularity.is_some() {
                     model[range].fill(0);
+                    tuples[tuple_range].fill(0xff);
                 }
             }
             Action::Zero { unmap, fua } => {
@@ -321,6 +350,7 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
                 };
                 assert_eq!(rig.run(op, &[]), StepResult::Done);
                 model[range].fill(0);
+                tuples[tuple_range].fill(0xff);
             }
             Action::Status => match rig.run(BlockOp::Status { offset, len }, &[]) {
                 StepResult::Status {
@@ -337,25 +367,31 @@ fn compare(store: &Arc<Store>, steps: &[Step]) {
             },
         }
     }
-    let m = Memory::new(g.capacity as usize).unwrap();
-    assert_eq!(
-        rig.run(read(0, g.capacity as u32), &[m.whole()]),
-        StepResult::Done
-    );
-    assert!(
-        m.whole().to_vec() == model,
-        "the backend ended with other bytes"
-    );
+    let m = Memory::new(model.len() + tuples.len()).unwrap();
+    let mut op = read(0, g.capacity as u32);
+    if let BlockOp::Read { tags, .. } = &mut op {
+        *tags = g.protection.map(|_| g.capacity as u32);
+    }
+    assert_eq!(rig.run(op, &[m.whole()]), StepResult::Done);
+    let bytes = m.whole().to_vec();
+    let (got, rest) = bytes.split_at(model.len());
+    assert!(got == model, "the backend ended with other bytes");
+    assert!(rest[..tuples.len()] == tuples, "other tuples");
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn ram_disk_behaves_like_array(sequence in steps(), small in any::<bool>()) {
+    fn ram_disk_behaves_like_array(
+        sequence in steps(),
+        small in any::<bool>(),
+        is_protected in any::<bool>(),
+    ) {
         let block_size = if small { 512 } else { 4096 };
         let store = Store::open(&Spec {
             block_size,
+            protection: is_protected.then(|| Protection::new(ProtectionType::Type1)),
             ..spec(Source::Ram { size: BLOCKS * u64::from(block_size) })
         }).unwrap();
         compare(&store, &sequence);
@@ -367,6 +403,7 @@ proptest! {
         small in any::<bool>(),
         buffered in any::<bool>(),
         write_cache in any::<bool>(),
+        is_protected in any::<bool>(),
     ) {
         let block_size = if small { 512 } else { 4096 };
         for place in places() {
@@ -375,6 +412,7 @@ proptest! {
                 block_size,
                 direct: if buffered { Direct::Off } else { Direct::Auto },
                 write_cache,
+                protection: is_protected.then(|| Protection::new(ProtectionType::Type1)),
                 ..spec(file(dir.file("lun"), BLOCKS * u64::from(block_size)))
             }).unwrap();
             compare(&store, &sequence);

@@ -19,7 +19,7 @@ pub fn unit_config(backend: &Backend, geometry: &Geometry, host: &HostId) -> scs
     scsi::Config {
         blocks: geometry.capacity / u64::from(block),
         block_size: scsi::BlockSize::from_bytes(block).expect("checked with the file"),
-        protection: None,
+        protection: geometry.protection,
         physical_exponent: (geometry.physical_block / block).max(1).ilog2().min(15) as u8,
         read_only: geometry.read_only,
         provisioning,
@@ -53,6 +53,7 @@ mod tests {
             write_cache: true,
             rotational: false,
             direct: false,
+            protection: None,
         };
         for backend in &c.backends {
             let unit = unit_config(backend, &geometry, &host);

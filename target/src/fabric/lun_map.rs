@@ -47,8 +47,10 @@ fn expectation_of(lu: &LogicalUnit) -> Option<Expectation> {
     let config = lu.config();
     let mut hasher = DefaultHasher::new();
     config.identity.hash(&mut hasher);
-    // The initiator uses this block size until it reads the capacity again.
+    // The initiator uses this block size and this protection information until it reads the
+    // capacity again.
     config.block_size.hash(&mut hasher);
+    config.protection.hash(&mut hasher);
     lu.has_names().then(|| hasher.finish().max(ANY_UNIT + 1))
 }
 

@@ -17,7 +17,7 @@ use super::conns::Conns;
 use super::fabrics::Fabric;
 use super::slots::Slots;
 use super::work::Owner;
-use crate::backend::{Driver, DriverConfig, StoreId, command};
+use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::fabric::{Unit, UnitIdx};
 use crate::sessions::catalog::Catalog;
 use crate::worker::mail::OldestRequest;
@@ -249,7 +249,8 @@ impl Blocks {
                 offset: 0,
                 len: store.capacity(),
             };
-            match self.driver.submit(ring, id, command(op), &[], FLUSH) {
+            let op = self.driver.store(id).command(op);
+            match self.driver.submit(ring, id, op, &[], FLUSH) {
                 Ok(()) => flush.left += 1,
                 Err(error) => flush.failed = Some(error.to_string()),
             }
@@ -279,9 +280,16 @@ fn submit(
     };
     slices.clear();
     if let Some(buffer) = conn.fabric.data_buffer(owner.task) {
-        buffer.put_slices(slices);
+        match driver.store(store).layout() {
+            None => buffer.put_slices(slices),
+            Some(layout) => {
+                let parts = layout.parts(&op);
+                parts.for_each(|part| slices.extend(buffer.slices(part)));
+            }
+        }
     }
-    let is_taken = driver.submit(ring, store, command(op), slices, owner.user());
+    let op = driver.store(store).command(op);
+    let is_taken = driver.submit(ring, store, op, slices, owner.user());
     // The driver has its own handles: the buffer is returned to the pool when they are dropped.
     slices.clear();
     is_taken.is_ok()

@@ -1,0 +1,93 @@
+//! Files that store a tuple of protection information with each block.
+//!
+//! ```text
+//!   | header, 64 KiB             |       | frame 0         | frame 1         | …
+//!   | page 0 | intent bitmap ... | 0 ... | block 0 | tuple | block 1 | tuple | …
+//!   0        4096                64 KiB
+//! ```
+//!
+//! - `header`: [`Header`], the first page: version, block size and type of protection information.
+//! - `layout`: [`Layout`], the frames: offsets, commands, results and buffers.
+//!
+//! A tuple is inverted on the medium. A hole is therefore a block of zeroes with the tuple of a
+//! deallocated block ([`Tuple::DEALLOCATED`](riser_scsi::protection::Tuple::DEALLOCATED)), so that
+//! new files are sparse, and discarding or zeroing frames updates their tuples.
+//!
+//! A read or write transfers whole frames in a single operation: the list of its memory alternates
+//! between blocks and tuples. Frames are not aligned to the blocks of any file system, so the page
+//! cache is required. RAM disks and null devices have the same frames, without a header.
+
+mod header;
+mod layout;
+
+use std::io;
+use std::path::Path;
+
+use riser_config::Spec;
+use riser_reactor::Handle;
+
+use super::made::Made;
+use super::sys;
+use header::HEADER_LEN;
+pub(super) use header::PAGE;
+pub use header::{Header, HeaderError};
+pub use layout::Layout;
+pub(super) use layout::inverted;
+
+/// Reads and checks the header of an open and locked file, according to its configuration. A blank
+/// file gets a header if `may_create` is set, which is recorded in `made`. Returns `None` if the
+/// backend has no protection information.
+///
+/// # Errors
+/// Returns I/O errors, or a [`HeaderError`] if the header does not match the configuration, so that
+/// neither frames are served as blocks nor blocks as frames.
+pub(super) fn open_header(
+    spec: &Spec,
+    path: &Path,
+    file: &Handle,
+    may_create: bool,
+    made: &mut Option<Made>,
+) -> io::Result<Result<Option<Header>, HeaderError>> {
+    let mut page = [0; PAGE];
+    let len = sys::read_at(file, &mut page, 0)?;
+    let Some(protection) = spec.protection else {
+        return Ok(match Header::is_present(&page[..len]) {
+            true => Err(HeaderError::Unexpected),
+            false => Ok(None),
+        });
+    };
+    if !may_create || !is_blank(file)? {
+        let header = Header::parse(&page[..len], spec.block_size);
+        return Ok(header.map(Some));
+    }
+    let before = sys::file_size(file)?;
+    made.get_or_insert_with(|| Made {
+        path: path.to_owned(),
+        file: file.clone(),
+        before: Some(before),
+    });
+    let header = Header::new(spec.block_size, protection.protection_type);
+    write_header(file, &header)?;
+    Ok(Ok(Some(header)))
+}
+
+/// Returns whether a file has no data. If a crash has interrupted its creation, it may contain
+/// zeroes, but no frame.
+fn is_blank(file: &Handle) -> io::Result<bool> {
+    if sys::file_size(file)? > HEADER_LEN {
+        return Ok(false);
+    }
+    let mut bytes = vec![0; HEADER_LEN as usize];
+    let len = sys::read_at(file, &mut bytes, 0)?;
+    Ok(bytes[..len].iter().all(|byte| *byte == 0))
+}
+
+/// Writes the first page durably. A crash preserves either the previous header or this one, because
+/// a device does not split the sector that contains it.
+pub(super) fn write_header(file: &Handle, header: &Header) -> io::Result<()> {
+    sys::write_at(file, &header.encode(), 0)?;
+    if sys::file_size(file)? < HEADER_LEN {
+        sys::set_file_size(file, HEADER_LEN)?;
+    }
+    sys::sync_data(file)
+}

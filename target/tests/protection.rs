@@ -1,0 +1,227 @@
+//! Tests of protection information that is stored in a file, over iSCSI.
+
+use std::fs::{self, File};
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use riser_scsi::iscsi::pdu::FromTarget;
+use riser_target::config::Config;
+use riser_target::server::Server;
+use riser_test_peers::open_target;
+use riser_test_peers::tcp::Client;
+
+const IQN: &str = "iqn.2026-01.org.example:t";
+
+/// Offset of the first frame in the file of a disk with this block size.
+fn first_frame(block: u64) -> u64 {
+    (64 << 10_u64).next_multiple_of(block + 8)
+}
+
+struct Disk {
+    server: Option<Server>,
+    text: String,
+    to: SocketAddr,
+    dir: PathBuf,
+    block: u64,
+}
+
+impl Disk {
+    fn new(protection_type: u8, block: u64) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_addr().unwrap();
+        drop(listener);
+        let name = format!("riserd-protection-{}-{}", std::process::id(), to.port());
+        let dir = std::env::temp_dir().join(name);
+        fs::create_dir(&dir).unwrap();
+        let disk = format!(
+            "f: {{ kind: file, path: {}/disk, size: 1MiB, create: true, block_size: {block}, \
+             protection: {{ type: {protection_type} }} }}",
+            dir.display()
+        );
+        let portals = [("iscsi", to.to_string())];
+        let text = open_target(IQN, &portals, &disk, "0: f", "workers: { count: 1 }\n");
+        let mut disk = Self {
+            server: None,
+            text,
+            to,
+            dir,
+            block,
+        };
+        disk.start();
+        disk
+    }
+
+    fn start(&mut self) {
+        let config = Config::parse(&self.text, "test.yaml").unwrap();
+        self.server = Some(Server::start(&config).unwrap());
+    }
+
+    fn stop(&mut self) {
+        let server = self.server.take().expect("it runs");
+        server.shutdown().unwrap();
+    }
+
+    fn log_in(&self) -> Client {
+        Client::ready_at(self.to, IQN, 1)
+    }
+
+    /// Inverts a bit of a frame in the file.
+    fn damage(&self, lba: u64, at: u64) {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(self.dir.join("disk"))
+            .unwrap();
+        let at = first_frame(self.block) + lba * (self.block + 8) + at;
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// READ (10) and WRITE (10) with RDPROTECT or WRPROTECT.
+fn cdb(op: u8, protect: u8, lba: u8, blocks: u8) -> [u8; 10] {
+    [op, protect << 5, 0, 0, 0, lba, 0, 0, blocks, 0]
+}
+
+/// Sends a command, and returns its status, its data, and sense key, INFORMATION, ASC and ASCQ.
+fn send(client: &mut Client, cdb: &[u8], len: usize, data: &[u8]) -> (u8, Vec<u8>, [u8; 7]) {
+    client.send_command(cdb, !data.is_empty(), len as u32, data);
+    let mut read = Vec::new();
+    loop {
+        let (pdu, _, data) = client.receive().unwrap();
+        match pdu {
+            FromTarget::DataIn(piece) => {
+                read.extend(data);
+                if piece.status.is_some() {
+                    return (0, read, [0; 7]);
+                }
+            }
+            FromTarget::ScsiResponse(response) => {
+                // Sense data is sent after its length.
+                let sense = data.get(2..).filter(|sense| sense.len() >= 14);
+                let sense = sense.map_or([0; 7], |s| [s[2], s[3], s[4], s[5], s[6], s[12], s[13]]);
+                return (response.status, read, sense);
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// CRC-16/T10-DIF.
+fn guard(block: &[u8]) -> [u8; 2] {
+    let mut crc = 0_u16;
+    for byte in block {
+        crc ^= u16::from(*byte) << 8;
+        for _ in 0..8 {
+            crc = match crc & 0x8000 {
+                0 => crc << 1,
+                _ => crc << 1 ^ 0x8bb7,
+            };
+        }
+    }
+    crc.to_be_bytes()
+}
+
+/// Returns blocks, each followed by its tuple.
+fn frames(block: u64, lba: u8, blocks: u8) -> Vec<u8> {
+    let frame = |n: u8| {
+        let mut bytes = vec![n ^ 0x5a; block as usize];
+        bytes[0] = n;
+        let tuple = [guard(&bytes).as_slice(), &[0x12, 0x34, 0, 0, 0, n]].concat();
+        [bytes, tuple].concat()
+    };
+    (lba..lba + blocks).flat_map(frame).collect()
+}
+
+#[test]
+fn tuples_are_stored_and_checked() {
+    for (protection_type, block) in [(1, 512), (1, 4096), (3, 512), (3, 4096)] {
+        let mut disk = Disk::new(protection_type, block);
+        let mut client = disk.log_in();
+        let written = frames(block, 20, 4);
+        let write = cdb(0x2a, 1, 20, 4);
+        let (status, _, sense) = send(&mut client, &write, written.len(), &written);
+        assert_eq!((status, sense), (0, [0; 7]), "{protection_type} {block}");
+        let read = |client: &mut Client, protect, lba, blocks: u8| {
+            let frame = if protect == 0 { block } else { block + 8 };
+            let len = usize::from(blocks) * frame as usize;
+            send(client, &cdb(0x28, protect, lba, blocks), len, &[])
+        };
+        assert_eq!(read(&mut client, 1, 20, 4).1, written);
+        // Blocks that were never written have deallocated tuples.
+        let (_, empty, _) = read(&mut client, 1, 24, 1);
+        assert!(empty[..block as usize].iter().all(|byte| *byte == 0));
+        assert_eq!(empty[block as usize..], [0xff; 8]);
+        // A write without protection information.
+        let plain = vec![7; block as usize];
+        let (status, ..) = send(&mut client, &cdb(0x2a, 0, 30, 1), plain.len(), &plain);
+        assert_eq!(status, 0);
+        drop(client);
+        disk.stop();
+        disk.start();
+        let mut client = disk.log_in();
+        assert_eq!(read(&mut client, 1, 20, 4).1, written);
+        let (_, stored, _) = read(&mut client, 1, 30, 1);
+        assert_eq!(stored[..block as usize], plain);
+        assert_eq!(stored[block as usize..][..2], guard(&plain));
+        // A damaged block is never returned, with or without RDPROTECT.
+        disk.damage(22, 100);
+        disk.damage(30, block + 1);
+        for protect in [0, 1] {
+            let (status, data, sense) = read(&mut client, protect, 20, 4);
+            assert_eq!((status, sense), (2, [0x0b, 0, 0, 0, 22, 0x10, 0x01]));
+            assert!(data.is_empty(), "{} bytes were sent", data.len());
+            let (status, _, sense) = read(&mut client, protect, 30, 1);
+            assert_eq!((status, sense), (2, [0x0b, 0, 0, 0, 30, 0x10, 0x01]));
+        }
+        assert_eq!(
+            read(&mut client, 1, 20, 2).1,
+            written[..2 * (block as usize + 8)]
+        );
+        // A damaged reference tag is only checked with type 1.
+        disk.damage(23, block + 7);
+        let (status, _, sense) = read(&mut client, 0, 23, 1);
+        match protection_type {
+            1 => assert_eq!((status, sense), (2, [0x0b, 0, 0, 0, 23, 0x10, 0x03])),
+            _ => assert_eq!(status, 0),
+        }
+        // Another write repairs them.
+        let (status, ..) = send(&mut client, &write, written.len(), &written);
+        assert_eq!(status, 0);
+        assert_eq!(read(&mut client, 1, 20, 4).1, written);
+        drop(client);
+        disk.stop();
+    }
+}
+
+#[test]
+fn protected_disk_refuses_changes_of_protection() {
+    let mut disk = Disk::new(1, 512);
+    let server = disk.server.as_mut().unwrap();
+    for other in [
+        "",
+        ", protection: { type: 2 }",
+        ", protection: { type: 1, owner: client }",
+    ] {
+        let text = disk.text.replace(", protection: { type: 1 }", other);
+        assert_ne!(text, disk.text);
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        let error = server.change(config).unwrap_err().to_string();
+        assert!(error.contains("backend f changed"), "{error}");
+    }
+    disk.stop();
+    // Without its protection information, the frames would be served as blocks.
+    let text = disk.text.replace(", protection: { type: 1 }", "");
+    let config = Config::parse(&text, "test.yaml").unwrap();
+    let server = Server::start(&config);
+    let error = server.map(drop).unwrap_err().to_string();
+    assert!(error.contains("has protection information"), "{error}");
+}

@@ -14,8 +14,8 @@ use slab::Slab;
 
 use super::plan::{self, Lacks, Stage};
 use super::request::{
-    Bounce, DriverConfig, MAX_OPERATION, Outcome, Request, RequestState, StoreId, cut_transfer,
-    fill_window, uncut,
+    Bounce, DriverConfig, Intent, MAX_OPERATION, Outcome, Request, RequestState, StoreId,
+    cut_transfer, fill_window, uncut,
 };
 use super::requests::Requests;
 use super::storage::{Failure, Fault, Storage};
@@ -440,8 +440,10 @@ impl<S: Storage> Driver<S> {
             CommandKind::Write if !plan::is_durable(op, storage.has_write_cache()) => {}
             _ => return Err(None),
         }
-        // A write would block the thread if there are active long changes.
-        let is_held_up = is_write && file.changing.load(Ordering::Relaxed) > 0;
+        // A write would block the thread if there are active long changes, and may have to be recorded
+        // first.
+        let is_held_up =
+            is_write && (file.changing.load(Ordering::Relaxed) > 0 || storage.records_changes());
         if op.len > LONGEST_AT_ONCE.min(self.at_once) || is_held_up {
             return Err(None);
         }
@@ -485,6 +487,7 @@ impl<S: Storage> Driver<S> {
             .filter_map(|(i, r)| (r.user == user).then_some(i))
             .collect();
         for index in named {
+            let is_within_block = self.is_within_block(index);
             let request = &mut self.requests[index];
             // Set this for requests that continue, to prevent their next stage or the remainder of
             // a short transfer.
@@ -505,6 +508,8 @@ impl<S: Storage> Driver<S> {
                         self.cancel_request(index);
                     }
                 }
+                // It is cancelled at the end of the block.
+                RequestState::Stalled if is_within_block => {}
                 RequestState::Stalled | RequestState::Delayed { .. } | RequestState::Turn => {
                     self.requests.unlist(index);
                     self.cancel_request(index);
@@ -514,6 +519,14 @@ impl<S: Storage> Driver<S> {
                 }
             }
         }
+    }
+
+    /// Returns whether a write was interrupted within a block. If it was cancelled now, the block
+    /// would be a mix of two versions.
+    fn is_within_block(&self, index: usize) -> bool {
+        let request = &self.requests[index];
+        let block = u64::from(self.stores[request.store.0].storage.block_size());
+        request.op.kind == CommandKind::Write && !request.done.is_multiple_of(block)
     }
 
     fn cancel_request(&mut self, index: usize) {
@@ -650,6 +663,29 @@ impl<S: Storage> Driver<S> {
         request.turn.get_or_insert_with(join).has_come()
     }
 
+    /// Returns whether a request has been recorded, unless it does not change the medium.
+    ///
+    /// # Errors
+    /// Returns the error number of the store.
+    fn record_change(&mut self, index: usize) -> Result<bool, i32> {
+        let request = &mut self.requests[index];
+        let op = &request.op;
+        let waited = match request.intent {
+            _ if op.kind == CommandKind::Read => return Ok(true),
+            Intent::Recorded => return Ok(true),
+            Intent::Waiting(number) => Some(number),
+            Intent::Unrecorded => None,
+        };
+        let storage = &self.stores[request.store.0].storage;
+        let (bytes, waker) = (op.offset..op.offset + op.len, || self.waker.clone());
+        request.intent = Intent::Unrecorded;
+        request.intent = match storage.begin_change(bytes, waited, waker, self.now)? {
+            None => Intent::Recorded,
+            Some(number) => Intent::Waiting(number),
+        };
+        Ok(request.intent == Intent::Recorded)
+    }
+
     /// Releases the turn of a piece after it was filled with zeroes. Reads by other requests will
     /// precede the next piece.
     fn leave_filled_piece(&mut self, index: usize) {
@@ -718,6 +754,17 @@ impl<S: Storage> Driver<S> {
         if moves && !self.takes_turn(index) {
             return self.requests.change_state(index, RequestState::Turn);
         }
+        if moves
+            && self.stores[self.requests[index].store.0]
+                .storage
+                .records_changes()
+        {
+            match self.record_change(index) {
+                Ok(true) => {}
+                Ok(false) => return self.requests.change_state(index, RequestState::Turn),
+                Err(errno) => return self.fail_with(index, errno),
+            }
+        }
         let token = self.token(index);
         let request = &mut self.requests[index];
         let attached = &mut self.stores[request.store.0];
@@ -771,11 +818,13 @@ impl<S: Storage> Driver<S> {
                 ring.submit_write(handle, at, &request.window, Durability::Cached, token)
             }
             Stage::Transfer => {
+                let block_size = attached.storage.block_size();
                 let (shared, own) = (&mut self.idle_bounces, &mut attached.bounce);
                 // Most requests don't require a bounce buffer. It's only allocated if the memory
                 // isn't suitable for direct I/O.
                 let idle = || own.take_or(shared, self.config.bounce);
-                let Some(memory) = cut_transfer(request, file.align, self.config, idle) else {
+                let cut = cut_transfer(request, file.align, block_size, self.config, idle);
+                let Some(memory) = cut else {
                     return self.requests.change_state(index, RequestState::Stalled);
                 };
                 let list = memory
@@ -870,7 +919,7 @@ impl<S: Storage> Driver<S> {
                 self.requests[index].done += moved as u64;
                 self.leave_filled_piece(index);
                 self.requests[index].since = self.now;
-                if self.requests[index].cancelled {
+                if self.requests[index].cancelled && !self.is_within_block(index) {
                     self.cancel_request(index);
                 } else {
                     self.issue(ring, index);
@@ -1131,6 +1180,9 @@ impl<S: Storage> Driver<S> {
         if request.is_checking {
             let file = attached.storage.file().expect(ONLY_FILES);
             file.flush_checks.finish_check();
+        }
+        if request.intent == Intent::Recorded {
+            attached.storage.end_change(self.now);
         }
         if result.is_ok() {
             attached.storage.on_success(&request.op, self.now);

@@ -135,8 +135,12 @@ pub(super) fn is_durable_write(op: &Command, volatile: bool) -> bool {
 pub(super) struct Bounds {
     /// Maximum number of pieces.
     pub(super) pieces: usize,
-    /// Maximum number of bytes, a multiple of 4096.
+    /// Maximum number of bytes.
     pub(super) bytes: usize,
+    /// Block size in bytes, and the offset of the first byte in its block. An operation ends with a
+    /// whole block if possible.
+    pub(super) block: usize,
+    pub(super) within: usize,
 }
 
 /// Part of a request's buffer, transferred by a single ring operation.
@@ -204,6 +208,12 @@ pub(super) fn cut_window(
         trim(out, got - whole);
         got = whole;
     }
+    // If the write is cancelled after this operation, no block should be torn.
+    let part = (bounds.within + got) % bounds.block;
+    if got < len && part < got {
+        trim(out, part);
+        got -= part;
+    }
     Window { len: got, aligned }
 }
 
@@ -213,7 +223,12 @@ pub(super) fn cut_window(
 /// Panics if the buffer is too short for the operation.
 pub fn cut_buffer(op: &Command, data: &[MemSlice], out: &mut Vec<MemSlice>) {
     let (pieces, bytes) = (usize::MAX, op.len as usize);
-    let bounds = Bounds { pieces, bytes };
+    let bounds = Bounds {
+        pieces,
+        bytes,
+        block: 1,
+        within: 0,
+    };
     cut_window(data, op.buffer_offset, bytes, None, bounds, out);
 }
 
@@ -353,6 +368,8 @@ mod tests {
         let bounds = Bounds {
             pieces: 2,
             bytes: 4096,
+            block: 1,
+            within: 0,
         };
         let w = cut_window(&list, 0, 2048, ALIGN, bounds, &mut out);
         assert_eq!(
@@ -370,6 +387,32 @@ mod tests {
         assert_eq!(w.len, 88 + 300);
     }
 
+    #[test]
+    fn window_ends_with_whole_block_if_possible() {
+        let m = Memory::new(8192).unwrap();
+        let list: Vec<_> = (0..16)
+            .flat_map(|i| [(i * 520, 512), (i * 520 + 512, 8)])
+            .map(|(at, len)| m.slice(at..at + len).unwrap())
+            .collect();
+        let mut out = Vec::new();
+        let mut cut = |start: usize, pieces, bytes| {
+            let bounds = Bounds {
+                pieces,
+                bytes,
+                block: 520,
+                within: start % 520,
+            };
+            let window = cut_window(&list, start, 8 * 520 - start, None, bounds, &mut out);
+            assert_eq!(out.iter().map(MemSlice::len).sum::<usize>(), window.len);
+            window.len
+        };
+        assert_eq!(cut(0, 256, 1 << 20), 8 * 520);
+        assert_eq!(cut(0, 7, 1 << 20), 3 * 520);
+        assert_eq!(cut(520, 256, 1100), 2 * 520);
+        assert_eq!(cut(600, 256, 1000), 960);
+        assert_eq!(cut(0, 256, 519), 519, "less than a block");
+    }
+
     proptest! {
         #[test]
         fn windows_cover_buffer_without_gaps(
@@ -382,7 +425,7 @@ mod tests {
             let list: Vec<_> = lens.iter().map(|&l| { at += l; m.slice(at - l..at).unwrap() }).collect();
             let total = at;
             prop_assume!(start < total);
-            let bounds = Bounds { pieces, bytes: 4096 };
+            let bounds = Bounds { pieces, bytes: 4096, block: 1, within: 0 };
             let mut out = Vec::new();
             let mut pos = start;
             while pos < total {

@@ -81,11 +81,23 @@ pub(super) struct Request<E> {
     pub(super) is_changing: bool,
     /// Position among requests for the same bytes, if required.
     pub(super) turn: Option<Turn>,
+    pub(super) intent: Intent,
     pub(super) window: Vec<MemSlice>,
     /// Error of an injected fault, after its delay.
     pub(super) injected: Option<E>,
     /// Maximum number of bytes in a ring operation, reduced by an injected fault.
     pub(super) most: usize,
+}
+
+/// State of the record of a change, if the store [records](super::Storage::records_changes) changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Intent {
+    /// The change has not been recorded.
+    Unrecorded,
+    /// The store returned this number, and will wake the driver.
+    Waiting(u64),
+    /// The change is active.
+    Recorded,
 }
 
 /// State of a request, and the event that it is waiting for.
@@ -111,7 +123,7 @@ pub(super) enum RequestState {
     /// Waiting for the delay of an injected fault, or for other requests between two pieces of a
     /// long operation in memory.
     Delayed { until: Instant },
-    /// Waiting for older requests for the same bytes.
+    /// Waiting for older requests for the same bytes, or until the store has recorded the change.
     Turn,
     /// Waiting for space in the ring or for a bounce buffer.
     Stalled,
@@ -190,6 +202,7 @@ impl<E> Request<E> {
             bounce: None,
             is_changing: false,
             turn: None,
+            intent: Intent::Unrecorded,
             window,
             injected: None,
             most: MAX_OPERATION,
@@ -274,6 +287,7 @@ impl Bounce {
 pub(super) fn cut_transfer<E>(
     request: &mut Request<E>,
     align: Option<Align>,
+    block_size: u32,
     config: DriverConfig,
     idle: impl FnOnce() -> Option<Bounce>,
 ) -> Option<Option<MemSlice>> {
@@ -282,6 +296,8 @@ pub(super) fn cut_transfer<E>(
     let mut bounds = Bounds {
         pieces: config.pieces,
         bytes: request.most,
+        block: block_size as usize,
+        within: (request.done % u64::from(block_size)) as usize,
     };
     let out = &mut request.window;
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);

@@ -1,11 +1,12 @@
 //! [`Storage`]: the interface to be implemented by users of a driver.
 
 use std::fmt::Display;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use riser_block::Command;
 use riser_memory::MemSlice;
-use riser_reactor::{Handle, SystemThreads, Threads};
+use riser_reactor::{Handle, SystemThreads, Threads, Waker};
 
 use super::open_file::OpenFile;
 
@@ -109,13 +110,36 @@ pub trait Storage {
         false
     }
 
-    /// Converts the data of a command in place before it is transferred, to the format of the
-    /// medium. It is always followed by [`Storage::decode`].
+    /// Converts the data of a write in place before it is transferred, to the format of the medium. It
+    /// is always followed by [`Storage::decode`].
     fn encode(&self, op: &Command, data: &[MemSlice]) {}
 
-    /// Converts the data of a completed command to the caller's format, including data that was not
-    /// transferred.
+    /// Converts the data of a completed read or write to the caller's format, including data that was
+    /// not transferred.
     fn decode(&self, op: &Command, data: &[MemSlice]) {}
+
+    /// Returns whether changes have to be recorded before they start.
+    fn records_changes(&self) -> bool {
+        false
+    }
+
+    /// Starts a change of these bytes, if they are recorded. Otherwise, returns a number, and calls
+    /// `waker`. The driver calls this again when it is woken, with this number as `waited`.
+    ///
+    /// # Errors
+    /// Returns an error number if they cannot be recorded.
+    fn begin_change(
+        &self,
+        bytes: Range<u64>,
+        waited: Option<u64>,
+        waker: impl FnOnce() -> Waker,
+        now: Instant,
+    ) -> Result<Option<u64>, i32> {
+        Ok(None)
+    }
+
+    /// Called when a change that was started is complete.
+    fn end_change(&self, now: Instant) {}
 
     /// Executes a command on a medium that is not a file. The first `done` bytes are complete.
     /// `window` is a list for the part of the buffer to transfer. Returns `None` to continue after

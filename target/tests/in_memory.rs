@@ -81,6 +81,49 @@ fn written_data_is_read_back() {
     assert_eq!(world.shared.registry.sessions(), 0);
 }
 
+/// Blocks are transferred together with their protection information, in several pieces.
+#[test]
+fn protection_information_is_transferred() {
+    let text = config(SERVER, 1, "").replace("16MiB }", "16MiB, protection: { type: 3 } }");
+    let mut parsed = Config::parse(&text, "test.yaml").unwrap();
+    parsed.limits.window = 64 << 10;
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let mut mini = world.log_in(1);
+    // The guard of zeroes is zero, and the tags of type 3 belong to the initiator.
+    let frame = |n: u16| {
+        let [high, low] = n.to_be_bytes();
+        [vec![0; 512], vec![0, 0, high, low, 1, 2, 3, low]].concat()
+    };
+    for blocks in [1, 200_u16, 2000] {
+        let len = usize::from(blocks) * 520;
+        let data: Vec<u8> = (0..blocks).flat_map(frame).collect();
+        let protected = |op, at: usize, mini: &Mini<Endpoint>| {
+            let mut cdb = cdb10(op, 77, blocks);
+            cdb[1] = 1 << 5;
+            (cdb, DataBuffer::Direct(mini.desc(at, len as u32)))
+        };
+        mini.data.write(0, &data);
+        let (cdb, out) = protected(0x2a, 0, &mini);
+        let response = mini.command(&cdb, out, DataBuffer::None, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
+        let (cdb, into) = protected(0x28, 2 << 20, &mini);
+        let response = mini.command(&cdb, DataBuffer::None, into, &mut |d| world.pump(d));
+        assert_eq!(response.status, 0);
+        let read = mini.data.slice(2 << 20..(2 << 20) + len).unwrap();
+        assert!(read.to_vec() == data, "{blocks} blocks");
+    }
+    // A wrong guard is rejected, and nothing is written.
+    mini.data.write(512, &[9]);
+    let mut cdb = cdb10(0x2a, 77, 1);
+    cdb[1] = 1 << 5;
+    let out = DataBuffer::Direct(mini.desc(0, 520));
+    let response = mini.command(&cdb, out, DataBuffer::None, &mut |d| world.pump(d));
+    assert_eq!(response.status, 2);
+    let response = mini.read(77, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(response.status, 0);
+    assert_eq!(mini.data.slice(0..512).unwrap().to_vec(), [0; 512]);
+}
+
 fn drain(world: &mut World) -> riser_target::worker::mail::Snapshot {
     let mut idle = world.client(99);
     for _ in 0..50_000 {

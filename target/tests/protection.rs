@@ -15,7 +15,7 @@ const IQN: &str = "iqn.2026-01.org.example:t";
 
 /// Offset of the first frame in the file of a disk with this block size.
 fn first_frame(block: u64) -> u64 {
-    (64 << 10_u64).next_multiple_of(block + 8)
+    (64_u64 << 10).next_multiple_of(block + 8)
 }
 
 struct Disk {

@@ -342,9 +342,6 @@ pub(super) fn measure_file(
 }
 
 pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
-    if spec.protection.is_some() {
-        return Err(OpenError::ProtectedDevice);
-    }
     // O_EXCL on a block device: fails if it's mounted or in use as part of another device.
     let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
     let mut options = OpenOptions::new();

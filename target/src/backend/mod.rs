@@ -15,6 +15,7 @@
 //! - `health`: counts failures and measures available space. `inspection`: checks the medium of an
 //!   open backend. `cause`: reasons why a backend requires an operator.
 //! - `hints`: advice if a file cannot be opened, and notes about an open backend.
+//! - `intents`: the thread that writes the intent log of a protected file.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
 //! - `query`: queries size and space on file systems that may not respond.
@@ -49,6 +50,7 @@ mod flush;
 mod health;
 mod hints;
 mod inspection;
+mod intents;
 mod made;
 mod medium;
 mod medium_faults;
@@ -73,6 +75,7 @@ pub use health::{Failing, Space};
 pub(crate) use made::HANGING_UNDO;
 pub use medium::Geometry;
 pub use open_error::OpenError;
+pub(crate) use opening::close_all;
 pub use opening::{OpenRequest, OpenedStores, open_all, open_each, open_in_time, undo_all};
 pub use protected::{Header, HeaderError, Layout};
 pub use ram::Ram;

@@ -114,6 +114,18 @@ pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
     }
 }
 
+/// Clears the logs of changes after all stores were flushed. Waits up to several seconds for this.
+/// Otherwise, the next start checks the protection information of the last writes.
+pub(crate) fn close_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
+    let until = query::until();
+    let queries: Vec<_> = stores.filter_map(Store::start_close).collect();
+    for query in queries {
+        if let Err(error) = query.and_then(|query| query.finish(until)) {
+            tracing::debug!(%error, "cannot clear the log of changes");
+        }
+    }
+}
+
 /// Opens all backends concurrently with [`Store::open`], for up to eight seconds. If opening a
 /// backend takes longer, it is closed again afterwards, and until then any other attempt for the
 /// same path fails immediately.

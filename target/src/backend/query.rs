@@ -233,6 +233,14 @@ impl Store {
         Query::start(self, Purpose::Control, open, |_| ())
     }
 
+    /// Clears the log of changes after the last flush, on a separate thread. Returns `None` if the
+    /// store has no log.
+    pub(super) fn start_close(self: &Arc<Self>) -> Option<io::Result<Query<()>>> {
+        let close = |store: &Self| store.close_intents(Instant::now());
+        let has_log = self.intents.is_some();
+        has_log.then(|| Query::start(self, Purpose::Control, close, |_| ()))
+    }
+
     /// Same as [`Store::grow`], with a timeout. Changes made after `until` are reverted.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! [`Served`]: a store as used by the driver of a worker.
 
 use std::fmt::Display;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use riser_block::{Command, CommandKind};
 use riser_config::FaultOn;
 use riser_file::{Failure, Fault, OpenFile, Storage};
 use riser_memory::MemSlice;
-use riser_reactor::{Handle, Threads};
+use riser_reactor::{Handle, Threads, Waker};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use super::errno::from_errno;
@@ -180,7 +181,9 @@ impl Storage for Served {
     }
 
     fn encode(&self, op: &Command, data: &[MemSlice]) {
-        if let Some(layout) = self.store.layout {
+        if let Some(layout) = self.store.layout
+            && op.kind == CommandKind::Write
+        {
             layout.invert_tuples(op, data);
         }
     }
@@ -188,6 +191,26 @@ impl Storage for Served {
     fn decode(&self, op: &Command, data: &[MemSlice]) {
         if let Some(layout) = self.store.layout {
             layout.invert_tuples(op, data);
+        }
+    }
+
+    fn records_changes(&self) -> bool {
+        self.store.intents.is_some()
+    }
+
+    fn begin_change(
+        &self,
+        bytes: Range<u64>,
+        waited: Option<u64>,
+        waker: impl FnOnce() -> Waker,
+        now: Instant,
+    ) -> Result<Option<u64>, i32> {
+        self.store.begin_change(&bytes, waited, waker, now)
+    }
+
+    fn end_change(&self, now: Instant) {
+        if let Some(intents) = &self.store.intents {
+            intents.log.end(now);
         }
     }
 

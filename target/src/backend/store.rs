@@ -27,7 +27,7 @@ use super::medium::{
 };
 use super::medium_faults::{MediumFaults, too_small};
 use super::open_error::{OpenError, io_error};
-use super::protected::Layout;
+use super::protected::{Intents, Layout};
 use super::ram::{self, Ram};
 use super::sys;
 use super::threads::{Entry, close};
@@ -56,6 +56,8 @@ pub struct Store {
     pub(super) geometry: Geometry,
     /// Frames of the medium, if blocks have protection information.
     pub(super) layout: Option<Layout>,
+    /// Log of changes, if it is a protected file that can be changed.
+    pub(super) intents: Option<Intents>,
     /// Protection information of each block. FORMAT UNIT can change its type.
     pub(super) protection: Mutex<Option<Protection>>,
     /// Name in the configuration, for the log.
@@ -127,6 +129,9 @@ impl Store {
         if !matches!(spec.block_size, 512 | 4096) {
             return Err(OpenError::BlockSize(spec.block_size));
         }
+        if spec.protection.is_some() && matches!(spec.source, Source::Device { .. }) {
+            return Err(OpenError::ProtectedDevice);
+        }
         let mut made = None;
         let opened = open(&mut made);
         let (medium, geometry, notes) = opened.inspect_err(|_| {
@@ -135,6 +140,7 @@ impl Store {
             }
         })?;
         let mut store = Self::of(spec, medium, geometry, made, host);
+        store.open_intents().inspect_err(|_| store.undo())?;
         for note in &notes {
             tracing::warn!(backend = store.name, "{note}");
         }
@@ -179,6 +185,7 @@ impl Store {
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
             layout: spec.protection.map(|_| Layout::new(spec.block_size)),
+            intents: None,
             protection: Mutex::new(geometry.protection),
             name: spec.name.clone(),
             label: match &spec.source {

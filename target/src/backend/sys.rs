@@ -5,6 +5,7 @@ use std::os::fd::BorrowedFd;
 
 use nix::fcntl::{FcntlArg, fcntl};
 use riser_reactor::Handle;
+use riser_reactor::simulated::Object;
 
 use super::health::Space;
 
@@ -78,10 +79,10 @@ pub(super) fn write_at(file: &Handle, from: &[u8], offset: u64) -> io::Result<()
 pub(super) fn sync_data(file: &Handle) -> io::Result<()> {
     match file.fd() {
         Some(fd) => Ok(rustix::fs::fdatasync(fd)?),
-        None => {
-            file.disk().flush();
-            Ok(())
-        }
+        None => match file.simulated() {
+            Some(Object::File(file)) => file.sync(),
+            _ => Err(io::ErrorKind::Unsupported.into()),
+        },
     }
 }
 

@@ -758,6 +758,7 @@ impl Server {
                 if let Err(error) = store.examine() {
                     tracing::debug!(%error, "cannot examine a backend");
                 }
+                store.rest(Instant::now());
                 if let Some(shared) = shared.upgrade() {
                     let catalog = shared.registry.catalog();
                     let is_there = catalog.stores.get(place).and_then(Option::as_ref);

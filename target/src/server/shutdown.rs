@@ -5,6 +5,7 @@ use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
 use super::{LAST_EXIT, LAST_IO, PATIENCE, Server, ServerError};
+use crate::backend::close_all;
 use crate::worker::Report;
 use crate::worker::mail::Mail;
 
@@ -144,6 +145,9 @@ impl Server {
         // If the process exits before a flush failure is stored, the next start would trust the
         // disk.
         self.builder.wait_flush_failures_saved();
+        if result.is_ok() {
+            close_all(self.shared.registry.catalog().stores.iter().flatten());
+        }
         self.workers.failed.take().map_or(result, Err)
     }
 }

@@ -8,6 +8,8 @@
 //!
 //! - `header`: [`Header`], the first page: version, block size and type of protection information.
 //! - `layout`: [`Layout`], the frames: offsets, commands, results and buffers.
+//! - `intent`: [`IntentLog`], the regions that may be torn by a crash.
+//! - `recovery`: repairs torn frames.
 //!
 //! A tuple is inverted on the medium. A hole is therefore a block of zeroes with the tuple of a
 //! deallocated block ([`Tuple::DEALLOCATED`](riser_scsi::protection::Tuple::DEALLOCATED)), so that
@@ -18,7 +20,9 @@
 //! cache is required. RAM disks and null devices have the same frames, without a header.
 
 mod header;
+mod intent;
 mod layout;
+mod recovery;
 
 use std::io;
 use std::path::Path;
@@ -31,8 +35,10 @@ use super::sys;
 use header::HEADER_LEN;
 pub(super) use header::PAGE;
 pub use header::{Header, HeaderError};
+pub(super) use intent::{Begin, BitmapPage, IntentLog, Intents};
 pub use layout::Layout;
 pub(super) use layout::inverted;
+pub(super) use recovery::recover;
 
 /// Reads and checks the header of an open and locked file, according to its configuration. A blank
 /// file gets a header if `may_create` is set, which is recorded in `made`. Returns `None` if the
@@ -49,13 +55,17 @@ pub(super) fn open_header(
     made: &mut Option<Made>,
 ) -> io::Result<Result<Option<Header>, HeaderError>> {
     let mut page = [0; PAGE];
-    let len = sys::read_at(file, &mut page, 0)?;
+    let read = sys::read_at(file, &mut page, 0);
     let Some(protection) = spec.protection else {
-        return Ok(match Header::is_present(&page[..len]) {
-            true => Err(HeaderError::Unexpected),
-            false => Ok(None),
-        });
+        // A medium error is reported to initiators that read these blocks.
+        return Ok(
+            match read.is_ok_and(|len| Header::is_present(&page[..len])) {
+                true => Err(HeaderError::Unexpected),
+                false => Ok(None),
+            },
+        );
     };
+    let len = read?;
     if !may_create || !is_blank(file)? {
         let header = Header::parse(&page[..len], spec.block_size);
         return Ok(header.map(Some));
@@ -80,6 +90,17 @@ fn is_blank(file: &Handle) -> io::Result<bool> {
     let mut bytes = vec![0; HEADER_LEN as usize];
     let len = sys::read_at(file, &mut bytes, 0)?;
     Ok(bytes[..len].iter().all(|byte| *byte == 0))
+}
+
+/// Reads the header of a file that was checked when it was opened.
+///
+/// # Errors
+/// Returns I/O errors. `InvalidData` if it was changed.
+pub(super) fn read_header(file: &Handle, block_size: u32) -> io::Result<Header> {
+    let mut page = [0; PAGE];
+    let len = sys::read_at(file, &mut page, 0)?;
+    Header::parse(&page[..len], block_size)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 /// Writes the first page durably. A crash preserves either the previous header or this one, because

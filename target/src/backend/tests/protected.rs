@@ -89,6 +89,8 @@ fn file_contains_header_and_inverted_tuples() {
         b"RISER-PI\x00\x00\x00\x01\x00\x00\x02\x00\x00\x00\x00\x01\x00\x00\x00\x00\
           \x00\x00\x00\x00\x00\x40\x00\x00\x7a\xef\x49\xca",
     );
+    // The write is recorded in the first region.
+    bytes[4096] = 1;
     bytes[66_040 + 1040..][..512].fill(0x31);
     bytes[66_040 + 1552..][..8].fill(0xce);
     bytes[66_040 + 1560..][..512].fill(0x32);
@@ -235,11 +237,11 @@ fn short_transfers_keep_frames() {
         ..type_1(dir.file("lun"))
     });
     let mut rig = Rig::new(store.unwrap());
-    let blocks = Blocks::new(64, 1);
-    for most in [1, 519, 521, 4096, 0] {
+    let blocks = Blocks::new(16, 1);
+    for most in [7, 519, 521, 4096, 0] {
         faults.shorten(most);
         assert_eq!(rig.write_blocks(3, &blocks), StepResult::Done);
-        let (result, read) = rig.read_blocks(3, 64);
+        let (result, read) = rig.read_blocks(3, 16);
         assert_eq!(result, StepResult::Done);
         assert!(read == blocks.bytes(), "{most}");
     }
@@ -281,30 +283,291 @@ fn error_offsets_are_those_of_unit() {
     file.set_len(FIRST + 128 * 520).unwrap();
 }
 
+/// A protected disk in memory.
+struct Simulated {
+    spec: Spec,
+    disk: Disk,
+    threads: simulated::Threads,
+    start: Instant,
+    store: Arc<Store>,
+    rig: InMemory,
+}
+
+impl Simulated {
+    fn new(protection_type: ProtectionType) -> Self {
+        let spec = protected(file("/in/memory".into(), 1 << 20), protection_type);
+        let disk = Disk::new(0);
+        let start = Instant::now();
+        let (threads, store) = Self::open(&spec, &disk, start);
+        let rig = InMemory::new(&store);
+        disk.flush();
+        Self {
+            spec,
+            disk,
+            threads,
+            start,
+            store,
+            rig,
+        }
+    }
+
+    fn open(spec: &Spec, disk: &Disk, start: Instant) -> (simulated::Threads, Arc<Store>) {
+        let threads = simulated::Threads::default();
+        let host = SimulatedHost::new(threads.clone(), start);
+        (threads, Store::on_disk(spec, disk, Arc::new(host)).unwrap())
+    }
+
+    /// Opens the disk again, after the process was killed.
+    fn reopen(&mut self) {
+        (self.threads, self.store) = Self::open(&self.spec, &self.disk, self.start);
+        self.rig = InMemory::new(&self.store);
+    }
+
+    fn submit(&mut self, op: BlockOp, blocks: &Blocks) {
+        let layout = self.store.layout.unwrap();
+        let memory = [blocks.memory.whole()];
+        let data = layout.parts(&op).flat_map(|part| cut(&memory, part));
+        let data: Vec<_> = data.collect();
+        let rig = &mut self.rig;
+        let op = rig.driver.store(rig.id).command(op);
+        let (ring, id) = (&mut rig.ring, rig.id);
+        rig.driver.submit(ring, id, op, &data, 1).unwrap();
+        rig.ring.submit().unwrap();
+    }
+
+    /// Runs all threads, and resumes the requests that were waiting for them.
+    fn run_threads(&mut self) {
+        while let [thread, ..] = self.threads.runnable()[..] {
+            self.threads.step(thread);
+        }
+        assert_eq!(self.rig.driver.poll_done(&mut self.rig.ring), None);
+        self.rig.ring.submit().unwrap();
+    }
+
+    fn run(&mut self, op: BlockOp, blocks: &Blocks) -> StepResult {
+        self.submit(op, blocks);
+        self.run_threads();
+        self.rig.run(&[])[0]
+    }
+
+    fn read(&mut self, lba: u64, blocks: u32) -> Vec<u8> {
+        let into = Blocks::new(blocks, 0);
+        assert_eq!(self.run(into.read(lba), &into), StepResult::Done);
+        into.bytes()
+    }
+
+    /// Returns the first page of the bitmap in the cache.
+    fn bitmap(&self) -> Vec<u8> {
+        let mut page = vec![0; 4096];
+        self.disk.read(4096, &mut page);
+        page
+    }
+}
+
 #[test]
 fn frames_are_whole_during_writes() {
-    let (store, _disk) = store_of(type_1("/in/memory".into()));
-    let mut rig = InMemory::new(&store);
-    let submit = |rig: &mut InMemory, op: BlockOp, blocks: &Blocks| {
-        let layout = store.layout.unwrap();
-        let memory = [blocks.memory.whole()];
-        let data: Vec<_> = layout
-            .parts(&op)
-            .flat_map(|part| cut(&memory, part))
-            .collect();
-        let op = rig.driver.store(rig.id).command(op);
-        rig.driver
-            .submit(&mut rig.ring, rig.id, op, &data, 1)
-            .unwrap();
-    };
+    let mut disk = Simulated::new(ProtectionType::Type1);
     let (first, second, read) = (Blocks::new(4, 1), Blocks::new(4, 9), Blocks::new(4, 0));
-    submit(&mut rig, first.write(1), &first);
-    rig.run(&[]);
-    submit(&mut rig, second.write(1), &second);
-    submit(&mut rig, read.read(1), &read);
+    assert_eq!(disk.run(first.write(1), &first), StepResult::Done);
+    disk.submit(second.write(1), &second);
+    disk.submit(read.read(1), &read);
     // The write is pending, and the read waits for it.
-    rig.ring.submit().unwrap();
-    assert_eq!(rig.kernel.operations().len(), 1);
-    rig.run(&[]);
+    assert_eq!(disk.rig.kernel.operations().len(), 1);
+    disk.rig.run(&[]);
     assert_eq!(read.bytes(), second.bytes());
+    assert_eq!(second.bytes(), Blocks::new(4, 9).bytes());
+}
+
+#[test]
+fn first_write_waits_for_durable_intent() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let blocks = Blocks::new(1, 7);
+    disk.submit(blocks.write(1), &blocks);
+    assert_eq!(disk.rig.kernel.operations().len(), 0);
+    assert!(disk.bitmap().iter().all(|byte| *byte == 0));
+    disk.run_threads();
+    assert_eq!(disk.bitmap()[..2], [1, 0]);
+    assert_eq!(disk.disk.dirty(), [], "the bitmap is durable");
+    assert_eq!(disk.rig.kernel.operations().len(), 1);
+    assert_eq!(disk.rig.run(&[]), [StepResult::Done]);
+    // The region is recorded, so another write starts immediately.
+    disk.submit(blocks.write(5), &blocks);
+    assert_eq!(disk.rig.kernel.operations().len(), 1);
+    disk.rig.run(&[]);
+    // Zeroes and discards are changes as well.
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let (offset, len) = (512, 512);
+    disk.submit(BlockOp::Discard { offset, len }, &blocks);
+    assert_eq!(disk.rig.kernel.operations().len(), 0);
+    disk.run_threads();
+    assert_eq!(disk.bitmap()[0], 1);
+    assert_eq!(disk.rig.run(&[]), [StepResult::Done]);
+}
+
+#[test]
+fn waiting_write_can_be_canceled() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let blocks = Blocks::new(1, 7);
+    disk.submit(blocks.write(1), &blocks);
+    let rig = &mut disk.rig;
+    rig.driver.cancel(&mut rig.ring, 1);
+    let done = rig.driver.poll_done(&mut rig.ring).unwrap();
+    assert_eq!(done.result, StepResult::Failed(BackendError::Aborted));
+    assert_eq!(blocks.bytes(), Blocks::new(1, 7).bytes());
+    disk.run_threads();
+    for seconds in [60, 120] {
+        disk.store.rest(disk.start + Duration::from_secs(seconds));
+    }
+    assert_eq!(disk.threads.runnable().len(), 1, "no change is active");
+}
+
+/// Each sector of the frame is either old or new after a power failure.
+#[test]
+fn torn_frames_are_repaired_after_power_failure() {
+    use riser_scsi::protection::guard;
+
+    for protection_type in [
+        ProtectionType::Type1,
+        ProtectionType::Type2,
+        ProtectionType::Type3,
+    ] {
+        for kept in 0..8 {
+            let mut disk = Simulated::new(protection_type);
+            // Valid frames with reference tags for their LBAs.
+            let write = |disk: &mut Simulated, byte: u8| {
+                let blocks = Blocks::new(2, byte);
+                for n in 0..2 {
+                    let guard = guard(&[byte + n as u8; 512]);
+                    let tuple = Tuple {
+                        guard,
+                        application_tag: 0,
+                        reference_tag: 3 + n,
+                    };
+                    let at = 1024 + 8 * n as usize;
+                    blocks.memory.whole().write(at, &tuple.encode());
+                }
+                assert_eq!(disk.run(blocks.write(3), &blocks), StepResult::Done);
+                blocks.bytes()
+            };
+            write(&mut disk, 1);
+            disk.disk.flush();
+            write(&mut disk, 9);
+            let sectors: Vec<u64> = disk.disk.dirty().iter().map(|(n, _)| *n).collect();
+            assert_eq!(sectors.len(), 3);
+            disk.disk
+                .crash(|n, _| (kept >> (n - sectors[0]) & 1) as usize);
+            disk.reopen();
+            assert!(disk.bitmap().iter().all(|byte| *byte == 0));
+            let bytes = disk.read(3, 2);
+            for n in 0..2 {
+                let tuple = bytes[1024 + 8 * n..][..8].try_into().unwrap();
+                let checked = Tuple::parse(tuple).check_stored(
+                    protection_type,
+                    3 + n as u64,
+                    &bytes[512 * n..][..512],
+                );
+                assert_eq!(checked, Ok(()), "{protection_type:?} {kept:b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn recovery_repairs_recorded_regions_only() {
+    let dir = Dir::new(&std::env::temp_dir(), "recovery");
+    let path = dir.file("lun");
+    let spec = protected(file(path.clone(), 9 << 20), ProtectionType::Type1);
+    let store = Store::open(&spec).unwrap();
+    store.keep();
+    drop(store);
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    let write = |bytes: &[u8], at| {
+        use std::os::unix::fs::FileExt;
+        file.write_all_at(bytes, at).unwrap();
+    };
+    // Frames in two regions, with a wrong guard.
+    let region = 4 << 20_u64;
+    let far = (region - FIRST).div_ceil(520) + 10;
+    for lba in [0, far] {
+        write(&[1; 512], FIRST + lba * 520);
+        write(&[0x55; 8], FIRST + lba * 520 + 512);
+    }
+    write(&[0b10], 4096);
+    let open = |read_only, source| {
+        Store::open(&Spec {
+            read_only,
+            source,
+            ..spec.clone()
+        })
+        .unwrap()
+    };
+    let are_valid = || {
+        [0, far].map(|lba| {
+            use std::os::unix::fs::FileExt;
+            let mut tuple = [0; 8];
+            let at = FIRST + lba * 520 + 512;
+            file.read_exact_at(&mut tuple, at).unwrap();
+            let tuple = Tuple::parse(tuple.map(|byte| !byte));
+            let checked = tuple.check_stored(ProtectionType::Type1, lba, &[1; 512]);
+            checked.is_ok()
+        })
+    };
+    let read_only = open(
+        true,
+        Source::File {
+            path: path.clone(),
+            size: None,
+            create: false,
+        },
+    );
+    assert_eq!(are_valid(), [false, false]);
+    drop(read_only);
+    let _store = open(false, spec.source.clone());
+    assert_eq!(are_valid(), [false, true]);
+    assert_eq!(std::fs::read(&path).unwrap()[4096], 0);
+}
+
+#[test]
+fn intents_are_cleared_when_idle_and_flushed() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let blocks = Blocks::new(1, 7);
+    let later = |seconds| disk.start + Duration::from_secs(seconds);
+    let (soon, late) = (later(1), later(60));
+    disk.run(blocks.write(1), &blocks);
+    disk.store.rest(soon);
+    assert!(disk.threads.runnable().is_empty());
+    disk.store.rest(late);
+    disk.run_threads();
+    assert_eq!(disk.bitmap()[0], 0);
+    let flushed = disk.disk.dirty();
+    assert!(
+        flushed.iter().all(|(n, _)| (8..16).contains(n)),
+        "{flushed:?}"
+    );
+    // A lost write is found by the flush, so the frames must be checked after a crash.
+    disk.run(blocks.write(1), &blocks);
+    disk.disk.fail_write_back(libc::EIO, |_| true);
+    disk.store.rest(late);
+    disk.run_threads();
+    assert_eq!(disk.bitmap()[0], 1);
+    assert!(disk.store.flush_failure().is_some());
+    disk.store.rest(late);
+    disk.run_threads();
+    assert_eq!(disk.bitmap()[0], 1);
+}
+
+#[test]
+fn orderly_close_clears_intents() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let blocks = Blocks::new(1, 7);
+    disk.run(blocks.write(1), &blocks);
+    assert_eq!(disk.bitmap()[0], 1);
+    close_all([&disk.store].into_iter());
+    assert_eq!(disk.bitmap()[0], 0);
+    // The next change is recorded again.
+    disk.submit(blocks.write(1), &blocks);
+    assert_eq!(disk.rig.kernel.operations().len(), 0);
+    disk.run_threads();
+    assert_eq!(disk.bitmap()[0], 1);
+    disk.rig.run(&[]);
 }

@@ -460,6 +460,16 @@ impl File {
         len
     }
 
+    /// Makes all writes stable, like `fdatasync(2)`.
+    ///
+    /// # Errors
+    /// Returns a write-back error that this file has not reported yet.
+    pub fn sync(&self) -> io::Result<()> {
+        self.disk.flush();
+        self.check_write_back()
+            .map_err(io::Error::from_raw_os_error)
+    }
+
     /// Returns the underlying disk.
     #[must_use]
     pub fn disk(&self) -> &Disk {

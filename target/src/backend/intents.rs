@@ -1,0 +1,161 @@
+//! The intent log of an open store: its recovery, and the thread that writes its pages.
+
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use riser_reactor::Waker;
+
+use super::open_error::{OpenError, io_error};
+use super::protected::{self, Begin, BitmapPage, IntentLog, Intents};
+use super::store::Store;
+use super::sys;
+
+fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+impl Store {
+    /// Repairs torn frames of a protected file, and creates its log.
+    ///
+    /// # Errors
+    /// Returns [`OpenError::Io`].
+    pub(super) fn open_intents(&mut self) -> Result<(), OpenError> {
+        if self.geometry.read_only {
+            return Ok(());
+        }
+        let (Some(protection), Some(file)) = (self.geometry.protection, self.open_file()) else {
+            return Ok(());
+        };
+        let error = |action| io_error(self.path().unwrap_or(Path::new("")), action);
+        let header = protected::read_header(&file.handle, self.geometry.block_size)
+            .map_err(error("read its header"))?;
+        let recovered = protected::recover(&file.handle, &header, protection)
+            .map_err(error("repair its protection information"))?;
+        if recovered.regions > 0 {
+            tracing::info!(
+                backend = self.name(),
+                regions = recovered.regions,
+                repaired = recovered.repaired,
+                unreadable = recovered.unreadable,
+                "checked the protection information of interrupted writes"
+            );
+        }
+        let file = file.reopen().map_err(error("open it again"))?;
+        let log = IntentLog::new(header.region_size);
+        self.intents = Some(Intents { log, file });
+        Ok(())
+    }
+
+    /// Starts a change of these bytes of the medium: see
+    /// [`Storage::begin_change`](riser_file::Storage::begin_change).
+    pub(super) fn begin_change(
+        self: &Arc<Self>,
+        bytes: &Range<u64>,
+        waited: Option<u64>,
+        waker: impl FnOnce() -> Waker,
+        now: Instant,
+    ) -> Result<Option<u64>, i32> {
+        let Some(intents) = &self.intents else {
+            return Ok(None);
+        };
+        match intents.log.begin(bytes, waited, waker) {
+            Begin::Started => Ok(None),
+            Begin::Failed(errno) => Err(errno),
+            Begin::Waiting {
+                attempt,
+                needs_thread,
+            } => {
+                if needs_thread {
+                    let record = move |store: &Self, intents: &Intents| {
+                        intents.perform_attempts(|pages| store.write_pages(intents, pages, now));
+                    };
+                    self.start_intent_thread(intents, record);
+                }
+                Ok(Some(attempt))
+            }
+        }
+    }
+
+    /// Clears the log on a separate thread, unless there were changes recently. A crash after this
+    /// requires no recovery.
+    pub fn rest(self: &Arc<Self>, now: Instant) {
+        if let Some(intents) = &self.intents
+            && let Some(changes) = intents.log.begin_clear(Some(now))
+        {
+            let clear = move |store: &Self, intents: &Intents| {
+                store.clear_intents(intents, changes, now);
+            };
+            self.start_intent_thread(intents, clear);
+        }
+    }
+
+    /// Clears the log after the last flush, unless there are active changes. Blocks if the file
+    /// system does not respond.
+    pub(super) fn close_intents(&self, now: Instant) {
+        if let Some(intents) = &self.intents
+            && let Some(changes) = intents.log.begin_clear(None)
+        {
+            self.clear_intents(intents, changes, now);
+        }
+    }
+
+    /// Runs a job on a thread. It keeps the store open, because another process could otherwise lock
+    /// and change the file before the thread writes to it.
+    fn start_intent_thread(
+        self: &Arc<Self>,
+        intents: &Intents,
+        job: impl FnOnce(&Self, &Intents) + Send + 'static,
+    ) {
+        let (store, entry) = (Arc::clone(self), self.list_thread());
+        let run = move || {
+            if let Some(intents) = &store.intents {
+                job(&store, intents);
+            }
+            drop(store);
+            drop(entry);
+        };
+        if let Err(error) = self.host().threads().spawn("intent", Box::new(run)) {
+            tracing::warn!(backend = self.name(), %error, "cannot start a thread for the intent log");
+            intents.perform_attempts(|_| Err(errno(&error)));
+        }
+    }
+
+    /// Writes pages durably.
+    fn write_pages(
+        &self,
+        intents: &Intents,
+        pages: &[BitmapPage],
+        now: Instant,
+    ) -> Result<(), i32> {
+        for page in pages {
+            let written = sys::write_at(&intents.file, &page.bytes, page.offset);
+            written.map_err(|error| errno(&error))?;
+        }
+        self.sync(intents, now)
+    }
+
+    /// Flushes the file. An error may be due to data of initiators.
+    fn sync(&self, intents: &Intents, now: Instant) -> Result<(), i32> {
+        sys::sync_data(&intents.file).map_err(|error| {
+            self.on_flush_failed(errno(&error), now);
+            errno(&error)
+        })
+    }
+
+    /// Flushes the file and clears the log, unless data may be lost, or there were other changes.
+    fn clear_intents(&self, intents: &Intents, changes: u64, now: Instant) {
+        let is_flushed = self.sync(intents, now).is_ok() && self.flush_failure().is_none();
+        if is_flushed {
+            for page in intents.log.clear(changes) {
+                // If this fails, the next recovery checks more frames than necessary.
+                if let Err(error) = sys::write_at(&intents.file, &page.bytes, page.offset) {
+                    tracing::debug!(backend = self.name(), %error, "cannot clear the intent log");
+                }
+            }
+        }
+        intents.perform_attempts(|pages| self.write_pages(intents, pages, now));
+    }
+}

@@ -185,6 +185,12 @@ pub struct Contest {
 }
 
 impl Contest {
+    /// Returns the history of the disk.
+    #[must_use]
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
     /// Logs in to the target created by [`portals`] with an initiator for each protocol, and starts
     /// the load.
     pub fn new(schemes: &[&'static str], network: u8, seed: u64) -> Self {

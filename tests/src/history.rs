@@ -49,6 +49,12 @@
 //! durable version was started after it completed. So if a block was not flushed, it must contain
 //! the last durable version or any version written since, but no other data.
 //!
+//! # Torn blocks
+//!
+//! A disk with protection information does not write blocks atomically. After a crash, a block can
+//! therefore contain parts of several versions if one of its writes was not durable
+//! ([`tear`](History::tear)). A read can return this data until the block is written again.
+//!
 //! # Zeroes
 //!
 //! If a block is set to zero or unmapped ([`begin_zero`](History::begin_zero)), it can't contain a
@@ -421,6 +427,17 @@ struct State {
     /// Number of successful COMPARE AND WRITE commands.
     swapped: u64,
     durability: Durability,
+    /// Blocks with parts of several versions.
+    torn: HashMap<u64, Tear>,
+}
+
+/// Content of a torn block.
+#[derive(Debug)]
+struct Tear {
+    bytes: Vec<u8>,
+    begin: u64,
+    /// Time when the block was written again, or `u64::MAX`.
+    end: u64,
 }
 
 /// All reads and writes on a disk. See the module documentation.
@@ -448,6 +465,7 @@ impl History {
             reads: BTreeMap::new(),
             swapped: 0,
             durability: Durability::default(),
+            torn: HashMap::new(),
         }))
     }
 
@@ -549,7 +567,7 @@ impl History {
         let (begin, block, cuts) = state.names_of(id);
         // If there was a power failure in between, we don't know which of the two states was used
         // in the comparison.
-        if cuts == state.durability.cuts() {
+        if cuts == state.durability.cuts() && !state.is_torn(block, expected, begin) {
             let now = state.tick();
             state.observe_block(block, expected, (begin, now))?;
             state.swap(block, expected, begin)?;
@@ -668,11 +686,36 @@ impl History {
         // or after it.
         let is_across = read.cuts != state.durability.cuts();
         for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
+            if state.is_torn(block, bytes, read.begin) {
+                continue;
+            }
             match is_across {
                 true => drop(state.version_of(block, bytes)?),
                 false => state.observe_block(block, bytes, (read.begin, now))?,
             }
         }
+        Ok(())
+    }
+
+    /// Must be called after a crash if the disk has torn a block. Its data can be returned until the
+    /// block is written again.
+    ///
+    /// # Errors
+    /// Returns [`Violation::Torn`] if all writes of this block were durable.
+    pub fn tear(&self, block: u64, bytes: &[u8]) -> Result<(), Violation> {
+        let mut state = self.lock();
+        let Err(violation) = state.version_of(block, bytes) else {
+            return Ok(());
+        };
+        if !state.has_volatile(block) {
+            return Err(violation);
+        }
+        let tear = Tear {
+            bytes: bytes.to_vec(),
+            begin: state.tick(),
+            end: u64::MAX,
+        };
+        state.torn.insert(block, tear);
         Ok(())
     }
 
@@ -718,6 +761,12 @@ impl State {
         id
     }
 
+    /// Returns whether a read that was started at `begin` can return this data of a torn block.
+    fn is_torn(&self, block: u64, bytes: &[u8], begin: u64) -> bool {
+        let tear = self.torn.get(&block);
+        tear.is_some_and(|tear| begin < tear.end && tear.bytes == bytes)
+    }
+
     fn acknowledge(&mut self, id: WriteId, is_durable: bool) -> Result<(), Violation> {
         let (begin, _, cuts) = self.names_of(id);
         let write = &self.writes[&id];
@@ -729,6 +778,13 @@ impl State {
             let entry = entry.expect("kept while it is under way");
             entry.acknowledged = Some(now);
             entry.is_durable = is_durable;
+        }
+        for block in blocks.clone() {
+            // Otherwise it may have been executed before the crash.
+            let tear = self.torn.get_mut(&block).filter(|tear| tear.begin < begin);
+            if let Some(tear) = tear {
+                tear.end = tear.end.min(now);
+            }
         }
         // If the write was started before a power failure, it may have been executed before it and
         // then lost.

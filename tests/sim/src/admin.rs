@@ -343,8 +343,12 @@ impl Layout {
         });
         let cache = if plan.write_cache { "on" } else { "off" };
         let direct = if plan.is_direct() { "auto" } else { "off" };
+        let protection = match plan.protection {
+            0 => String::new(),
+            kind => format!(", protection: {{ type: {kind} }}"),
+        };
         let mut text = format!(
-            "  d: {{ kind: file, path: /in/memory, size: {}MiB, create: true, thin: true, serial: {SERIAL}, write_cache: {cache}, direct: {direct}{limits} }}\n",
+            "  d: {{ kind: file, path: /in/memory, size: {}MiB, create: true, thin: true, serial: {SERIAL}, write_cache: {cache}, direct: {direct}{limits}{protection} }}\n",
             self.disk
         );
         let mut file = |name: &str, path: &str, mib: u64, rest: &str| {

@@ -58,6 +58,9 @@ pub enum DiskFault {
     StallDisk(usize),
     /// Operations don't complete, with this probability.
     StallSome(f64),
+    /// A bit of a block of the shared disk is inverted, unless it is written in the meantime. Its
+    /// protection information must detect this.
+    DamageBlock(u64),
     /// Operations on the disk of a [`Hog`](crate::hog::Hog) don't complete. This must not affect
     /// any other peer.
     HangDisk(usize),
@@ -108,6 +111,20 @@ impl DiskFault {
             from: Duration::from_micros(from),
             until: Duration::from_micros(from + length),
             fault: Fault::Disk(Self::StallSome(share)),
+        })
+    }
+
+    /// Draws a trouble that damages a block of a protected disk, unless the target is stopped: it
+    /// would repair the protection information of this block after a crash.
+    pub(crate) fn damages(rng: &mut Rng, troubles: &[Trouble]) -> Option<Trouble> {
+        let from = Duration::from_micros(rng.u64(0..20_000));
+        let length = Duration::from_micros(rng.u64(1..200_000));
+        let fault = Fault::Disk(Self::DamageBlock(rng.u64(..)));
+        let is_stopped = troubles.iter().any(|trouble| trouble.fault.ends_target());
+        (rng.bool() && !is_stopped).then(|| Trouble {
+            from,
+            until: from + length,
+            fault,
         })
     }
 
@@ -170,6 +187,7 @@ impl DiskFaults {
             DiskFault::FailOnce(_)
             | DiskFault::LoseWriteBack(_)
             | DiskFault::StallDisk(_)
+            | DiskFault::DamageBlock(_)
             | DiskFault::HangDisk(_) => {}
         }
     }

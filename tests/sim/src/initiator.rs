@@ -335,6 +335,8 @@ pub struct User {
     pub max_latency: Duration,
     /// Set if there are no other initiators which could cause failures.
     pub is_alone: bool,
+    /// Set if no check of protection information may fail.
+    pub keeps_protection: bool,
     /// Start time of its only command.
     pub begun: Cell<Duration>,
     /// Where failures are reported.
@@ -398,6 +400,13 @@ impl User {
 
     /// Called when a command has failed.
     fn on_failure(&self, error: &LunError) {
+        const CHECKS: u8 = 0x10;
+        if let LunError::Check { additional, .. } = error
+            && self.keeps_protection
+            && additional.code == CHECKS
+        {
+            self.check_result::<(), _>(Err(format!("protection information is wrong: {error}")));
+        }
         if self.is_quiet && (self.is_alone || !is_of_another(error)) {
             self.check_result::<(), _>(Err(format!("a quiet day, and a request fails: {error}")));
         }

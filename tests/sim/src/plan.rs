@@ -304,6 +304,8 @@ pub struct Plan {
     pub timeout: Duration,
     /// Set if the disk reports a volatile cache to initiators.
     pub write_cache: bool,
+    /// Type of protection information of the disk, or 0 if it has none.
+    pub protection: u8,
     /// Latency of an RDMA packet.
     #[serde(with = "text::duration")]
     pub latency: Duration,
@@ -358,6 +360,7 @@ impl Default for Plan {
             longest: 8,
             timeout: Duration::from_secs(60),
             write_cache: true,
+            protection: 0,
             latency: Duration::from_micros(10),
             mtus: [Mtu::Mtu4096; 2],
             socket_room: usize::MAX,
@@ -380,7 +383,7 @@ impl Default for Plan {
 impl Plan {
     /// Returns whether the target bypasses the page cache.
     pub(crate) fn is_direct(&self) -> bool {
-        !self.seed.is_multiple_of(4)
+        !self.seed.is_multiple_of(4) && self.protection == 0
     }
 
     /// Returns the plan of a seed.
@@ -501,6 +504,17 @@ impl Plan {
             troubles = vec![Trouble::stall(&mut sessions)];
             troubles.retain(|trouble| is_wanted(trouble.fault));
         }
+        let mut protected = Rng::with_seed(seed ^ 0xd1f_d1f);
+        let protection = match protected.u8(..16) {
+            kind @ 1..=3 => kind,
+            _ => 0,
+        };
+        if protection > 0 {
+            // A disk that loses single sectors also loses parts of blocks.
+            troubles.retain(|trouble| !trouble.fault.fails_disks());
+            troubles.extend(DiskFault::damages(&mut protected, &troubles));
+            troubles.retain(|trouble| is_wanted(trouble.fault));
+        }
         let mut pieces = Rng::with_seed(seed ^ 0x70_1ece);
         // Users that connect at the same time: a twin and two watchers.
         let iscsi = initiators.iter().filter(|one| **one == Protocol::Iscsi);
@@ -534,6 +548,7 @@ impl Plan {
             // A power of two, same as in the daemon.
             workers: [1, 1, 2, 4][rng.usize(..4)],
             write_cache: rng.u8(..4) > 0,
+            protection,
             latency: Duration::from_micros([2, 10, 10, 500][rng.usize(..4)]),
             mtus: [mtus[rng.usize(..3)], mtus[rng.usize(..3)]],
             socket_room: [usize::MAX, 64, 16, 4][rng.usize(..4)],
@@ -558,6 +573,13 @@ impl Plan {
             reservations: self.rivals.iter().any(|rival| rival.reservations > 0),
             fails_to_save: self.fails_to_save(),
         }
+    }
+
+    /// Returns whether no check of protection information may fail.
+    #[must_use]
+    pub fn keeps_protection(&self) -> bool {
+        let mut troubles = self.troubles.iter();
+        self.protection > 0 && !troubles.any(|trouble| trouble.fault.fails_disks())
     }
 
     /// Returns whether retransmission is sufficient to recover from all faults, and there are no

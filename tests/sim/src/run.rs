@@ -277,6 +277,7 @@ impl World {
             is_prompt: self.plan.is_prompt(),
             max_latency: self.plan.max_latency(),
             is_alone: self.plan.is_alone(),
+            keeps_protection: self.plan.keeps_protection(),
             begun: Cell::default(),
             verdict: Rc::clone(&self.verdict),
         }
@@ -640,7 +641,7 @@ impl World {
                     }
                     self.network.turn(now)
                 }
-                2 => self.target.turn_of_threads(&mut self.rng),
+                2 => self.target.turn_of_threads(now, &mut self.rng),
                 n if n < 3 + workers => self.target.turn(n - 3, now, &mut self.rng),
                 n => match n - 3 - workers {
                     n if n < initiators => {
@@ -962,6 +963,7 @@ impl World {
         match fault {
             DiskFault::FailOnce(kind) => self.target.faults.fail_once(kind, is_active),
             DiskFault::LoseWriteBack(share) if is_active => self.target.begin_loss(share),
+            DiskFault::DamageBlock(which) => self.target.damage(which, is_active),
             _ => {}
         }
         if !is_active {

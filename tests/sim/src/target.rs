@@ -13,14 +13,14 @@ use riser_reactor::simulated::{Disk, Kernel, Operation, OperationId, Outcome, SE
 use riser_reactor::{MailSender, Next, Op, Waker};
 use riser_scsi::config::Identity;
 use riser_scsi::srp::TargetPortId;
-use riser_target::backend::{FlushFailure, FlushKeeper, Store};
+use riser_target::backend::{FlushFailure, FlushKeeper, Layout as Frames, Store};
 use riser_target::config::Config;
 use riser_target::host::Host;
 use riser_target::server::Server;
 use riser_target::server::handover::ServerState;
 use riser_target::worker::mail::{Mail, Snapshot};
 use riser_target::worker::{Announced, Env, Report, Shared, Worker};
-use riser_tests::history::History;
+use riser_tests::history::{BLOCK, History, Version};
 use riser_transport::loopback::Fabric;
 use riser_transport::nic::NicUsage;
 
@@ -169,6 +169,8 @@ pub struct Target {
     /// State from a handover by the previous process.
     pub(crate) heritage: Option<ServerState>,
     pub(crate) faults: DiskFaults,
+    /// Damaged block of the disk: the offset on the medium.
+    damaged: Option<u64>,
     /// Workers with stalled threads.
     pub(crate) stalled: BTreeSet<usize>,
 }
@@ -221,6 +223,7 @@ impl Target {
             ending: None,
             heritage: None,
             faults: DiskFaults::default(),
+            damaged: None,
             stalled: BTreeSet::new(),
         };
         target.begin();
@@ -293,6 +296,7 @@ impl Target {
         }
         self.heritage = None;
         self.clear();
+        self.note_torn_blocks(history);
         // The next process serves files with their complete size if they were extended by a change.
         let side = self.disk_of("s").map_or(0, Disk::len) >> 20;
         let disk = self.disk.len() >> 20;
@@ -350,6 +354,61 @@ impl Target {
                 true => rng.usize(..=versions),
                 false => 0,
             });
+        }
+        self.note_torn_blocks(history);
+    }
+
+    /// Frames of a protected disk are not written atomically. The target must repair their tuples,
+    /// but a block may have parts of several versions if it was not durable.
+    fn note_torn_blocks(&self, history: &History) {
+        let Some(frames) = self.frames() else {
+            return;
+        };
+        for block in 0..self.plan.blocks {
+            let mut bytes = [0; BLOCK];
+            let at = frames.medium_offset(block * BLOCK as u64);
+            let len = self.disk.read(at, &mut bytes);
+            // The file may not have its size yet.
+            if len == BLOCK && Version::of(block, &bytes).is_none() {
+                let torn = history.tear(block, &bytes);
+                torn.unwrap_or_else(|violation| panic!("{violation}"));
+            }
+        }
+    }
+
+    /// Returns the frames of the disk if it is protected.
+    fn frames(&self) -> Option<Frames> {
+        (self.plan.protection > 0).then(|| Frames::new(BLOCK as u32))
+    }
+
+    /// Inverts a bit of a block, or restores it if the block is still damaged.
+    pub(crate) fn damage(&mut self, which: u64, is_active: bool) {
+        let Some(frames) = self.frames() else {
+            return;
+        };
+        let block = which % self.plan.blocks;
+        let start = frames.medium_offset(block * BLOCK as u64);
+        let at = match is_active {
+            true => start + (which >> 32) % frames.frame(),
+            false => match self.damaged.take() {
+                Some(at) => at,
+                None => return,
+            },
+        };
+        let mut frame = vec![0; frames.frame() as usize];
+        self.disk.read(start, &mut frame);
+        let (bytes, tuple) = frame.split_at(BLOCK);
+        let guard = u16::from_be_bytes([!tuple[0], !tuple[1]]);
+        let is_whole = guard == riser_scsi::protection::guard(bytes);
+        let is_checked = tuple[2..4] != [0, 0];
+        // Only the guard is damaged or checked. It has no guard while it is deallocated.
+        let within = at - start;
+        let is_relevant = is_checked && within < BLOCK as u64 + 2;
+        if is_relevant && is_whole == is_active {
+            let mut byte = [0];
+            self.disk.read(at, &mut byte);
+            self.disk.write(at, &[byte[0] ^ 0x10]);
+            self.damaged = is_active.then_some(at);
         }
     }
 
@@ -534,7 +593,11 @@ impl Target {
     }
 
     /// Runs a job of one of the helper threads. Returns whether there was one.
-    pub fn turn_of_threads(&mut self, rng: &mut Rng) -> bool {
+    pub fn turn_of_threads(&mut self, now: Instant, rng: &mut Rng) -> bool {
+        // Same as in the control plane.
+        if let Some(store) = self.stores.get("d").and_then(Weak::upgrade) {
+            store.rest(now);
+        }
         let runnable = self.threads.runnable();
         if runnable.is_empty() {
             return false;

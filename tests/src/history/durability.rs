@@ -96,6 +96,14 @@ fn durable_from<'a>(entries: impl Iterator<Item = &'a Entry>) -> u64 {
 }
 
 impl State {
+    /// Returns whether a version that may be in the block is not durable.
+    pub(super) fn has_volatile(&self, block: u64) -> bool {
+        let overwritten = self.durability.blocks.get(block as usize);
+        let overwritten = overwritten.into_iter().flat_map(|block| &block.overwritten);
+        let mut entries = self.blocks[block as usize].iter().chain(overwritten);
+        entries.any(|entry| !entry.is_durable)
+    }
+
     /// Removes versions that can't be returned after a power failure any more.
     pub(super) fn forget_overwritten(&mut self, block: u64) {
         let entries = &self.blocks[block as usize];

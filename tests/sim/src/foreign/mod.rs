@@ -222,6 +222,7 @@ impl World {
             is_quiet: false,
             model: None,
             is_prompt: false,
+            keeps_protection: false,
             is_alone: true,
             max_latency: Duration::MAX,
             begun: Cell::default(),

@@ -218,10 +218,4 @@ fn protected_disk_refuses_changes_of_protection() {
         assert!(error.contains("backend f changed"), "{error}");
     }
     disk.stop();
-    // Without its protection information, the frames would be served as blocks.
-    let text = disk.text.replace(", protection: { type: 1 }", "");
-    let config = Config::parse(&text, "test.yaml").unwrap();
-    let server = Server::start(&config);
-    let error = server.map(drop).unwrap_err().to_string();
-    assert!(error.contains("has protection information"), "{error}");
 }

@@ -12,7 +12,7 @@
 use std::error::Error;
 
 use riser_scsi::access::DataAccess;
-use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::config::{BlockSize, Config, Identity, Limits, ProtectionFormat, Provisioning};
 use riser_scsi::data::designator::Naa;
 use riser_scsi::device_server::Request;
 use riser_scsi::lu::LogicalUnit;
@@ -72,6 +72,7 @@ impl Disk {
             },
             limits: Limits::default(),
             protection: None,
+            protection_format: ProtectionFormat::default(),
             cache_generation: None,
         })?;
         let nexus = Nexus {

@@ -60,6 +60,41 @@ pub enum ProtectionType {
     Type3,
 }
 
+impl ProtectionType {
+    /// Returns the number of the type, from 1 to 3.
+    #[must_use]
+    pub const fn number(self) -> u8 {
+        match self {
+            Self::Type1 => 1,
+            Self::Type2 => 2,
+            Self::Type3 => 3,
+        }
+    }
+
+    /// Returns the type with the given number, or `None` for type 0 (no protection) and unknown
+    /// types.
+    #[must_use]
+    pub const fn from_number(number: u8) -> Option<Self> {
+        match number {
+            1 => Some(Self::Type1),
+            2 => Some(Self::Type2),
+            3 => Some(Self::Type3),
+            _ => None,
+        }
+    }
+}
+
+/// Format of a medium that can store protection information.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum ProtectionFormat {
+    /// The blocks always have the configured protection.
+    #[default]
+    Fixed,
+    /// FORMAT UNIT can change the type. The medium is currently formatted with this type, or
+    /// without protection (type 0).
+    Changeable(Option<ProtectionType>),
+}
+
 /// Protection information, which is metadata that is stored for every logical block. The protection
 /// interval is always a logical block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -167,6 +202,9 @@ pub struct Config {
     pub block_size: BlockSize,
     /// Protection information stored with every block, or `None` if this is not supported.
     pub protection: Option<Protection>,
+    /// Whether FORMAT UNIT can change the type of the protection information. Not used without
+    /// [`Self::protection`].
+    pub protection_format: ProtectionFormat,
     /// LOGICAL BLOCKS PER PHYSICAL BLOCK EXPONENT, e.g. 3 for 512-byte blocks on a disk with
     /// 4096-byte sectors.
     pub physical_exponent: u8,
@@ -335,6 +373,24 @@ impl Config {
         let fit = transfer.min(self.window_len() / self.block_size.bytes()) / 2;
         let fit = u8::try_from(fit).unwrap_or(u8::MAX);
         limits.max_compare_write_blocks.min(fit)
+    }
+
+    /// Returns the type of the protection information when the LU is created, or `None` if there is
+    /// no protection.
+    pub(crate) fn initial_protection_type(&self) -> Option<ProtectionType> {
+        let protection = self.protection?;
+        match self.protection_format {
+            ProtectionFormat::Fixed => Some(protection.protection_type),
+            ProtectionFormat::Changeable(current) => current,
+        }
+    }
+
+    /// Returns whether the medium can be formatted with this type of protection information, or
+    /// without protection.
+    pub(crate) fn allows_format(&self, protection_type: Option<ProtectionType>) -> bool {
+        let is_changeable = matches!(self.protection_format, ProtectionFormat::Changeable(_));
+        (self.protection.is_some() && is_changeable)
+            || self.initial_protection_type() == protection_type
     }
 
     /// Returns whether this is thin provisioned.

@@ -42,5 +42,7 @@ bitflags! {
         const PROTECT = 1 << 11;
         /// Only supported by LUs with type 2 protection.
         const TYPE_2 = 1 << 12;
+        /// Executes alone: after all older commands, and before all newer commands.
+        const EXCLUSIVE = 1 << 13;
     }
 }

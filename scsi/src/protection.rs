@@ -16,6 +16,7 @@
 use crc_fast::{CrcAlgorithm, checksum};
 
 use crate::config::{Protection, ProtectionType, TUPLE_LEN};
+use crate::nexus::NexusId;
 use crate::sense::AdditionalSense;
 
 /// Application tag of a block that is not checked.
@@ -58,6 +59,15 @@ impl ProtectionError {
             Self::ReferenceTag => AdditionalSense::REFERENCE_TAG_CHECK_FAILED,
         }
     }
+}
+
+/// A change of the protection type, after all blocks were erased.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ProtectionChange {
+    /// The new type, or `None` for a medium without protection (type 0).
+    pub protection_type: Option<ProtectionType>,
+    /// The nexus that has sent the FORMAT UNIT.
+    pub nexus: NexusId,
 }
 
 /// Expected values. A field is not checked if it is `None`.

@@ -3,6 +3,7 @@
 //! A [`Command`](crate::device_server::Command) returns a [`Step`]. The target executes this and
 //! passes a [`StepResult`] back to the command. The last step of each command is a [`Response`].
 
+use crate::protection::ProtectionChange;
 use crate::reservation::{ReservationChange, ReservationError};
 use crate::sense::{Sense, SenseData, SenseFormat};
 
@@ -83,7 +84,7 @@ pub enum BlockOp {
         /// Offset in the command buffer.
         buffer_offset: u32,
         /// Offset in the command buffer for the protection information, with eight bytes for each
-        /// block. `None` if the LU has no protection information.
+        /// block. `None` if the medium has no protection information.
         tags: Option<u32>,
         /// If set, the data must be read from stable storage. If there is dirty data for this range
         /// in the cache, it must be flushed first.
@@ -98,7 +99,7 @@ pub enum BlockOp {
         /// Offset in the command buffer.
         buffer_offset: u32,
         /// Offset of the protection information in the command buffer, with eight bytes for each
-        /// block. `None` if the LU has no protection information.
+        /// block. `None` if the medium has no protection information.
         tags: Option<u32>,
         /// If set, only complete this when the data is on stable storage.
         fua: bool,
@@ -138,6 +139,13 @@ pub enum BlockOp {
     ///
     /// [`LogicalUnit::save_reservations`]: crate::lu::LogicalUnit::save_reservations
     ChangeReservations(ReservationChange),
+    /// Call [`LogicalUnit::save_protection`] from a context where it may block, which stores the
+    /// type of the protection information on the medium. Every block already has all bits set in
+    /// its protection information. This must not be aborted: the next command would otherwise
+    /// use the previous type.
+    ///
+    /// [`LogicalUnit::save_protection`]: crate::lu::LogicalUnit::save_protection
+    ChangeProtection(ProtectionChange),
     /// Get the state of the extent at `offset`. The result is [`StepResult::Status`].
     Status {
         /// Offset on the medium.
@@ -157,7 +165,10 @@ impl BlockOp {
             Self::WriteZeroes { offset, len, .. } | Self::Discard { offset, len } => {
                 Some(offset + len)
             }
-            Self::Flush { .. } | Self::ChangeReservations(_) | Self::Status { .. } => None,
+            Self::Flush { .. }
+            | Self::ChangeReservations(_)
+            | Self::ChangeProtection(_)
+            | Self::Status { .. } => None,
         }
     }
 }

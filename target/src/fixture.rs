@@ -1,6 +1,6 @@
 //! Helpers for the tests of multiple modules.
 
-use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::config::{BlockSize, Config, Identity, Limits, ProtectionFormat, Provisioning};
 use riser_scsi::data::designator::Naa;
 
 /// Returns the configuration for a unit of `blocks` blocks of 512 bytes, with a write cache.
@@ -9,6 +9,7 @@ pub(crate) fn unit_config(blocks: u64) -> Config {
         blocks,
         block_size: BlockSize::B512,
         protection: None,
+        protection_format: ProtectionFormat::default(),
         physical_exponent: 0,
         read_only: false,
         provisioning: Provisioning::Thick,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use riser::inquiry;
 use riser_initiator::scsi as received;
-use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::config::{BlockSize, Config, Identity, Limits, ProtectionFormat, Provisioning};
 use riser_scsi::data::designator::Naa;
 use riser_scsi::data::{designator, lba_status, luns, vpd};
 use riser_scsi::device_server::Request;
@@ -41,6 +41,7 @@ fn logical_unit() -> LogicalUnit {
         blocks: 1 << 12,
         block_size: BlockSize::B512,
         protection: None,
+        protection_format: ProtectionFormat::default(),
         physical_exponent: 3,
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 8 },
@@ -300,6 +301,10 @@ fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -
         }
         Step::Block(BlockOp::ChangeReservations(change)) => {
             return StepResult::Reservations(lu.save_reservations(&change).map(drop));
+        }
+        Step::Block(BlockOp::ChangeProtection(change)) => {
+            let saved = lu.save_protection(&change, |_| Ok(()));
+            return saved.map_or_else(StepResult::Failed, |()| StepResult::Done);
         }
         Step::Respond(_) => {}
     }

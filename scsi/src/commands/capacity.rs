@@ -24,7 +24,7 @@ pub(crate) fn plan_read_capacity_16<M>(planner: &Planner<'_>, cdb: &Cdb) -> Plan
     LAST_LBA.set(&mut data, planner.lu.capacity_blocks() - 1);
     BLOCK_LENGTH.set(&mut data, planner.block());
     PHYSICAL_EXPONENT.set(&mut data, config.physical_exponent);
-    if let Some(protection) = config.protection {
+    if let Some(protection) = planner.lu.protection() {
         PROT_EN.set(&mut data, true);
         P_TYPE.set(
             &mut data,

@@ -40,8 +40,7 @@ pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
     if !planner.lu.has_names() && vpd::NAMING.contains(&page) {
         return Err(NO_MEDIUM.into());
     }
-    let data = vpd::page(page, planner.lu.config(), nexus.as_deref())
-        .ok_or(Sense::cdb_field(2, Some(7)))?;
+    let data = vpd::page(page, planner.lu, nexus.as_deref()).ok_or(Sense::cdb_field(2, Some(7)))?;
     Ok(Plan::data(data, allocation_length))
 }
 

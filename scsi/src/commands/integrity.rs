@@ -163,7 +163,8 @@ impl Integrity {
         Self {
             protection,
             protect: cdb.protect(),
-            checks_by_default: !lu.ignores_unrequested_checks(),
+            // Without protection, blocks are never checked.
+            checks_by_default: lu.protection().is_some() && !lu.ignores_unrequested_checks(),
             expected,
             lba: cdb.extent().lba,
             block: lu.config().block_size.bytes(),

@@ -2,6 +2,7 @@
 
 use super::cache::Flush;
 use super::compare_and_write::CompareAndWrite;
+use super::format_unit::FormatUnit;
 use super::lba_status::GetLbaStatus;
 use super::mode_select::ModeSelect;
 use super::or_write::OrWrite;
@@ -55,6 +56,7 @@ machines! {
     WriteSame,
     Unmap,
     GetLbaStatus,
+    FormatUnit,
     ModeSelect,
     ReserveOut,
     Flush,

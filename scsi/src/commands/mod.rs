@@ -5,6 +5,7 @@ pub(crate) mod cache;
 pub(crate) mod capacity;
 pub(crate) mod compare_and_write;
 pub(crate) mod defects;
+pub(crate) mod format_unit;
 pub(crate) mod inquiry;
 pub(crate) mod integrity;
 pub(crate) mod lba_status;

@@ -201,7 +201,7 @@ pub(crate) struct Room {
     pub(crate) data: u32,
     /// Maximum length of the blocks.
     pub(crate) len: u32,
-    /// Offset of the protection information, or `None` if the LU has none.
+    /// Offset of the protection information, or `None` if the medium has none.
     pub(crate) tags: Option<u32>,
 }
 
@@ -325,11 +325,11 @@ impl Planner<'_> {
             .ok_or(Sense::cdb_field(extent.length_byte, None))
     }
 
-    /// Returns the protection information of a command, or `None` if the LU has none. We use a
+    /// Returns the protection information of a command, or `None` if the medium has none. We use a
     /// separate allocation to avoid larger commands for all other LUs.
     #[inline]
     pub(crate) fn integrity(&self, cdb: &Cdb) -> Option<Box<Integrity>> {
-        let protection = self.lu.config().protection?;
+        let protection = self.lu.stored_protection()?;
         Some(Box::new(Integrity::new(self.lu, protection, cdb)))
     }
 

@@ -4,6 +4,7 @@ use super::threshold;
 use crate::config::{Config, ProtectionType, Provisioning};
 use crate::data::designator::{self, Designator};
 use crate::data::vpd::{self, block_limits, characteristics, extended_inquiry, provisioning};
+use crate::lu::LogicalUnit;
 use crate::nexus::{Nexus, PortName};
 use crate::sense::SENSE_MAX;
 
@@ -14,25 +15,28 @@ pub(crate) const NAMING: [u8; 3] = [
     vpd::CACHE_GENERATION,
 ];
 
-type Make = fn(&Config, Option<&Nexus>) -> Vec<u8>;
+type Make = fn(&LogicalUnit, Option<&Nexus>) -> Vec<u8>;
 
 /// Page codes in ascending order, with a function to create each page.
 static PAGES: [(u8, Make); 8] = [
-    (vpd::SUPPORTED_PAGES, |config, _| supported_pages(config)),
-    (vpd::UNIT_SERIAL_NUMBER, |config, _| {
-        vpd::with_body(vpd::UNIT_SERIAL_NUMBER, config.identity.serial.as_bytes())
+    (vpd::SUPPORTED_PAGES, |lu, _| supported_pages(lu.config())),
+    (vpd::UNIT_SERIAL_NUMBER, |lu, _| {
+        let serial = &lu.config().identity.serial;
+        vpd::with_body(vpd::UNIT_SERIAL_NUMBER, serial.as_bytes())
     }),
-    (vpd::DEVICE_IDENTIFICATION, device_identification),
-    (vpd::EXTENDED_INQUIRY, |config, _| extended_inquiry(config)),
-    (vpd::BLOCK_LIMITS, |config, _| block_limits(config)),
-    (vpd::BLOCK_DEVICE_CHARACTERISTICS, |config, _| {
-        characteristics(config)
+    (vpd::DEVICE_IDENTIFICATION, |lu, nexus| {
+        device_identification(lu.config(), nexus)
     }),
-    (vpd::LOGICAL_BLOCK_PROVISIONING, |config, _| {
-        provisioning(config)
+    (vpd::EXTENDED_INQUIRY, |lu, _| extended_inquiry(lu)),
+    (vpd::BLOCK_LIMITS, |lu, _| block_limits(lu.config())),
+    (vpd::BLOCK_DEVICE_CHARACTERISTICS, |lu, _| {
+        characteristics(lu.config())
     }),
-    (vpd::CACHE_GENERATION, |config, _| {
-        vpd::cache_generation_page(config.cache_generation.unwrap_or_default())
+    (vpd::LOGICAL_BLOCK_PROVISIONING, |lu, _| {
+        provisioning(lu.config())
+    }),
+    (vpd::CACHE_GENERATION, |lu, _| {
+        vpd::cache_generation_page(lu.config().cache_generation.unwrap_or_default())
     }),
 ];
 
@@ -45,9 +49,9 @@ fn pages(config: &Config) -> impl Iterator<Item = &'static (u8, Make)> {
 }
 
 /// Returns a VPD page, or `None` if this page is not supported.
-pub(crate) fn page(code: u8, config: &Config, nexus: Option<&Nexus>) -> Option<Vec<u8>> {
-    let (_, make) = pages(config).find(|(known, _)| *known == code)?;
-    Some(make(config, nexus))
+pub(crate) fn page(code: u8, lu: &LogicalUnit, nexus: Option<&Nexus>) -> Option<Vec<u8>> {
+    let (_, make) = pages(lu.config()).find(|(known, _)| *known == code)?;
+    Some(make(lu, nexus))
 }
 
 fn supported_pages(config: &Config) -> Vec<u8> {
@@ -106,25 +110,33 @@ fn device_identification(config: &Config, nexus: Option<&Nexus>) -> Vec<u8> {
     vpd::with_body(vpd::DEVICE_IDENTIFICATION, &body)
 }
 
-fn extended_inquiry(config: &Config) -> Vec<u8> {
+/// SPT: the types of protection information that a medium can be formatted with.
+fn supported_types(config: &Config) -> u8 {
+    use ProtectionType::{Type1, Type2, Type3};
+    let allows = |protection_type| config.allows_format(Some(protection_type));
+    match [Type1, Type2, Type3].map(allows) {
+        [true, true, true] => 0b111,
+        [_, true, _] => 0b010,
+        [_, _, true] => 0b100,
+        [_, _, false] => 0b000,
+    }
+}
+
+fn extended_inquiry(lu: &LogicalUnit) -> Vec<u8> {
     use extended_inquiry::{
         APP_CHK, GRD_CHK, HEADSUP, LEN, LUICLR, MAXIMUM_SENSE_LENGTH, ORDSUP, REF_CHK, SIMPSUP,
         SPT, V_SUP,
     };
     let mut page = vpd::with_len(vpd::EXTENDED_INQUIRY, LEN);
-    if let Some(protection) = config.protection {
-        let (supported, has_reference_tag) = match protection.protection_type {
-            ProtectionType::Type1 => (0b000, true),
-            ProtectionType::Type2 => (0b010, true),
-            ProtectionType::Type3 => (0b100, false),
-        };
-        SPT.set(&mut page, supported);
+    SPT.set(&mut page, supported_types(lu.config()));
+    if let Some(protection) = lu.protection() {
         GRD_CHK.set(&mut page, true);
         // The expected application tag is only known for a 32-byte CDB.
         APP_CHK.set(
             &mut page,
             protection.is_type_2() && protection.client_owns_tag,
         );
+        let has_reference_tag = protection.protection_type != ProtectionType::Type3;
         REF_CHK.set(&mut page, has_reference_tag);
     }
     for supported in [HEADSUP, ORDSUP, SIMPSUP, V_SUP, LUICLR] {
@@ -197,12 +209,14 @@ mod tests {
     #[test]
     fn cache_generation_page_requires_generation() {
         let mut config = crate::tests::config(BlockSize::B512, 8);
-        assert_eq!(page(0xc0, &config, None), None);
+        let unit = |config: &Config| LogicalUnit::new(config.clone()).unwrap();
+        assert_eq!(page(0xc0, &unit(&config), None), None);
         config.cache_generation = Some([7; 16]);
-        let codes = page(0x00, &config, None).unwrap();
+        let lu = unit(&config);
+        let codes = page(0x00, &lu, None).unwrap();
         assert_eq!(codes.last(), Some(&0xc0));
         let mut expected = b"\0\xc0\0\x18RISERGEN".to_vec();
         expected.extend([7; 16]);
-        assert_eq!(page(0xc0, &config, None), Some(expected));
+        assert_eq!(page(0xc0, &lu, None), Some(expected));
     }
 }

@@ -98,6 +98,23 @@ pub(crate) mod mode_sense_10 {
     pub(crate) const ALLOCATION_LENGTH: Field<u16> = be16(7);
 }
 
+/// FORMAT UNIT (SBC-4 5.4.1).
+pub mod format_unit {
+    use super::{Field, bit, bits};
+
+    /// FMTPINFO: format protection information. Selects the type together with PROTECTION FIELD
+    /// USAGE in the parameter list.
+    pub const FMTPINFO: Field<u8> = bits(1, 7, 6);
+    /// LONGLIST: the parameter list has a long header.
+    pub const LONGLIST: Field<bool> = bit(1, 5);
+    /// FMTDATA: there is a parameter list.
+    pub const FMTDATA: Field<bool> = bit(1, 4);
+    /// CMPLST: the defect list is complete.
+    pub const CMPLST: Field<bool> = bit(1, 3);
+    /// DEFECT LIST FORMAT.
+    pub const DEFECT_LIST_FORMAT: Field<u8> = bits(1, 2, 0);
+}
+
 /// UNMAP, with a 10-byte CDB (SBC-3 5.28.1).
 pub mod unmap {
     use super::{Field, be16};

@@ -9,6 +9,7 @@ pub mod capacity;
 pub mod cdb;
 pub mod designator;
 pub mod field;
+pub(crate) mod format_unit;
 pub mod inquiry;
 pub mod lba_status;
 pub mod luns;

@@ -73,7 +73,7 @@ impl Flight {
             | BlockOp::Flush { offset, .. }
             | BlockOp::Discard { offset, .. }
             | BlockOp::WriteZeroes { offset, .. } => Self::Writing(offset),
-            BlockOp::ChangeReservations(_) => Self::Other,
+            BlockOp::ChangeReservations(_) | BlockOp::ChangeProtection(_) => Self::Other,
         }
     }
 }

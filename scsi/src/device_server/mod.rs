@@ -82,10 +82,10 @@ impl LogicalUnit {
         }
         // Don't receive any data if the command will be refused. The sense data will be created
         // when it's started, because some other check may have to be reported first.
-        if !row.is_supported(self.config()) {
+        if !row.is_supported(self) {
             return None;
         }
-        let cdb = row.parse(request.cdb, self.config()).ok()?;
+        let cdb = row.parse(request.cdb, self).ok()?;
         // For a command with Data-Out, planning doesn't change any state. It does for RESERVE and
         // START STOP UNIT, but these have a different direction.
         match &(row.plan)(&request.planner(self), &cdb) {
@@ -133,7 +133,7 @@ fn plan(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
 fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> {
     let row = request.opcode;
     let flags = row.flags;
-    let is_supported = row.is_supported(lu.config());
+    let is_supported = row.is_supported(lu);
     // The operation code of 32-byte CDBs is only defined with type 2. Ensure that it will otherwise
     // be refused in the same way as on a server that doesn't implement it.
     if !is_supported && flags.contains(CommandFlags::TYPE_2) {
@@ -149,7 +149,7 @@ fn plan_allowed(lu: &LogicalUnit, request: &Request<'_>) -> PlanResult<Machine> 
     if !is_supported {
         return Err(row.unsupported().into());
     }
-    let cdb = row.parse(request.cdb, lu.config())?;
+    let cdb = row.parse(request.cdb, lu)?;
     let needs_reservations =
         CommandFlags::RESERVATIONS | CommandFlags::SETTINGS | CommandFlags::CHANGES;
     // If the reservations could not be loaded, we don't know which nexus may change the LU. We also

@@ -13,11 +13,13 @@ mod table;
 
 use crate::cdb::{ACTION_MASK, Cdb, Usage};
 use crate::commands::machine::PlanFn;
-use crate::config::{Config, Protection};
+use crate::config::Protection;
 use crate::data::cdb::{block_32, inquiry, unmap};
 use crate::data::vpd;
 use crate::flags::CommandFlags;
+use crate::lu::LogicalUnit;
 use crate::sense::{AdditionalSense, Sense};
+use crate::step::TaskAttribute;
 use crate::task::{Blocks, Footprint};
 
 /// Data direction of a command.
@@ -90,7 +92,7 @@ static UNKNOWN_ACTION: Opcode = unknown(|_, _| Err(INVALID_ACTION.into()));
 /// Used for a 32-byte CDB with an unknown service action.
 static UNKNOWN_LONG_ACTION: Opcode = unknown(|planner, _| {
     // Without type 2 protection, there are no service actions at all.
-    let protection = planner.lu.config().protection;
+    let protection = planner.lu.protection();
     match protection.is_some_and(Protection::is_type_2) {
         true => Err(Sense::cdb_field(block_32::SERVICE_ACTION.at() as u16, Some(7)).into()),
         false => Err(INVALID_OPERATION_CODE.into()),
@@ -283,27 +285,27 @@ impl Opcode {
         }
     }
 
-    /// Returns whether this command is supported by an LU with this configuration.
-    pub(crate) fn is_supported(&self, config: &Config) -> bool {
+    /// Returns whether this command is supported by an LU.
+    pub(crate) fn is_supported(&self, lu: &LogicalUnit) -> bool {
         let flags = self.flags & (CommandFlags::THIN | CommandFlags::TYPE_2);
         // Most commands are supported by all LUs.
         if flags.is_empty() {
             return true;
         }
-        (!flags.contains(CommandFlags::THIN) || config.is_thin())
+        (!flags.contains(CommandFlags::THIN) || lu.config().is_thin())
             && (!flags.contains(CommandFlags::TYPE_2)
-                || config.protection.is_some_and(Protection::is_type_2))
+                || lu.protection().is_some_and(Protection::is_type_2))
     }
 
     /// Returns the protection of an LU, if this command has a field to select the checks.
-    fn protection(&self, config: &Config) -> Option<Protection> {
+    fn protection(&self, lu: &LogicalUnit) -> Option<Protection> {
         let has_field = self.flags.contains(CommandFlags::PROTECT);
-        config.protection.filter(|_| has_field)
+        lu.protection().filter(|_| has_field)
     }
 
-    /// Returns the usage bitmap for an LU with this configuration.
-    pub(crate) fn usage_for(&self, config: &Config) -> Usage {
-        match self.protection(config) {
+    /// Returns the usage bitmap for an LU.
+    pub(crate) fn usage_for(&self, lu: &LogicalUnit) -> Usage {
+        match self.protection(lu) {
             // With type 2 protection, the field is only used in 32-byte CDBs.
             Some(protection) if self.allows_protect(protection) => self.usage.with_protect(),
             _ => self.usage,
@@ -315,9 +317,9 @@ impl Opcode {
         !protection.is_type_2() || self.flags.contains(CommandFlags::TYPE_2)
     }
 
-    /// Parses a CDB for an LU with this configuration. See [`Cdb::parse`].
-    pub(crate) fn parse(&self, received: &[u8], config: &Config) -> Result<Cdb, Sense> {
-        match self.protection(config) {
+    /// Parses a CDB for an LU. See [`Cdb::parse`].
+    pub(crate) fn parse(&self, received: &[u8], lu: &LogicalUnit) -> Result<Cdb, Sense> {
+        match self.protection(lu) {
             None => Cdb::parse(received, &self.usage),
             Some(protection) => self.parse_protected(received, protection),
         }
@@ -352,12 +354,27 @@ impl Opcode {
         self.flags
     }
 
+    /// Returns the task attribute to be used by the task set, for a command with the `received`
+    /// attribute.
+    #[must_use]
+    pub fn task_attribute(&self, received: TaskAttribute) -> TaskAttribute {
+        match self.flags.contains(CommandFlags::EXCLUSIVE) {
+            true => TaskAttribute::Ordered,
+            false => received,
+        }
+    }
+
     /// Returns the blocks that the command will change on the medium, used by the task set.
     #[must_use]
     pub fn footprint(&self, cdb: &[u8]) -> Footprint {
         // An atomic command can only conflict with a command that changes the medium.
         if !self.flags.contains(CommandFlags::WRITES) {
             return Footprint::None;
+        }
+        // A HEAD OF QUEUE command does not wait for the order, so this must also wait for the
+        // blocks.
+        if self.flags.contains(CommandFlags::EXCLUSIVE) {
+            return Footprint::Atomic(Blocks::ALL);
         }
         let blocks = match self.kind {
             // The blocks for an UNMAP are in the parameter list.
@@ -553,7 +570,7 @@ mod tests {
         let changing = Opcode::all().iter().filter(|row| !row.changes_nothing());
         #[rustfmt::skip]
         assert_eq!(changing.map(|row| row.name).collect::<Vec<_>>(), [
-            "WRITE (6)", "MODE SELECT (6)", "RESERVE (6)", "RELEASE (6)", "START STOP UNIT",
+            "FORMAT UNIT", "WRITE (6)", "MODE SELECT (6)", "RESERVE (6)", "RELEASE (6)", "START STOP UNIT",
             "WRITE (10)", "WRITE AND VERIFY (10)", "SYNCHRONIZE CACHE (10)", "WRITE SAME (10)",
             "UNMAP", "MODE SELECT (10)", "RESERVE (10)", "RELEASE (10)",
             "PERSISTENT RESERVE OUT, REGISTER", "PERSISTENT RESERVE OUT, RESERVE",

@@ -4,8 +4,8 @@
 use super::{INVALID_ACTION, Opcode, with_code};
 use crate::cdb::{ACTION_MASK, Cdb};
 use crate::commands::plan::{Plan, PlanResult, Planner};
-use crate::config::Config;
 use crate::data::cdb::block_32;
+use crate::lu::LogicalUnit;
 use crate::sense::Sense;
 
 /// SUPPORT field: not supported, or supported as in the standard.
@@ -14,13 +14,13 @@ const STANDARD: u8 = 0x3;
 
 /// REPORT SUPPORTED OPERATION CODES.
 pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
-    let config = planner.lu.config();
+    let lu = planner.lu;
     let timeouts = cdb.bit(2, 7);
     let data = match cdb.byte(2) & 0x7 {
-        0 => all(config, timeouts),
+        0 => all(lu, timeouts),
         option @ 1..=3 => {
-            let entry = one(config, option, cdb.byte(3), cdb.be16(4))?;
-            describe(entry, config, timeouts)
+            let entry = one(lu, option, cdb.byte(3), cdb.be16(4))?;
+            describe(entry, lu, timeouts)
         }
         _ => return Err(Sense::cdb_field(2, Some(2)).into()),
     };
@@ -32,13 +32,13 @@ pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M>
 /// Option 1 is used for opcodes without service actions, option 2 for opcodes with service actions,
 /// and option 3 for both.
 fn one(
-    config: &Config,
+    lu: &LogicalUnit,
     option: u8,
     code: u8,
     action: u16,
 ) -> Result<Option<&'static Opcode>, Sense> {
     // A THIN or TYPE_2 command is in the table, but not supported by all LUs.
-    let mut rows = with_code(code).filter(|entry| entry.is_supported(config));
+    let mut rows = with_code(code).filter(|entry| entry.is_supported(lu));
     // An unknown command is not an error. We need to report that it's not supported.
     let Some(first) = rows.next() else {
         return Ok(None);
@@ -72,12 +72,9 @@ fn timeouts_descriptor(entry: &Opcode) -> [u8; 12] {
     out
 }
 
-fn all(config: &Config, timeouts: bool) -> Vec<u8> {
+fn all(lu: &LogicalUnit, timeouts: bool) -> Vec<u8> {
     let mut data = vec![0; 4];
-    for entry in Opcode::all()
-        .iter()
-        .filter(|entry| entry.is_supported(config))
-    {
+    for entry in Opcode::all().iter().filter(|entry| entry.is_supported(lu)) {
         let flags = u8::from(entry.service_action.is_some()) | u8::from(timeouts) << 1;
         data.extend([entry.code, 0]);
         data.extend([0, entry.service_action.unwrap_or(0)]);
@@ -92,12 +89,12 @@ fn all(config: &Config, timeouts: bool) -> Vec<u8> {
     data
 }
 
-fn describe(entry: Option<&Opcode>, config: &Config, timeouts: bool) -> Vec<u8> {
+fn describe(entry: Option<&Opcode>, lu: &LogicalUnit, timeouts: bool) -> Vec<u8> {
     let Some(entry) = entry else {
         return vec![0, NOT_SUPPORTED, 0, 0];
     };
     let mut data = vec![0, STANDARD | u8::from(timeouts) << 7];
-    let mut usage = entry.usage_for(config).bytes().to_vec();
+    let mut usage = entry.usage_for(lu).bytes().to_vec();
     if let Some(action) = entry.service_action {
         // Replace the mask in the bitmap with the actual service action.
         if entry.code == block_32::VARIABLE_LENGTH {

@@ -4,9 +4,9 @@ use super::report;
 use super::{Direction, Kind, Opcode};
 use crate::cdb::Usage;
 use crate::commands::{
-    cache, capacity, compare_and_write, defects, inquiry, lba_status, mode_select, mode_sense,
-    or_write, persistent_reserve, read_write, report_luns, reserve, unit_state, unmap, verify,
-    write_same,
+    cache, capacity, compare_and_write, defects, format_unit, inquiry, lba_status, mode_select,
+    mode_sense, or_write, persistent_reserve, read_write, report_luns, reserve, unit_state, unmap,
+    verify, write_same,
 };
 use crate::flags::CommandFlags;
 
@@ -40,9 +40,10 @@ macro_rules! table {
 ///
 /// This must be an array rather than a slice, because rows are compared by address, which has to be
 /// unique.
-pub(super) static TABLE: [Opcode; 59] = table! {
+pub(super) static TABLE: [Opcode; 60] = table! {
     0x00      None  30 Other   [READY]             unit_state::plan_test_unit_ready          "00 0000 00 00"                      "TEST UNIT READY";
     0x03      In    30 Other   [UNDER_ATTENTION]   unit_state::plan_request_sense            "01 0000 ff 00"                      "REQUEST SENSE";
+    0x04      Out 3600 Other   [READY|WRITES|EXCLUSIVE] format_unit::plan_format_unit        "ff 00 0000 00"                      "FORMAT UNIT";
     0x08      In    30 Read    [READY|READS]       read_write::plan_read                     "1f ffff ff 00"                      "READ (6)";
     0x0a      Out   30 Write   [READY|WRITES]      read_write::plan_write                    "1f ffff ff 00"                      "WRITE (6)";
     0x12      In    30 Other   [UNDER_ATTENTION]   inquiry::plan_inquiry                     "01 ff ffff 00"                      "INQUIRY";

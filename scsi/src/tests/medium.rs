@@ -548,7 +548,7 @@ fn read_only_unit_refuses_writes() {
     config.read_only = true;
     let mut rig = Rig::with(config);
     for entry in Opcode::all() {
-        if !entry.flags.contains(CommandFlags::WRITES) || !entry.is_supported(rig.lu.config()) {
+        if !entry.flags.contains(CommandFlags::WRITES) || !entry.is_supported(&rig.lu) {
             continue;
         }
         let mut cdb = vec![0; entry.usage().len()];
@@ -565,7 +565,7 @@ fn read_only_lun_refuses_changes() {
     rig.read_only = true;
     for entry in Opcode::all() {
         let changes = CommandFlags::WRITES | CommandFlags::SETTINGS;
-        if !entry.flags.intersects(changes) || !entry.is_supported(rig.lu.config()) {
+        if !entry.flags.intersects(changes) || !entry.is_supported(&rig.lu) {
             continue;
         }
         let mut cdb = vec![0; entry.usage().len()];

@@ -19,7 +19,7 @@ mod state;
 mod stream;
 
 use crate::access::DataAccess;
-use crate::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use crate::config::{BlockSize, Config, Identity, Limits, ProtectionFormat, Provisioning};
 use crate::data::designator::Naa;
 use crate::device_server::Request;
 use crate::lu::LogicalUnit;
@@ -136,6 +136,7 @@ pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
         blocks,
         block_size,
         protection: None,
+        protection_format: ProtectionFormat::default(),
         physical_exponent: if block_size == BlockSize::B512 { 3 } else { 0 },
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 1 },
@@ -351,6 +352,11 @@ impl Rig {
             }
             BlockOp::ChangeReservations(change) => {
                 return StepResult::Reservations(self.lu.save_reservations(&change).map(drop));
+            }
+            BlockOp::ChangeProtection(change) => {
+                if let Err(error) = self.lu.save_protection(&change, |_| Ok(())) {
+                    return StepResult::Failed(error);
+                }
             }
             BlockOp::Status { offset, len } => {
                 let blocks = self.blocks(offset, len);

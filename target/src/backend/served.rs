@@ -265,7 +265,9 @@ pub(crate) fn command(op: BlockOp) -> Command {
             (CommandKind::WriteZeroes { unmap, fast }, offset, len)
         }
         BlockOp::Status { offset, len } => (CommandKind::Status, offset, len),
-        BlockOp::ChangeReservations(_) => unreachable!("the worker changes reservations"),
+        BlockOp::ChangeReservations(_) | BlockOp::ChangeProtection(_) => {
+            unreachable!("executed by the worker")
+        }
     };
     let (buffer_offset, fua) = match op {
         BlockOp::Read {

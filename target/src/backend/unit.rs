@@ -20,6 +20,7 @@ pub fn unit_config(backend: &Backend, geometry: &Geometry, host: &HostId) -> scs
         blocks: geometry.capacity / u64::from(block),
         block_size: scsi::BlockSize::from_bytes(block).expect("checked with the file"),
         protection: geometry.protection,
+        protection_format: scsi::ProtectionFormat::default(),
         physical_exponent: (geometry.physical_block / block).max(1).ilog2().min(15) as u8,
         read_only: geometry.read_only,
         provisioning,

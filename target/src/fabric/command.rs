@@ -300,7 +300,7 @@ impl Execution {
         let data = unit.lu.data_out(&self.request(nexus, &[]));
         let data = data.filter(|data| data.buffer_len as usize <= pool.max_buffer());
         let new = NewTask {
-            attribute: self.attribute,
+            attribute: self.opcode.task_attribute(self.attribute),
             footprint: self.opcode.footprint(&self.cdb),
             awaits_data: descriptors.external || data.is_some() || limited.is_some(),
         };

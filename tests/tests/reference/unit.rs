@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bolero::generator::bolero_generator::constant;
 use bolero::{ValueGenerator, one_of, produce};
-use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::config::{BlockSize, Config, Identity, Limits, ProtectionFormat, Provisioning};
 use riser_scsi::data::designator::Naa;
 use riser_scsi::device_server::Request;
 use riser_scsi::lu::LogicalUnit;
@@ -54,6 +54,7 @@ impl Device {
             blocks: BLOCKS,
             block_size: BlockSize::B512,
             protection: None,
+            protection_format: ProtectionFormat::default(),
             physical_exponent: 3,
             read_only: false,
             provisioning: Provisioning::Thin { granularity: 1 },
@@ -183,7 +184,9 @@ impl Device {
                 self.disk[disk(offset, len)].fill(0);
             }
             BlockOp::Flush { .. } => self.flushes += 1,
-            BlockOp::Status { .. } | BlockOp::ChangeReservations(_) => {
+            BlockOp::Status { .. }
+            | BlockOp::ChangeReservations(_)
+            | BlockOp::ChangeProtection(_) => {
                 unreachable!("not requested by any command here")
             }
         }

@@ -1,6 +1,7 @@
 //! Tests for protection information. We construct the expected tuples here, without calling any
 //! public functions of the crate.
 
+mod format;
 mod model;
 
 use super::{A, B, Outcome, Rig, config};

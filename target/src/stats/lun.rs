@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use riser_admin_api::live::LiveShare;
 use riser_config::MAX_WORKERS;
 use riser_scsi::opcode::Kind;
+use riser_scsi::protection::ProtectionError;
 
 use super::histogram::{Counter, Histogram, Times};
 use super::outcome::{Clock, Done, Fault};
-use super::{CLASSES, Stage, Tally, Tracer};
+use super::{CLASSES, Stage, Tally, Tracer, class_name};
+use crate::log::RateLimit;
+use crate::warn_limited;
 
 /// Memory used by a unit for each worker that has served it, in bytes.
 pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
@@ -86,6 +90,8 @@ pub struct LunStats {
     lun: u16,
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
+    /// Limit for messages about failed checks of protection information.
+    complaints: Mutex<RateLimit>,
     kept: Mutex<BTreeMap<String, LiveShare>>,
     /// Clock for timed commands.
     clock: Option<Clock>,
@@ -104,6 +110,7 @@ impl LunStats {
             lun,
             workers: (0..MAX_WORKERS).map(|_| OnceLock::new()).collect(),
             faults: Faults::default(),
+            complaints: Mutex::default(),
             kept: Mutex::default(),
             clock,
             is_traced: AtomicBool::new(false),
@@ -140,6 +147,21 @@ impl LunStats {
     #[must_use]
     pub fn faults(&self) -> Tally<Fault> {
         self.faults.tally()
+    }
+
+    /// Logs a failed check of protection information.
+    #[cold]
+    pub(super) fn log_check(
+        &self,
+        class: Kind,
+        check: ProtectionError,
+        lba: Option<u64>,
+        now: Instant,
+    ) {
+        let limit = self.complaints.lock();
+        let mut limit = limit.unwrap_or_else(PoisonError::into_inner);
+        let (target, lun, op) = (self.target(), self.lun, class_name(class));
+        warn_limited!(limit, now, target, lun, op, lba, "{check}");
     }
 
     fn served(&self) -> impl Iterator<Item = &WorkerStats> {

@@ -41,7 +41,7 @@ pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
 pub use lun::{
     ClassCounts, ClassTotals, Faults, LunStats, MAX_INITIATORS, SAMPLE, SessionStats, WORKER_BYTES,
 };
-pub use outcome::{Clock, Fault, Throttle};
+pub use outcome::{CHECKS, Clock, Fault, Throttle, check_name};
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
 pub use timer::CommandTimer;
@@ -313,6 +313,7 @@ mod tests {
             class: Kind::Read,
             status,
             sense_key,
+            check: None,
             throttle,
         };
         for tally in [account.faults(), account.lun().faults()] {
@@ -321,6 +322,43 @@ mod tests {
             assert_eq!(faults, [(fault(2, Some(5), None), 2), (busy, 1)]);
             assert!(!busy.is_error());
         }
+    }
+
+    #[test]
+    fn failed_checks_are_counted_by_field() {
+        let (account, mut timer) = (account(), CommandTimer::default());
+        // ABORTED COMMAND and MISCOMPARE with LOGICAL BLOCK GUARD CHECK FAILED, in both formats,
+        // APPLICATION TAG, REFERENCE TAG, then MISCOMPARE DURING VERIFY OPERATION.
+        let fixed = |key, code, qualifier| {
+            [
+                0x70, 0, key, 0, 0, 0, 9, 10, 0, 0, 0, 0, code, qualifier, 0, 0, 0, 0,
+            ]
+        };
+        let senses: [&[u8]; 5] = [
+            &fixed(0xb, 0x10, 1),
+            &[0x72, 0xe, 0x10, 1, 0, 0, 0, 0],
+            &fixed(0xb, 0x10, 2),
+            &fixed(0xb, 0x10, 3),
+            &fixed(0xe, 0x1d, 0),
+        ];
+        for sense in senses {
+            timer.start(Arc::clone(&account), subject, Instant::now());
+            timer.classify(Kind::Compare);
+            let response = response(Status::CheckCondition, sense);
+            timer.record_response(&response, 0, Instant::now());
+            timer.arrive(Instant::now());
+        }
+        let faults = account.lun().faults();
+        let failed = |check| faults.total_of(|fault| fault.check == check);
+        assert_eq!(CHECKS.map(|check| failed(Some(check))), [2, 1, 1]);
+        assert_eq!(failed(None), 1);
+        let guard = faults.iter().map(|(fault, _)| fault);
+        let names: Vec<_> = guard.map(|fault| fault.name()).collect();
+        assert_eq!(names[..2], ["GUARD CHECK FAILED"; 2]);
+        assert_eq!(
+            CHECKS.map(check_name),
+            ["guard", "application_tag", "reference_tag"]
+        );
     }
 
     #[test]

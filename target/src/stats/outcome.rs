@@ -4,6 +4,8 @@ use std::borrow::Cow;
 use std::time::Instant;
 
 use riser_scsi::opcode::Kind;
+use riser_scsi::protection::ProtectionError;
+use riser_scsi::sense::Sense;
 
 use super::Stage;
 
@@ -22,6 +24,29 @@ pub(super) struct Done {
     pub(super) fault: Option<Fault>,
 }
 
+/// Fields of the protection information that can fail a check.
+pub const CHECKS: [ProtectionError; 3] = [
+    ProtectionError::Guard,
+    ProtectionError::ApplicationTag,
+    ProtectionError::ReferenceTag,
+];
+
+/// Returns the name of a field of the protection information, to be used as a label.
+#[must_use]
+pub const fn check_name(check: ProtectionError) -> &'static str {
+    match check {
+        ProtectionError::Guard => "guard",
+        ProtectionError::ApplicationTag => "application_tag",
+        ProtectionError::ReferenceTag => "reference_tag",
+    }
+}
+
+/// Returns the failed check of protection information that is reported by sense data.
+pub(super) fn failed_check(sense: &Sense) -> Option<ProtectionError> {
+    let is_reported = |check: &ProtectionError| check.additional_sense() == sense.additional;
+    CHECKS.into_iter().find(is_reported)
+}
+
 /// Failure of a command: its status and, for CHECK CONDITION, the sense key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
@@ -31,6 +56,8 @@ pub struct Fault {
     pub status: u8,
     /// Sense key, if the response includes sense data.
     pub sense_key: Option<u8>,
+    /// Failed check of protection information.
+    pub check: Option<ProtectionError>,
     /// Reason for flow control. This is not a failure, because the initiator will retry the
     /// command.
     pub throttle: Option<Throttle>,
@@ -74,8 +101,8 @@ impl Fault {
         self.sense_key == Some(0x6)
     }
 
-    /// Returns the name of the sense key (SPC-4 4.5.6) or status (SAM-5 5.3.1), as specified in the
-    /// standards.
+    /// Returns the name of the failed check, the sense key (SPC-4 4.5.6) or the status (SAM-5
+    /// 5.3.1), as specified in the standards.
     #[must_use]
     pub fn name(&self) -> Cow<'static, str> {
         const KEYS: [&str; 16] = [
@@ -96,6 +123,14 @@ impl Fault {
             "MISCOMPARE",
             "COMPLETED",
         ];
+        if let Some(check) = self.check {
+            return match check {
+                ProtectionError::Guard => "GUARD CHECK FAILED",
+                ProtectionError::ApplicationTag => "APPLICATION TAG CHECK FAILED",
+                ProtectionError::ReferenceTag => "REFERENCE TAG CHECK FAILED",
+            }
+            .into();
+        }
         // A sense key is more specific than its status, CHECK CONDITION.
         if let Some(key) = self.sense_key {
             return KEYS[usize::from(key & 0xf)].into();

@@ -7,7 +7,7 @@ use riser_scsi::opcode::Kind;
 use riser_scsi::step::{Response, Status};
 
 use super::lun::SessionStats;
-use super::outcome::{Clock, Done, Fault, Throttle};
+use super::outcome::{Clock, Done, Fault, Throttle, failed_check};
 use super::trace::{Trace, TraceKey};
 use super::{CLASSES, Stage};
 
@@ -172,6 +172,12 @@ impl CommandTimer {
         self.done.bytes += u64::from(bytes);
         // CONDITION MET is also successful. It's the status of PRE-FETCH.
         if !matches!(response.status, Status::Good | Status::ConditionMet) {
+            let sense = response.parsed_sense();
+            let check = sense.as_ref().and_then(failed_check);
+            if let (Some(account), Some(check)) = (&self.account, check) {
+                let lba = sense.and_then(|sense| sense.information);
+                account.lun().log_check(self.done.class, check, lba, now);
+            }
             let throttle = match self.is_limited {
                 true => Throttle::Limit,
                 false => Throttle::Queue,
@@ -181,6 +187,7 @@ impl CommandTimer {
                 class: self.done.class,
                 status: response.status as u8,
                 sense_key: sense_key(&response.sense),
+                check,
                 throttle: is_throttled.then_some(throttle),
             });
         }

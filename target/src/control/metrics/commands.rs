@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use super::family::Family;
 use crate::control::view::Inventory;
-use crate::stats::{CLASSES, ClassTotals, Fault, LunStats, Stage, Tally, Throttle, class_name};
+use crate::stats::{
+    CHECKS, CLASSES, ClassTotals, Fault, LunStats, Stage, Tally, Throttle, check_name, class_name,
+};
 
 pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
     let mut families = units(inventory);
@@ -36,6 +38,11 @@ fn units(inventory: &Inventory<'_>) -> Vec<Family> {
         "riser_command_errors_total",
         "Commands that completed with a status other than GOOD, by SCSI status and sense key; without unit \
          attentions and flow control.",
+    );
+    let mut checks = Family::counter(
+        "riser_protection_errors_total",
+        "Commands that failed a check of T10 protection information, by kind of command and by \
+         field: guard, application tag or reference tag.",
     );
     let mut throttled = Family::counter(
         "riser_commands_throttled_total",
@@ -97,6 +104,7 @@ fn units(inventory: &Inventory<'_>) -> Vec<Family> {
             taken += stats.memory();
             let faults = stats.faults();
             add_faults(&mut errors, &unit_labels, &faults);
+            add_checks(&mut checks, unit_labels, &faults);
             add_throttled(&mut throttled, unit_labels, &faults);
             let met = faults.total_of(Fault::is_attention);
             attentions.add(&unit_labels, met as f64);
@@ -131,17 +139,43 @@ fn units(inventory: &Inventory<'_>) -> Vec<Family> {
     }
     memory.add(&[], taken as f64);
     vec![
-        commands, bytes, errors, throttled, attentions, total, stages, depth, limited, info, size,
-        failed, memory,
+        commands, bytes, errors, checks, throttled, attentions, total, stages, depth, limited,
+        info, size, failed, memory,
     ]
 }
 
 fn add_faults(family: &mut Family, labels: &[(&str, &str)], faults: &Tally<Fault>) {
+    // The check is not a label of this family.
+    let mut sums = Tally::default();
     for (fault, n) in faults.iter().filter(|(fault, _)| fault.is_error()) {
+        let check = None;
+        sums.add(Fault { check, ..fault }, n);
+    }
+    for (fault, n) in sums.iter() {
         let (op, status, key) = fault_labels(fault);
         let mut labels = labels.to_vec();
         labels.extend([("op", op), ("status", &status), ("sense_key", &key)]);
         family.add(&labels, n as f64);
+    }
+}
+
+/// Adds a series for each kind of command and check that has failed.
+fn add_checks(family: &mut Family, labels: [(&str, &str); 2], faults: &Tally<Fault>) {
+    let [target, lun] = labels;
+    for class in CLASSES {
+        for check in CHECKS {
+            let is_meant = |fault: &Fault| fault.class == class && fault.check == Some(check);
+            let failed = faults.total_of(is_meant);
+            if failed > 0 {
+                let labels = [
+                    target,
+                    lun,
+                    ("op", class_name(class)),
+                    ("check", check_name(check)),
+                ];
+                family.add(&labels, failed as f64);
+            }
+        }
     }
 }
 

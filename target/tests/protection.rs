@@ -219,3 +219,51 @@ fn protected_disk_refuses_changes_of_protection() {
     }
     disk.stop();
 }
+
+/// FORMAT UNIT with a parameter list. Returns its status.
+fn format(client: &mut Client, information: u8, usage: u8) -> u8 {
+    let cdb = [0x04, information << 6 | 0x10, 0, 0, 0, 0];
+    let (status, _, sense) = send(client, &cdb, 4, &[usage, 0, 0, 0]);
+    assert_eq!(sense, [0; 7]);
+    status
+}
+
+/// Returns PROT_EN and P_TYPE in READ CAPACITY (16).
+fn reported_type(client: &mut Client) -> u8 {
+    let mut cdb = [0; 16];
+    (cdb[0], cdb[1], cdb[13]) = (0x9e, 0x10, 32);
+    let (status, data, _) = send(client, &cdb, 32, &[]);
+    assert_eq!(status, 0);
+    data[12]
+}
+
+#[test]
+fn format_changes_stored_type() {
+    let mut disk = Disk::new(1, 512);
+    let written = frames(512, 20, 4);
+    for (information, usage, reported) in [(0b11, 1, 0b0101), (0b00, 0, 0), (0b10, 0, 0b0001)] {
+        let mut client = disk.log_in();
+        let write = |client: &mut Client, protect| match protect {
+            0 => send(client, &cdb(0x2a, 0, 20, 4), 2048, &[7; 2048]).0,
+            _ => send(client, &cdb(0x2a, protect, 20, 4), written.len(), &written).0,
+        };
+        assert_eq!(write(&mut client, 0), 0);
+        assert_eq!(format(&mut client, information, usage), 0);
+        assert_eq!(reported_type(&mut client), reported);
+        let read = |client: &mut Client| send(client, &cdb(0x28, 0, 20, 4), 2048, &[]).1;
+        assert_eq!(read(&mut client), [0; 2048]);
+        // WRPROTECT is refused without protection.
+        let status = if reported == 0 { 2 } else { 0 };
+        assert_eq!(write(&mut client, 1), status);
+        assert_eq!(write(&mut client, 0), 0);
+        drop(client);
+        // The configuration only has the type of a new file.
+        disk.stop();
+        disk.start();
+        let mut client = disk.log_in();
+        assert_eq!(reported_type(&mut client), reported);
+        assert_eq!(read(&mut client), [7; 2048]);
+        drop(client);
+    }
+    disk.stop();
+}

@@ -1,6 +1,6 @@
 # Functions for cases with the kernel's iSCSI initiator (open-iscsi), over TCP or iSER. A case must
 # set TRANSPORT to tcp or iser, set CORE to yes if riserd should use rdma_core, and then read this
-# file.
+# file. DISK_KEYS contains additional keys of the disk, if any.
 IQN=iqn.2026-01.com.example:rig
 HOST=iqn.2026-01.com.example:host
 PORTAL=10.99.0.2:3260
@@ -32,7 +32,7 @@ iscsi_config() {
     local size=$1 addresses=$2 address
     shift 2
     echo "backends:"
-    echo "  disk0: { kind: file, path: $IMAGES/disk0.img, size: ${size}MiB, create: true, serial: RIG-0 }"
+    echo "  disk0: { kind: file, path: $IMAGES/disk0.img, size: ${size}MiB, create: true, serial: RIG-0${DISK_KEYS:-} }"
     echo "targets:"
     echo "  - name: rig"
     echo "    iqn: $IQN"

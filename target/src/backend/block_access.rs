@@ -2,55 +2,79 @@
 //! changes of the type.
 
 use std::io;
-use std::sync::PoisonError;
+use std::sync::{MutexGuard, PoisonError};
 
-use riser_scsi::config::{Protection, ProtectionType};
+use riser_scsi::config::{Protection, ProtectionFormat, ProtectionType};
 use riser_scsi::protection::Tuple;
+use riser_scsi::step::BackendError;
 
+use super::errno::from_errno;
 use super::protected::{self, Header, HeaderError, PAGE, inverted};
 use super::store::Store;
 use super::sys;
 
 impl Store {
-    /// Returns the protection information of each block, or `None` if it is not stored.
+    /// Returns the current protection information of each block, or `None` if the store is formatted
+    /// without protection.
     #[must_use]
     pub fn protection(&self) -> Option<Protection> {
+        let protection = self.geometry.protection?;
+        match self.protection_format() {
+            ProtectionFormat::Fixed => Some(protection),
+            ProtectionFormat::Changeable(current) => Some(Protection {
+                protection_type: current?,
+                ..protection
+            }),
+        }
+    }
+
+    pub(super) fn protection_format(&self) -> ProtectionFormat {
+        *self.lock_protection_format()
+    }
+
+    fn lock_protection_format(&self) -> MutexGuard<'_, ProtectionFormat> {
         // The value is replaced as a whole, so ignore poisoning.
-        *self
-            .protection
+        self.protection_format
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the type of protection information, durably if it is a file. The tuples of blocks do
-    /// not change, so the blocks should be deallocated. Blocks if the file system does not respond.
+    /// Changes the type of protection information of a file durably, or formats it without
+    /// protection. The tuples of blocks do not change, so the blocks should be deallocated. Blocks
+    /// if the file system does not respond.
     ///
     /// # Errors
-    /// Returns I/O errors. `Unsupported` if the store has no protection information.
-    pub fn set_protection_type(&self, protection_type: ProtectionType) -> io::Result<()> {
-        let Some(protection) = self.protection() else {
+    /// Returns I/O errors. `Unsupported` if the store is not a file with protection information.
+    pub fn set_protection_type(&self, protection_type: Option<ProtectionType>) -> io::Result<()> {
+        let _entry = self.list_thread();
+        let (ProtectionFormat::Changeable(_), Some(file)) =
+            (self.protection_format(), self.open_file())
+        else {
             return Err(io::ErrorKind::Unsupported.into());
         };
-        if let Some(file) = self.open_file() {
-            let mut page = [0; PAGE];
-            let len = sys::read_at(&file.handle, &mut page, 0)?;
-            let invalid = |error: HeaderError| io::Error::new(io::ErrorKind::InvalidData, error);
-            let header = Header::parse(&page[..len], self.geometry.block_size).map_err(invalid)?;
-            let header = Header {
-                protection_type,
-                ..header
-            };
-            protected::write_header(&file.handle, &header)?;
-        }
-        let mut current = self
-            .protection
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        *current = Some(Protection {
+        let mut page = [0; PAGE];
+        let len = sys::read_at(&file.handle, &mut page, 0)?;
+        let invalid = |error: HeaderError| io::Error::new(io::ErrorKind::InvalidData, error);
+        let header = Header::parse(&page[..len], self.geometry.block_size).map_err(invalid)?;
+        let header = Header {
             protection_type,
-            ..protection
-        });
+            ..header
+        };
+        protected::write_header(&file.handle, &header)?;
+        *self.lock_protection_format() = ProtectionFormat::Changeable(protection_type);
         Ok(())
+    }
+
+    /// Same as [`Self::set_protection_type`], for FORMAT UNIT: an error is logged.
+    pub(crate) fn format(
+        &self,
+        protection_type: Option<ProtectionType>,
+    ) -> Result<(), BackendError> {
+        self.set_protection_type(protection_type).map_err(|error| {
+            tracing::error!(backend = self.name(), %error, "cannot change the protection type");
+            let errno = error.raw_os_error();
+            errno.map_or(BackendError::Internal, |errno| from_errno(errno, 0))
+        })
     }
 
     /// Reads a block of a file, and returns its tuple. If an initiator changes the block at the same

@@ -11,7 +11,7 @@ use riser_config::{Direct, Source, Spec};
 use riser_file::{Align, Device, OpenFile, can_punch, enable_direct};
 use riser_reactor::Handle;
 use riser_reactor::simulated::{Disk, SECTOR};
-use riser_scsi::config::Protection;
+use riser_scsi::config::{Protection, ProtectionFormat};
 
 use super::file_id::FileId;
 use super::hints;
@@ -47,6 +47,8 @@ pub struct Geometry {
     pub direct: bool,
     /// Protection information of each block.
     pub protection: Option<Protection>,
+    /// Whether FORMAT UNIT can change the type of the protection information.
+    pub protection_format: ProtectionFormat,
 }
 
 /// Data access.
@@ -76,6 +78,7 @@ pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
         rotational: false,
         direct: false,
         protection: spec.protection,
+        protection_format: ProtectionFormat::Fixed,
     }
 }
 
@@ -202,17 +205,14 @@ fn open_header(
 
 /// Sets the capacity and the type of protection information of a protected file.
 fn protect(spec: &Spec, header: Option<Header>, geometry: Geometry) -> Geometry {
-    let (Some(header), Some(protection)) = (header, spec.protection) else {
+    let Some(header) = header else {
         return geometry;
     };
     Geometry {
         capacity: Layout::new(spec.block_size).capacity(geometry.capacity),
         // Frames are not aligned to the blocks of the file system.
         physical_block: spec.block_size,
-        protection: Some(Protection {
-            protection_type: header.protection_type,
-            ..protection
-        }),
+        protection_format: ProtectionFormat::Changeable(header.protection_type),
         ..geometry
     }
 }

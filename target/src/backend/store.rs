@@ -12,7 +12,7 @@ use riser_config::{Faults, Source, Spec};
 use riser_file::OpenFile;
 use riser_reactor::Handle;
 use riser_reactor::simulated::Disk;
-use riser_scsi::config::{Identity, Protection};
+use riser_scsi::config::{Identity, ProtectionFormat};
 use riser_scsi::step::BackendError;
 use rustix::fs::{FileType, SeekFrom, Stat, fstat, seek, stat};
 
@@ -58,8 +58,8 @@ pub struct Store {
     pub(super) layout: Option<Layout>,
     /// Log of changes, if it is a protected file that can be changed.
     pub(super) intents: Option<Intents>,
-    /// Protection information of each block. FORMAT UNIT can change its type.
-    pub(super) protection: Mutex<Option<Protection>>,
+    /// Current type of the protection information, if FORMAT UNIT can change it.
+    pub(super) protection_format: Mutex<ProtectionFormat>,
     /// Name in the configuration, for the log.
     name: String,
     /// Description of the source for users.
@@ -186,7 +186,7 @@ impl Store {
             geometry,
             layout: spec.protection.map(|_| Layout::new(spec.block_size)),
             intents: None,
-            protection: Mutex::new(geometry.protection),
+            protection_format: Mutex::new(geometry.protection_format),
             name: spec.name.clone(),
             label: match &spec.source {
                 Source::File { path, .. } | Source::Device { path } => path.display().to_string(),
@@ -279,7 +279,7 @@ impl Store {
     pub fn geometry(&self) -> Geometry {
         Geometry {
             capacity: self.capacity(),
-            protection: self.protection(),
+            protection_format: self.protection_format(),
             ..self.geometry
         }
     }

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::simulated::{self, Disk, Outcome};
 use riser_reactor::{Ring, RingConfig, SyncKind};
-use riser_scsi::config::{Identity, Protection, ProtectionType};
+use riser_scsi::config::{Identity, Protection, ProtectionFormat, ProtectionType};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
 use riser_testkit::eventually;

@@ -20,7 +20,7 @@ pub fn unit_config(backend: &Backend, geometry: &Geometry, host: &HostId) -> scs
         blocks: geometry.capacity / u64::from(block),
         block_size: scsi::BlockSize::from_bytes(block).expect("checked with the file"),
         protection: geometry.protection,
-        protection_format: scsi::ProtectionFormat::default(),
+        protection_format: geometry.protection_format,
         physical_exponent: (geometry.physical_block / block).max(1).ilog2().min(15) as u8,
         read_only: geometry.read_only,
         provisioning,
@@ -55,6 +55,7 @@ mod tests {
             rotational: false,
             direct: false,
             protection: None,
+            protection_format: scsi::ProtectionFormat::Fixed,
         };
         for backend in &c.backends {
             let unit = unit_config(backend, &geometry, &host);

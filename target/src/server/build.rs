@@ -387,7 +387,15 @@ impl Builder {
         for (name, unit) in &before.units {
             match self.units.get(name) {
                 Some(new) if Arc::ptr_eq(new, unit) => {}
-                Some(new) => new.lu.import_state(&unit.lu.retire()),
+                Some(new) => {
+                    new.lu.import_state(&unit.lu.retire());
+                    // A FORMAT UNIT may have changed the type after the new unit was created.
+                    if let Some((_, store)) = self.open().find(|(other, _)| *other == name) {
+                        let current = store.protection();
+                        let current = current.map(|current| current.protection_type);
+                        new.lu.restore_protection(current);
+                    }
+                }
                 None => _ = self.removed.insert(name.clone(), unit.lu.retire()),
             }
         }

@@ -295,6 +295,11 @@ impl PollGroup {
         }
         self.drain_dirty();
         work += self.poll_reservations();
+        while let Some((owner, result)) = self.formats.poll_result() {
+            work += 1;
+            self.on_block_done(owner, result);
+            self.drain_dirty();
+        }
         // Do this last, when there is room in the driver because of completed operations.
         self.blocks.retry(&mut self.ring, &self.conns);
         Ok(work)

@@ -66,6 +66,9 @@ impl PollGroup {
         if let BlockOp::ChangeReservations(change) = op {
             return self.change_reservations(owner, unit, change);
         }
+        if let BlockOp::ChangeProtection(change) = op {
+            return self.change_protection(owner, unit, change);
+        }
         let store = self.blocks.store_of(&self.catalog, unit);
         let request = BlockRequest { owner, store, op };
         self.blocks.submit(&mut self.ring, &self.conns, request);

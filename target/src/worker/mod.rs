@@ -34,6 +34,7 @@
 //! - `rdma`: device objects of a connection. `queue`: posting work requests.
 //! - `work`: identifiers of work requests and block operations. `env`: random numbers, threads and
 //!   dates.
+//! - `formats`: changes of the protection type by FORMAT UNIT.
 //! - `reservations`: changes of reservations that have to be saved, or that abort commands.
 //! - `discovery`: device-management agent.
 //! - `mail`: messages between workers.
@@ -59,6 +60,7 @@ mod env;
 mod events;
 mod exec;
 pub(crate) mod fabrics;
+mod formats;
 mod gate;
 mod iscsi;
 mod iser;
@@ -106,6 +108,7 @@ use device::Devices;
 use device_slots::DeviceSlots;
 use disconnects::Disconnects;
 use fabrics::{Fabric, Spares};
+use formats::Formats;
 use login_log::LoginLog;
 use mail::{Mail, Outbox};
 use portals::{Portals, Unserved};
@@ -257,6 +260,7 @@ struct PollGroup {
     /// Totals for closed connections.
     past: Totals,
     saver: Saver,
+    formats: Formats,
     /// Identifiers of released channels.
     disconnects: Disconnects,
     completions: Vec<Completion>,
@@ -344,6 +348,7 @@ impl Worker {
             has_entered: false,
             past: Totals::default(),
             saver: Saver::default(),
+            formats: Formats::default(),
             disconnects: Disconnects::default(),
             completions: Vec::with_capacity(CQ_BATCH),
             ring_completions: Vec::new(),

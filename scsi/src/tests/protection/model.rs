@@ -7,7 +7,7 @@ use super::{
     APPLICATION, GUARD, INVALID_FIELD, READ, REFERENCE, TYPES, VERIFY, WRITE, WRITE_SAME,
     assert_failed, checks, crc, join, long, protection, sixteen, tuple, unit,
 };
-use crate::config::{BlockSize, Protection, ProtectionType};
+use crate::config::{BlockSize, Config, Protection, ProtectionFormat, ProtectionType};
 use crate::tests::{A, Outcome, Rig, config};
 
 /// An action of the model. Every action uses the range and the field of the step.
@@ -431,13 +431,18 @@ proptest! {
     /// No CDB should ever trigger a panic or an endless loop.
     #[test]
     fn random_cdbs_return_response_with_protection(
-        kind in 0..3_usize,
+        kind in 0..4_usize,
         cdb in any_cdb(),
         flags in any::<u8>(),
         out in proptest::collection::vec(any::<u8>(), 0..2000),
         data_in in prop_oneof![0..2000_u32, Just(u32::MAX)],
     ) {
-        let mut rig = Rig::with(unit(TYPES[kind]));
+        // FORMAT UNIT can also select each type.
+        let protection_format = ProtectionFormat::Changeable(TYPES.get(kind).copied());
+        let mut rig = Rig::with(Config {
+            protection_format,
+            ..unit(TYPES[0])
+        });
         let mut cdb = cdb;
         if let Some(byte) = cdb.get_mut(if kind == 1 { 10 } else { 1 }) {
             *byte |= flags & 0xe0;

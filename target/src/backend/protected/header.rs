@@ -31,8 +31,8 @@ const CHECKED: usize = 32;
 pub struct Header {
     /// Size of a block in bytes, without its tuple.
     pub block_size: u32,
-    /// Type of the protection information.
-    pub protection_type: ProtectionType,
+    /// Type of the protection information, or `None` if the file was formatted without protection.
+    pub protection_type: Option<ProtectionType>,
     /// Number of bytes of the file that share a bit of the write-intent bitmap.
     pub region_size: u64,
 }
@@ -73,7 +73,7 @@ pub enum HeaderError {
 impl Header {
     /// Creates the header of a new file.
     #[must_use]
-    pub const fn new(block_size: u32, protection_type: ProtectionType) -> Self {
+    pub const fn new(block_size: u32, protection_type: Option<ProtectionType>) -> Self {
         Self {
             block_size,
             protection_type,
@@ -112,13 +112,11 @@ impl Header {
             return Err(HeaderError::BlockSize { found, wanted });
         }
         let protection_type = match number(16) {
-            1 => ProtectionType::Type1,
-            2 => ProtectionType::Type2,
-            3 => ProtectionType::Type3,
-            other => {
+            value @ 0..=3 => ProtectionType::from_number(value as u8),
+            value => {
                 return Err(HeaderError::Value {
                     field: "protection type",
-                    value: other.into(),
+                    value: value.into(),
                 });
             }
         };
@@ -139,16 +137,12 @@ impl Header {
     /// Encodes the first page.
     #[must_use]
     pub fn encode(&self) -> [u8; PAGE] {
-        let protection_type: u32 = match self.protection_type {
-            ProtectionType::Type1 => 1,
-            ProtectionType::Type2 => 2,
-            ProtectionType::Type3 => 3,
-        };
+        let protection_type = self.protection_type.map_or(0, ProtectionType::number);
         let mut page = [0; PAGE];
         page[..8].copy_from_slice(&MAGIC);
         page[8..12].copy_from_slice(&VERSION.to_be_bytes());
         page[12..16].copy_from_slice(&self.block_size.to_be_bytes());
-        page[16..20].copy_from_slice(&protection_type.to_be_bytes());
+        page[19] = protection_type;
         page[24..32].copy_from_slice(&self.region_size.to_be_bytes());
         let crc = crc(&page[..CHECKED]);
         page[CHECKED..CHECKED + 4].copy_from_slice(&crc.to_be_bytes());
@@ -178,7 +172,7 @@ mod tests {
 
     #[test]
     fn header_matches_documented_bytes() {
-        let page = Header::new(512, ProtectionType::Type1).encode();
+        let page = Header::new(512, Some(ProtectionType::Type1)).encode();
         assert_eq!(page[..36], BYTES);
         assert!(page[36..].iter().all(|byte| *byte == 0));
     }
@@ -186,11 +180,8 @@ mod tests {
     #[test]
     fn header_is_decoded() {
         for block_size in [512, 4096] {
-            for kind in [
-                ProtectionType::Type1,
-                ProtectionType::Type2,
-                ProtectionType::Type3,
-            ] {
+            for number in 0..=3 {
+                let kind = ProtectionType::from_number(number);
                 let header = Header::new(block_size, kind);
                 assert_eq!(Header::parse(&header.encode(), block_size), Ok(header));
             }
@@ -199,7 +190,7 @@ mod tests {
 
     #[test]
     fn invalid_headers_are_rejected() {
-        let good = Header::new(512, ProtectionType::Type1).encode();
+        let good = Header::new(512, Some(ProtectionType::Type1)).encode();
         assert_eq!(Header::parse(&[], 512), Err(HeaderError::Missing));
         assert_eq!(Header::parse(&[0; PAGE], 512), Err(HeaderError::Missing));
         assert_eq!(Header::parse(&good[..35], 512), Err(HeaderError::Missing));

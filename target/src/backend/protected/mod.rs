@@ -76,7 +76,7 @@ pub(super) fn open_header(
         file: file.clone(),
         before: Some(before),
     });
-    let header = Header::new(spec.block_size, protection.protection_type);
+    let header = Header::new(spec.block_size, Some(protection.protection_type));
     write_header(file, &header)?;
     Ok(Ok(Some(header)))
 }

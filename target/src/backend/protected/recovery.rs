@@ -45,9 +45,13 @@ pub(in crate::backend) fn recover(
     let mut frames = Frames {
         file,
         layout: Layout::new(header.block_size),
-        protection: Protection {
-            protection_type: header.protection_type,
-            ..protection
+        protection: match header.protection_type {
+            Some(protection_type) => Protection {
+                protection_type,
+                ..protection
+            },
+            // All tuples disable the checks of this type.
+            None => Protection::new(ProtectionType::Type3),
         },
         recovered: &mut recovered,
     };

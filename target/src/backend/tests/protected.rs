@@ -180,7 +180,7 @@ fn blank_files_get_header() {
         store.keep();
         drop(store);
         let page = std::fs::read(&path).unwrap();
-        let header = Header::new(512, ProtectionType::Type1);
+        let header = Header::new(512, Some(ProtectionType::Type1));
         assert_eq!(Header::parse(&page, 512), Ok(header));
         // Without `create`, a blank file is not a disk.
         std::fs::write(&path, vec![0; len]).unwrap();
@@ -214,7 +214,11 @@ fn protected_disk_grows_and_reopens() {
     let (_, read) = rig.read_blocks(127, 2);
     assert_eq!(read[1024..], [[5; 8], [0xff; 8]].concat());
     store.keep();
-    store.set_protection_type(ProtectionType::Type3).unwrap();
+    store.set_protection_type(None).unwrap();
+    assert_eq!(store.protection(), None);
+    store
+        .set_protection_type(Some(ProtectionType::Type3))
+        .unwrap();
     drop((rig, store));
     assert_eq!(
         std::fs::metadata(&path).unwrap().len(),
@@ -224,8 +228,10 @@ fn protected_disk_grows_and_reopens() {
     // The size and the type of the file apply, and not those of a new file.
     let store = Store::open(&small).unwrap();
     assert_eq!(store.capacity(), 128 << 10);
-    let protection = store.geometry().protection.unwrap();
+    let protection = store.protection().unwrap();
     assert_eq!(protection.protection_type, ProtectionType::Type3);
+    let format = ProtectionFormat::Changeable(Some(ProtectionType::Type3));
+    assert_eq!(store.geometry().protection_format, format);
 }
 
 #[test]

@@ -24,6 +24,9 @@ pub struct Status {
     /// Backends and portals that are not available, and backends that fail commands.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
+    /// The last scrub of each backend.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub scrubs: Vec<ScrubView>,
     /// Initiators blocked by an administrator.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocked: Vec<BlockedView>,
@@ -335,6 +338,48 @@ pub struct HistoryView {
     /// Differences from the previous configuration, if it is available.
     #[serde(default)]
     pub changes: Vec<Difference>,
+}
+
+/// Verification of all blocks on a backend.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScrubView {
+    /// Name of the backend.
+    pub backend: String,
+    /// `running`, `completed`, `stopped`, `removed` or `failed`.
+    pub state: String,
+    /// Human-readable error if the state is `failed`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Start time in seconds since 1970.
+    pub started: u64,
+    /// End time in seconds since 1970; not set while it is running.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<u64>,
+    /// End time of the last completed scrub, in seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub completed: Option<u64>,
+    /// Maximum number of bytes read in a second; not set if it is not limited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
+    /// Number of blocks on the backend.
+    pub blocks: u64,
+    /// Number of blocks that were verified.
+    pub checked: u64,
+    /// Number of defective blocks by defect: `guard`, `application_tag`, `reference_tag` or
+    /// `unreadable`.
+    pub defects: BTreeMap<String, u64>,
+    /// The first defective blocks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub listed: Vec<DefectView>,
+}
+
+/// A defective block.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DefectView {
+    /// Address of the block.
+    pub lba: u64,
+    /// Same as in [`ScrubView::defects`].
+    pub defect: String,
 }
 
 #[cfg(test)]

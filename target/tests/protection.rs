@@ -4,12 +4,14 @@ use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use riser_scsi::iscsi::pdu::FromTarget;
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
+use riser_testkit::eventually;
 
 const IQN: &str = "iqn.2026-01.org.example:t";
 
@@ -265,5 +267,45 @@ fn format_changes_stored_type() {
         assert_eq!(read(&mut client), [7; 2048]);
         drop(client);
     }
+    disk.stop();
+}
+
+#[test]
+fn scrub_finds_damaged_block() {
+    let mut disk = Disk::new(1, 512);
+    let mut client = disk.log_in();
+    let written = frames(512, 20, 4);
+    let (status, ..) = send(&mut client, &cdb(0x2a, 1, 20, 4), written.len(), &written);
+    assert_eq!(status, 0);
+    disk.damage(22, 100);
+    let server = disk.server.as_mut().unwrap();
+    let error = server.start_scrub("other", None).unwrap_err();
+    assert_eq!(error, "backend `other` is not open");
+    let error = server.stop_scrub("f").unwrap_err();
+    assert_eq!(error, "no scrub of backend `f` is running");
+    assert_eq!(server.start_scrub("f", None).unwrap().blocks, 2048);
+    eventually("the scrub is complete", Duration::from_secs(60), || {
+        server.scrubs()[0].state == "completed"
+    });
+    let scrub = server.scrubs().remove(0);
+    assert_eq!((scrub.checked, scrub.completed), (2048, scrub.ended));
+    assert_eq!(
+        (scrub.defects["guard"], scrub.defects["reference_tag"]),
+        (1, 0)
+    );
+    assert_eq!(
+        (scrub.listed[0].lba, scrub.listed[0].defect.as_str()),
+        (22, "guard")
+    );
+    // Another one keeps the time of this one, and does not continue after the removal.
+    let slow = server.start_scrub("f", Some(512)).unwrap();
+    assert_eq!(
+        (slow.state.as_str(), slow.completed),
+        ("running", scrub.ended)
+    );
+    let error = server.start_scrub("f", None).unwrap_err();
+    assert_eq!(error, "a scrub of backend `f` is already running");
+    assert_eq!(server.stop_scrub("f").unwrap().state, "stopped");
+    drop(client);
     disk.stop();
 }

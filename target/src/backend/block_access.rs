@@ -5,7 +5,6 @@ use std::io;
 use std::sync::{MutexGuard, PoisonError};
 
 use riser_scsi::config::{Protection, ProtectionFormat, ProtectionType};
-use riser_scsi::protection::Tuple;
 use riser_scsi::step::BackendError;
 
 use super::errno::from_errno;
@@ -77,28 +76,27 @@ impl Store {
         })
     }
 
-    /// Reads a block of a file, and returns its tuple. If an initiator changes the block at the same
-    /// time, the two may not match, so read it again before reporting this. Blocks if the file
-    /// system does not respond.
+    /// Reads blocks of a file from its medium, each followed by its tuple, until `frames` is full.
+    /// If an initiator changes a block at the same time, it may not match its tuple. Blocks if the
+    /// file system does not respond.
     ///
     /// # Errors
     /// Returns I/O errors. `UnexpectedEof` if the file is shorter, and `Unsupported` if the store is
     /// not a file with protection information.
-    ///
-    /// # Panics
-    /// Panics if the length of `block` is not the block size.
-    pub fn read_block(&self, lba: u64, block: &mut [u8]) -> io::Result<Tuple> {
+    pub(super) fn read_frames(&self, lba: u64, frames: &mut [u8]) -> io::Result<()> {
         let (Some(layout), Some(file)) = (self.layout, self.open_file()) else {
             return Err(io::ErrorKind::Unsupported.into());
         };
-        let size = self.geometry.block_size as usize;
-        let mut frame = vec![0; layout.frame() as usize];
-        let at = layout.medium_offset(lba * size as u64);
-        if sys::read_at(&file.handle, &mut frame, at)? < frame.len() {
+        let at = layout.medium_offset(lba * u64::from(self.geometry.block_size));
+        sys::drop_cached(&file.handle, at, frames.len() as u64);
+        if sys::read_at(&file.handle, frames, at)? < frames.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        block.copy_from_slice(&frame[..size]);
-        let tuple = frame[size..].try_into().expect("the rest is a tuple");
-        Ok(Tuple::parse(inverted(tuple)))
+        for frame in frames.chunks_mut(layout.frame() as usize) {
+            if let Some(tuple) = frame.last_chunk_mut() {
+                *tuple = inverted(*tuple);
+            }
+        }
+        Ok(())
     }
 }

@@ -24,6 +24,7 @@
 //!   a file system.
 //! - `errno`: maps host errors to errors of a logical unit.
 //! - `protected`: files that store protection information with each block.
+//! - `scrub`: [`Scrub`], verifies the protection information of all blocks in the background.
 //! - `unit`: configuration of a logical unit for an open backend.
 //! - `sys`: system calls not available in the standard library.
 //! - `threads`: list of all threads that a file system may block, and threads that close files.
@@ -59,6 +60,7 @@ mod opening;
 mod protected;
 pub(crate) mod query;
 mod ram;
+mod scrub;
 mod served;
 mod store;
 mod sys;
@@ -82,6 +84,7 @@ pub use ram::Ram;
 pub(crate) use ram::random_generation;
 pub use riser_config::{Direct, Fault, FaultOn, Faults, Source, Spec};
 pub use riser_file::{DriverConfig, DriverFull, StoreId};
+pub use scrub::{Defect, Scrub, ScrubProgress, ScrubState};
 pub use served::Served;
 #[cfg(test)]
 pub(crate) use served::command;

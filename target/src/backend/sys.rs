@@ -1,6 +1,7 @@
 //! System calls for the files and block devices of backends.
 
 use std::io;
+use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -55,6 +56,15 @@ pub(super) fn read_at(file: &Handle, into: &mut [u8], offset: u64) -> io::Result
         }
     }
     Ok(done)
+}
+
+/// Ensures that the next read of a range accesses the medium instead of cached data. Data that was
+/// not written back yet stays in the cache. This is only a hint, so errors are ignored.
+pub(super) fn drop_cached(file: &Handle, offset: u64, len: u64) {
+    if let Some(fd) = file.fd() {
+        let len = NonZeroU64::new(len);
+        let _ = rustix::fs::fadvise(fd, offset, len, rustix::fs::Advice::DontNeed);
+    }
 }
 
 /// Writes at an offset.

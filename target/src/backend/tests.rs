@@ -22,6 +22,7 @@ use super::*;
 use crate::host::SimulatedHost;
 
 mod protected;
+mod scrub;
 
 /// A directory that is removed after the test.
 struct Dir(PathBuf);

@@ -3,7 +3,7 @@
 use clap::Command;
 
 /// Examples by command.
-const EXAMPLES: [(&str, &[&str]); 14] = [
+const EXAMPLES: [(&str, &[&str]); 15] = [
     (
         "run",
         &[
@@ -25,6 +25,14 @@ const EXAMPLES: [(&str, &[&str]); 14] = [
         &["riserd save", "riserd save /etc/riser/riserd.yaml"],
     ),
     ("rollback", &["riserd rollback", "riserd rollback 3"]),
+    (
+        "scrub",
+        &[
+            "riserd scrub disk0 --rate 200MiB",
+            "riserd scrub",
+            "riserd scrub disk0 --stop",
+        ],
+    ),
     (
         "disconnect",
         &[

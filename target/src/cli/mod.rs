@@ -41,7 +41,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use clap_complete::Shell;
 use hyper::Method;
 use riser_admin_api::client::{self, ApiRequest};
-use riser_admin_api::view::{BlockedView, Changes, HistoryView, SessionView};
+use riser_admin_api::view::{BlockedView, Changes, HistoryView, ScrubView, SessionView};
 use serde_json::json;
 
 use self::check::{Described, checked, load};
@@ -210,6 +210,23 @@ enum Command {
         #[command(flatten)]
         options: ClientOptions,
     },
+    /// Verify the protection information of all blocks on a backend
+    ///
+    /// The scrub runs in the daemon until all blocks were read, and is stopped by a restart or an
+    /// upgrade. Without a backend, the last scrub of each backend is shown.
+    Scrub {
+        /// Name of the backend.
+        backend: Option<String>,
+        /// Read at most this number of bytes in a second, such as 200MiB; 0 for no limit [default:
+        /// 64MiB].
+        #[arg(long, value_name = "SIZE", requires = "backend", value_parser = scrub_rate)]
+        rate: Option<u64>,
+        /// Stop the scrub.
+        #[arg(long, requires = "backend", conflicts_with = "rate")]
+        stop: bool,
+        #[command(flatten)]
+        options: ClientOptions,
+    },
     /// Disconnect an initiator
     ///
     /// It can log in again immediately unless it is blocked.
@@ -347,6 +364,14 @@ impl Failure {
     }
 }
 
+/// Parses the rate of a scrub, in bytes per second.
+fn scrub_rate(text: &str) -> Result<u64, String> {
+    match text {
+        "0" => Ok(0),
+        size => riser_units::parse_size(size),
+    }
+}
+
 /// Executes a command and returns the exit code.
 fn dispatch(
     command: Command,
@@ -383,6 +408,25 @@ fn dispatch(
         Command::ClearFlushFailure { serial, options } => {
             let question = post("/v1/clear-flush-failure").with(serial.unwrap_or_default());
             run_request(out, &options, question, report::targets)
+        }
+        Command::Scrub {
+            backend,
+            rate,
+            stop,
+            options,
+        } => {
+            let Some(backend) = backend else {
+                let describe = |list: &Vec<ScrubView>| report::scrubs(list);
+                let question = get("/v1/scrubs");
+                return run_request(out, &options, question, describe).map(|()| 0);
+            };
+            let path = match (stop, rate) {
+                (true, _) => "/v1/stop-scrub".to_owned(),
+                (false, None) => "/v1/scrub".to_owned(),
+                (false, Some(rate)) => format!("/v1/scrub?rate={rate}"),
+            };
+            let question = ApiRequest::new(Method::POST, path).with(backend);
+            run_request(out, &options, question, report::scrub)
         }
         Command::Disconnect {
             session,

@@ -55,6 +55,17 @@ pub enum AdminCommand {
     /// Clear a failed flush for the backend of the unit with this serial number, or for all
     /// backends.
     ClearFlushFailure(Option<String>),
+    /// List the last scrub of each backend.
+    Scrubs,
+    /// Start a scrub of a backend.
+    Scrub {
+        /// Name of the backend.
+        backend: String,
+        /// Maximum number of bytes read in a second, or `None` if this is not limited.
+        rate: Option<u64>,
+    },
+    /// Stop the scrub of a backend.
+    StopScrub(String),
     /// Log out the sessions of an initiator, or the session with a number.
     Disconnect {
         /// Initiator name or session number.

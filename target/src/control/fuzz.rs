@@ -26,7 +26,7 @@ targets:
 ";
 
 /// Methods and paths. We don't include traces, because they would take too long.
-const ROUTES: [(&str, &str); 14] = [
+const ROUTES: [(&str, &str); 17] = [
     ("PUT", "/v1/config"),
     ("PATCH", "/v1/config"),
     ("POST", "/v1/diff"),
@@ -34,6 +34,9 @@ const ROUTES: [(&str, &str); 14] = [
     ("GET", "/v1/config"),
     ("POST", "/v1/upgrade"),
     ("POST", "/v1/clear-flush-failure"),
+    ("GET", "/v1/scrubs"),
+    ("POST", "/v1/scrub?rate=1"),
+    ("POST", "/v1/stop-scrub"),
     ("POST", "/v1/disconnect"),
     ("POST", "/v1/unblock"),
     ("GET", "/v1/recent?sample=1&event=2"),

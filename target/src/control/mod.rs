@@ -72,6 +72,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use riser_admin_api::view::ScrubView;
 use sd_notify::NotifyState;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
@@ -322,6 +323,12 @@ impl ConfigFile<'_> {
             }
         }
     }
+}
+
+/// Returns the response for a scrub that was started or stopped.
+fn scrub_response(result: Result<ScrubView, String>) -> Result<serde_json::Value, Failure> {
+    let refused = |why| Failure::Refused { why, errno: None };
+    result.map_err(refused).and_then(|view| to_json(&view))
 }
 
 /// Interval to retry unavailable objects.
@@ -588,6 +595,12 @@ impl Control<'_> {
                         to_json(&upgrade)
                     })
             }
+            AdminCommand::Scrubs => to_json(&self.server.scrubs()),
+            AdminCommand::Scrub { backend, rate } => {
+                let started = self.server.start_scrub(&backend, rate);
+                scrub_response(started)
+            }
+            AdminCommand::StopScrub(backend) => scrub_response(self.server.stop_scrub(&backend)),
             AdminCommand::Disconnect { name, block } => self.disconnect(who, &name, block),
             AdminCommand::Unblock(name) => self.unblock(who, &name),
             AdminCommand::ClearFlushFailure(serial) => self.clear_flush_failure(serial.as_deref()),

@@ -8,8 +8,8 @@ use nix::unistd::{Uid, User};
 use riser_admin_api::client::Upgraded;
 use riser_admin_api::trace::Traced;
 use riser_admin_api::view::{
-    BlockedView, Changes, DriftView, HistoryView, LimitsView, ProblemView, SessionView, Status,
-    TargetView, Written, target_label,
+    BlockedView, Changes, DriftView, HistoryView, LimitsView, ProblemView, ScrubView, SessionView,
+    Status, TargetView, Written, target_label,
 };
 use serde_json::Value;
 
@@ -145,6 +145,7 @@ pub fn status(status: &Status) -> String {
     )];
     // Show problems before workers, because there may be more workers than lines on the screen.
     lines.extend(status.problems.iter().map(problem));
+    lines.extend(status.scrubs.iter().map(scrub));
     let zone = TimeZone::system();
     lines.extend(status.blocked.iter().map(|b| blocked(b, &zone)));
     lines.extend(status.written.drift.iter().map(drift));
@@ -171,6 +172,47 @@ pub fn status(status: &Status) -> String {
             bytes(w.pool_lowest as u64)
         )
     }));
+    lines.join("\n")
+}
+
+/// Formats the last scrub of each backend.
+#[must_use]
+pub fn scrubs(scrubs: &[ScrubView]) -> String {
+    if scrubs.is_empty() {
+        return "no backend was scrubbed since the start".to_owned();
+    }
+    let lines = scrubs.iter().map(scrub);
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// Formats a scrub, with one line for each listed defect.
+#[must_use]
+pub fn scrub(scrub: &ScrubView) -> String {
+    let zone = TimeZone::system();
+    let percent = scrub.checked as f64 * 100.0 / scrub.blocks.max(1) as f64;
+    let defects: u64 = scrub.defects.values().sum();
+    let rate = scrub.rate.filter(|_| scrub.ended.is_none());
+    let rate = rate.map_or_else(String::new, |rate| format!(" at {}/s", bytes(rate)));
+    let error = scrub.error.as_ref();
+    let error = error.map_or_else(String::new, |error| format!(" ({error})"));
+    let ended = scrub
+        .ended
+        .map_or_else(String::new, |ended| format!(" at {}", time(ended, &zone)));
+    let label = if defects > 0 {
+        "DEFECTIVE"
+    } else {
+        "defective"
+    };
+    let mut lines = vec![format!(
+        "backend {}: scrub {}{ended}{error}, {percent:.1} % of {} blocks{rate}, {defects} {label}",
+        scrub.backend, scrub.state, scrub.blocks
+    )];
+    let listed = scrub.listed.iter();
+    lines.extend(listed.map(|block| format!("    LBA {}: {}", block.lba, block.defect)));
+    let hidden = defects.saturating_sub(scrub.listed.len() as u64);
+    if hidden > 0 {
+        lines.push(format!("    and {hidden} more: see the log"));
+    }
     lines.join("\n")
 }
 

@@ -16,6 +16,9 @@
 //! | `POST /v1/reload` | reloads the configuration file and applies it; returns the changes |
 //! | `POST /v1/rescan` | checks all backends again; returns the updated targets |
 //! | `POST /v1/clear-flush-failure` | clears failed flushes for the units with the serial number in the body, or for all units; returns the updated targets |
+//! | `GET /v1/scrubs` | the last scrub of each backend: a list of [`ScrubView`](riser_admin_api::view::ScrubView) |
+//! | `POST /v1/scrub?rate=BYTES` | starts a scrub of the backend in the body, which reads at most this number of bytes in a second; by default [`SCRUB_RATE`], zero for no limit; [`ScrubView`](riser_admin_api::view::ScrubView) |
+//! | `POST /v1/stop-scrub` | stops the scrub of the backend in the body; same response |
 //! | `POST /v1/disconnect` | requests a logout for the initiator name or session number in the body; a list of [`SessionView`](riser_admin_api::view::SessionView) with the affected sessions |
 //! | `POST /v1/disconnect?block=true&seconds=N` | same, and also blocks the initiator for this time, or until it is unblocked |
 //! | `POST /v1/unblock` | unblocks the initiator name in the body; a list of [`BlockedView`](riser_admin_api::view::BlockedView) with the remaining blocked initiators |
@@ -59,6 +62,9 @@ use super::trace::{EVERY, Wanted};
 /// Maximum configuration size in bytes.
 const MAX_BODY: usize = 16 << 20;
 
+/// Default rate of a scrub, in bytes per second.
+pub const SCRUB_RATE: u64 = 64 << 20;
+
 /// Supported patch media types (RFC 5789 3.1).
 const ACCEPT_PATCH: HeaderName = HeaderName::from_static("accept-patch");
 
@@ -85,6 +91,9 @@ pub fn router(requests: Requests) -> Router {
             "/v1/clear-flush-failure",
             on(MethodFilter::POST, clear_flush_failure),
         )
+        .route("/v1/scrubs", get(AdminCommand::Scrubs))
+        .route("/v1/scrub", on(MethodFilter::POST, scrub))
+        .route("/v1/stop-scrub", on(MethodFilter::POST, stop_scrub))
         .route("/v1/disconnect", on(MethodFilter::POST, disconnect))
         .route("/v1/unblock", on(MethodFilter::POST, unblock))
         // Health, metrics and the status page are also included here, because their TCP address is
@@ -236,6 +245,40 @@ async fn clear_flush_failure(
 ) -> Response {
     let serial = Some(text.trim().to_owned()).filter(|serial| !serial.is_empty());
     to_response(forward(&requests, AdminCommand::ClearFlushFailure(serial), peer).await)
+}
+
+/// Parameters for a scrub.
+#[derive(Debug, Deserialize)]
+struct Pace {
+    /// Maximum number of bytes read in a second, or zero if this is not limited.
+    #[serde(default = "default_rate")]
+    rate: u64,
+}
+
+const fn default_rate() -> u64 {
+    SCRUB_RATE
+}
+
+async fn scrub(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(pace): Query<Pace>,
+    text: String,
+) -> Response {
+    let scrub = AdminCommand::Scrub {
+        backend: text.trim().to_owned(),
+        rate: (pace.rate > 0).then_some(pace.rate),
+    };
+    to_response(forward(&requests, scrub, peer).await)
+}
+
+async fn stop_scrub(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    let stop = AdminCommand::StopScrub(text.trim().to_owned());
+    to_response(forward(&requests, stop, peer).await)
 }
 
 /// Parameters for a disconnect.

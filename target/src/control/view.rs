@@ -178,6 +178,7 @@ impl<'a> Inventory<'a> {
             sessions: self.server.sessions(),
             workers: self.workers(),
             problems: self.problem_views(),
+            scrubs: self.server.scrubs(),
             blocked: self.server.blocklist().list(),
             written: written(drift, Some(standing)),
             upgrade_record: upgrade_record.clone(),

@@ -36,6 +36,7 @@ pub mod ports;
 pub mod problems;
 pub mod reload;
 pub mod rollout;
+mod scrubs;
 pub mod shutdown;
 #[cfg(test)]
 mod tests_files;
@@ -348,6 +349,7 @@ pub struct Server {
     ring: u32,
     builder: build::Builder,
     observation: Observation,
+    scrubs: scrubs::Scrubs,
     shared: Arc<Shared>,
     /// The simulated network, if any.
     network: Option<Arc<dyn SimulatedNetwork>>,
@@ -568,6 +570,7 @@ impl Server {
             ring: ring_capacity(config.limits.max_sessions),
             builder,
             observation: Observation::default(),
+            scrubs: scrubs::Scrubs::default(),
             shared,
             network: None,
             workers,

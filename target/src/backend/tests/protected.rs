@@ -101,9 +101,9 @@ fn file_contains_header_and_inverted_tuples() {
     assert!(read[..512].iter().all(|byte| *byte == 0));
     assert_eq!(read[1536..1544], [0xff; 8]);
     assert_eq!(read[1544..1560], [[0x31; 8], [0x32; 8]].concat());
-    let mut block = [0; 512];
-    let tuple = store.read_block(3, &mut block).unwrap();
-    assert_eq!((block, tuple), ([0x32; 512], Tuple::parse([0x32; 8])));
+    let mut frame = [0; 520];
+    store.read_frames(3, &mut frame).unwrap();
+    assert_eq!(frame, [0x32; 520]);
 }
 
 #[test]

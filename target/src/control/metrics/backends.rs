@@ -59,5 +59,44 @@ pub(super) fn families(inventory: &Inventory<'_>) -> Vec<Family> {
             errors.add(&[("backend", name), ("kind", kind)], *n as f64);
         }
     }
-    vec![size, allocated, free, filling, failing, fault, errors]
+    let mut all = vec![size, allocated, free, filling, failing, fault, errors];
+    all.extend(scrubs(inventory));
+    all
+}
+
+/// Returns the metrics of the last scrub of each backend.
+fn scrubs(inventory: &Inventory<'_>) -> [Family; 5] {
+    let mut running = Family::gauge("riser_scrub_running", "1 while a scrub is running, else 0.");
+    let mut blocks = Family::gauge(
+        "riser_scrub_blocks",
+        "Number of blocks to verify in the current or last scrub.",
+    );
+    let mut checked = Family::gauge(
+        "riser_scrub_checked_blocks",
+        "Number of blocks that were verified in the current or last scrub.",
+    );
+    let mut defects = Family::gauge(
+        "riser_scrub_defective_blocks",
+        "Number of blocks in the current or last scrub that do not match their protection \
+         information, by field, or cannot be read.",
+    );
+    let mut completed = Family::gauge(
+        "riser_scrub_last_completion_timestamp_seconds",
+        "Time when the last scrub has verified all blocks, in seconds since 1970; not reported if \
+         there was none since the start.",
+    );
+    for scrub in inventory.server.scrubs() {
+        let name = &*scrub.backend;
+        let labels = [("backend", name)];
+        running.add(&labels, f64::from(u8::from(scrub.ended.is_none())));
+        blocks.add(&labels, scrub.blocks as f64);
+        checked.add(&labels, scrub.checked as f64);
+        for (defect, n) in &scrub.defects {
+            defects.add(&[("backend", name), ("defect", defect)], *n as f64);
+        }
+        if let Some(at) = scrub.completed {
+            completed.add(&labels, at as f64);
+        }
+    }
+    [running, blocks, checked, defects, completed]
 }

@@ -1,0 +1,158 @@
+//! Tests of scrubs.
+
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use riser_scsi::protection::{ProtectionError, guard};
+
+use super::*;
+use crate::backend::{Defect, Scrub, ScrubState};
+
+const BLOCKS: u64 = 128;
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Offset of a frame with a block of 512 bytes.
+fn frame_offset(lba: u64) -> u64 {
+    (127 + lba) * 520
+}
+
+/// A block and the tuple as it is stored in the file, for type 1.
+fn frame(lba: u64, fill: u8) -> Vec<u8> {
+    let mut frame = vec![fill; 512];
+    let tuple = [
+        &guard(&frame).to_be_bytes()[..],
+        &[0, 0],
+        &(lba as u32).to_be_bytes(),
+    ];
+    frame.extend(tuple.concat().iter().map(|byte| !byte));
+    frame
+}
+
+/// Opens a store with valid protection information for all blocks, and its file.
+fn open(dir: &Dir) -> (Arc<Store>, File) {
+    let spec = Spec {
+        protection: Some(Protection::new(ProtectionType::Type1)),
+        ..spec(file(dir.file("lun"), BLOCKS * 512))
+    };
+    let store = Store::open(&spec).unwrap();
+    let file = File::options().write(true).open(dir.file("lun")).unwrap();
+    for lba in 0..BLOCKS {
+        file.write_all_at(&frame(lba, lba as u8), frame_offset(lba))
+            .unwrap();
+    }
+    (store, file)
+}
+
+fn wait_for(scrub: &Scrub, state: &ScrubState) {
+    eventually("the scrub ends", DEADLINE, || {
+        scrub.progress().state == *state
+    });
+}
+
+#[test]
+fn scrub_lists_defective_blocks() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub");
+    let (store, file) = open(&dir);
+    let scrub = Scrub::start(&store, None).unwrap();
+    wait_for(&scrub, &ScrubState::Completed);
+    let progress = scrub.progress();
+    assert_eq!((progress.blocks, progress.checked), (BLOCKS, BLOCKS));
+    assert_eq!(progress.defects.total(), 0);
+    // Damage a block, a guard, and write a block to another LBA.
+    file.write_all_at(&[0xff], frame_offset(5) + 100).unwrap();
+    file.write_all_at(&[0], frame_offset(9) + 512).unwrap();
+    file.write_all_at(&frame(78, 1), frame_offset(77)).unwrap();
+    for rate in [None, Some(1 << 20)] {
+        let scrub = Scrub::start(&store, rate).unwrap();
+        wait_for(&scrub, &ScrubState::Completed);
+        let progress = scrub.progress();
+        let (guard, tag) = (ProtectionError::Guard, ProtectionError::ReferenceTag);
+        let expected = [(5, guard), (9, guard), (77, tag)];
+        let expected = expected.map(|(lba, check)| (lba, Defect::Check(check)));
+        assert_eq!(progress.listed, expected);
+        assert_eq!((progress.checked, progress.defects.total()), (BLOCKS, 3));
+        assert!(progress.ended.is_some());
+    }
+}
+
+#[test]
+fn scrub_skips_unprotected_blocks() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub-types");
+    let (store, file) = open(&dir);
+    file.write_all_at(&frame(78, 1), frame_offset(77)).unwrap();
+    let defects = |protection_type| {
+        store.set_protection_type(protection_type).unwrap();
+        let scrub = Scrub::start(&store, None).unwrap();
+        wait_for(&scrub, &ScrubState::Completed);
+        scrub.progress().defects.total()
+    };
+    assert_eq!(defects(Some(ProtectionType::Type1)), 1);
+    assert_eq!(defects(Some(ProtectionType::Type3)), 0);
+    store.set_protection_type(None).unwrap();
+    let error = Scrub::start(&store, None).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+    for source in [
+        Source::Ram { size: 1 << 20 },
+        Source::Null { size: 1 << 20 },
+    ] {
+        let protected = Spec {
+            protection: Some(Protection::new(ProtectionType::Type1)),
+            ..spec(source)
+        };
+        let error = Scrub::start(&Store::open(&protected).unwrap(), None).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+    }
+}
+
+#[test]
+fn stopped_scrub_does_not_continue() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub-stop");
+    let (store, _) = open(&dir);
+    let scrub = Scrub::start(&store, Some(512)).unwrap();
+    assert!(scrub.is_running());
+    eventually("a block is read", DEADLINE, || scrub.progress().checked > 0);
+    scrub.stop();
+    let progress = scrub.progress();
+    assert_eq!(progress.state, ScrubState::Stopped);
+    assert!(progress.checked < BLOCKS && progress.ended.is_some());
+    check_threads(DEADLINE).unwrap();
+}
+
+#[test]
+fn removed_backend_ends_scrub() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub-removed");
+    let (store, _) = open(&dir);
+    let scrub = Scrub::start(&store, Some(5120)).unwrap();
+    eventually("a block is read", DEADLINE, || scrub.progress().checked > 0);
+    drop(store);
+    wait_for(&scrub, &ScrubState::Removed);
+    assert!(scrub.progress().checked < BLOCKS);
+}
+
+/// A write is not atomic for a reader, so the block does not match its tuple in between.
+#[test]
+fn changing_block_is_not_reported() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub-write");
+    let (store, file) = open(&dir);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for fill in (0..=u8::MAX).cycle() {
+                let frame = frame(40, fill);
+                file.write_all_at(&frame[..512], frame_offset(40)).unwrap();
+                std::thread::sleep(Duration::from_millis(5));
+                file.write_all_at(&frame[512..], frame_offset(40) + 512)
+                    .unwrap();
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+        });
+        for _ in 0..5 {
+            let scrub = Scrub::start(&store, None).unwrap();
+            wait_for(&scrub, &ScrubState::Completed);
+            assert_eq!(scrub.progress().listed, []);
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+}

@@ -276,21 +276,25 @@ impl Cq {
     /// Arms the queue. A new call replaces the previous one, except that a solicited notification
     /// does not replace a notification for the next completion (IBTA 11.4.2.2). This will return
     /// whether completions are available.
-    pub fn arm(&mut self, notify: Notify) -> bool {
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] for a count of 0, or one that exceeds the capacity.
+    pub fn arm(&mut self, notify: Notify) -> Result<bool, VerbsError> {
+        if let Notify::Count(count) = notify
+            && (count == 0 || count as usize > self.capacity)
+        {
+            return Err(VerbsError::InvalidParameter("completion count"));
+        }
         let weaker = self.armed == Some(Notify::Next) && notify == Notify::Solicited;
         if !weaker {
-            // A count of 0 could never be reached.
-            self.armed = Some(match notify {
-                Notify::Count(0) => Notify::Count(1),
-                other => other,
-            });
+            self.armed = Some(notify);
         }
         // An overrun queue reports that completions are available, so the application will poll it
         // and get the error.
-        !self.entries.is_empty() || self.overrun
+        Ok(!self.entries.is_empty() || self.overrun)
     }
 
-    /// Changes the capacity.
+    /// Changes the capacity. An armed count is reduced to the new capacity.
     ///
     /// # Errors
     /// [`VerbsError::InvalidParameter`] if the new capacity is smaller than the number of available
@@ -300,6 +304,9 @@ impl Cq {
             return Err(VerbsError::InvalidParameter("completion queue entries"));
         }
         self.capacity = capacity as usize;
+        if let Some(Notify::Count(left)) = &mut self.armed {
+            *left = (*left).min(capacity);
+        }
         Ok(())
     }
 }
@@ -359,40 +366,63 @@ mod tests {
         let mut out = Vec::new();
         assert_eq!(cq.poll(9, &mut out), Err(VerbsError::CqOverrun));
         assert!(out.is_empty());
-        assert!(cq.arm(Notify::Next));
+        assert_eq!(cq.arm(Notify::Next), Ok(true));
     }
 
     #[test]
     fn armed_queue_fires_once() {
         let mut cq = Cq::new(&CqInitAttr::new(16));
-        assert!(!cq.arm(Notify::Next));
+        assert_eq!(cq.arm(Notify::Next), Ok(false));
         assert_eq!(cq.push(wc(0)), Added::Fire);
         assert_eq!(cq.push(wc(1)), Added::Quiet);
-        assert!(cq.arm(Notify::Next), "completions wait already");
+        assert_eq!(cq.arm(Notify::Next), Ok(true), "completions wait already");
     }
 
     #[test]
     fn solicited_and_counted_notifications_fire() {
         let mut cq = Cq::new(&CqInitAttr::new(16));
-        cq.arm(Notify::Solicited);
+        cq.arm(Notify::Solicited).unwrap();
         assert_eq!(cq.push(wc(0)), Added::Quiet);
         let solicited = Completion {
             solicited: true,
             ..wc(1)
         };
         assert_eq!(cq.push(solicited), Added::Fire);
-        cq.arm(Notify::Solicited);
+        cq.arm(Notify::Solicited).unwrap();
         let failed = Completion {
             status: WcStatus::WrFlushErr,
             ..wc(2)
         };
         assert_eq!(cq.push(failed), Added::Fire);
-        cq.arm(Notify::Count(2));
+        cq.arm(Notify::Count(2)).unwrap();
         assert_eq!(cq.push(wc(3)), Added::Quiet);
         assert_eq!(cq.push(wc(4)), Added::Fire);
-        cq.arm(Notify::Next);
-        cq.arm(Notify::Solicited);
+        cq.arm(Notify::Next).unwrap();
+        cq.arm(Notify::Solicited).unwrap();
         assert_eq!(cq.push(wc(5)), Added::Fire);
+    }
+
+    #[test]
+    fn count_above_capacity_is_rejected() {
+        let mut cq = Cq::new(&CqInitAttr::new(4));
+        for count in [0, 5, u32::MAX] {
+            let refused = cq.arm(Notify::Count(count));
+            assert_eq!(
+                refused,
+                Err(VerbsError::InvalidParameter("completion count"))
+            );
+        }
+        for n in 0..4 {
+            assert_eq!(cq.push(wc(n)), Added::Quiet, "not armed");
+        }
+        cq.poll(4, &mut Vec::new()).unwrap();
+        cq.arm(Notify::Count(4)).unwrap();
+        assert_eq!(cq.push(wc(4)), Added::Quiet);
+        // Three more are needed, but only two fit.
+        cq.resize(2).unwrap();
+        assert_eq!(cq.push(wc(5)), Added::Quiet);
+        cq.poll(2, &mut Vec::new()).unwrap();
+        assert_eq!(cq.push(wc(6)), Added::Fire);
     }
 
     #[test]
@@ -415,12 +445,12 @@ mod tests {
         let period = Duration::from_micros(50);
         cq.moderate(Moderation { count: 3, period });
         assert_eq!(cq.push(wc(0)), Added::Quiet, "not armed");
-        cq.arm(Notify::Next);
+        cq.arm(Notify::Next).unwrap();
         assert_eq!(cq.push(wc(1)), Added::Wait(period));
         assert_eq!(cq.push(wc(2)), Added::Quiet);
         assert_eq!(cq.push(wc(3)), Added::Fire);
         assert_eq!(cq.push(wc(4)), Added::Quiet, "fired once");
-        cq.arm(Notify::Next);
+        cq.arm(Notify::Next).unwrap();
         assert_eq!(cq.push(wc(5)), Added::Wait(period));
         let at = Instant::now();
         cq.set_due(at);
@@ -429,7 +459,7 @@ mod tests {
         assert_eq!(cq.push(wc(6)), Added::Quiet, "its time has disarmed it");
         // If there is no count, only the timeout is used.
         cq.moderate(Moderation { count: 0, period });
-        cq.arm(Notify::Next);
+        cq.arm(Notify::Next).unwrap();
         assert_eq!(cq.push(wc(7)), Added::Wait(period));
         assert_eq!(cq.push(wc(8)), Added::Quiet);
     }

@@ -208,14 +208,14 @@ unsafe extern "C" fn ack_cq_events(_: *mut ibv_cq, count: u32) {
 
 unsafe extern "C" fn create_cq(
     context: *mut ibv_context,
-    _: c_int,
+    entries: c_int,
     cq_context: *mut c_void,
     _: *mut ibv_comp_channel,
     _: c_int,
 ) -> *mut ibv_cq {
     // SAFETY: all fields are numbers and pointers, for which zero is a valid value.
     let mut cq: Box<ibv_cq> = Box::new(unsafe { zeroed() });
-    (cq.context, cq.cq_context) = (context, cq_context);
+    (cq.context, cq.cq_context, cq.cqe) = (context, cq_context, entries);
     let cq = Box::into_raw(cq);
     library(|library| library.cqs.push((cq as usize, VecDeque::new())));
     cq

@@ -155,7 +155,7 @@ unsafe fn current(cq: *mut ibv_cq_ex) -> ibv_wc {
 
 impl CqTable {
     /// Requests an event for the next completion. This will return whether completions are already
-    /// available.
+    /// available. The library has no counts, so an event is sent at the first completion.
     pub(super) fn request_notice(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
         let entry = self.table.get(cq)?;
         if entry.overrun {
@@ -163,6 +163,11 @@ impl CqTable {
             return Ok(true);
         }
         let arming = entry.arming;
+        if let Notify::Count(count) = notify
+            && (count == 0 || count > self.query(cq)?.entries)
+        {
+            return Err(VerbsError::InvalidParameter("completion count"));
+        }
         match notify {
             // We are already waiting for any completion, which must not be changed by this call
             // (IBTA 11.4.2.2).

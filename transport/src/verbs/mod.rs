@@ -310,7 +310,8 @@ pub trait Verbs {
     /// running.
     ///
     /// # Errors
-    /// [`VerbsError::InvalidHandle`].
+    /// [`VerbsError::InvalidHandle`], or [`VerbsError::InvalidParameter`] for a [`Notify::Count`]
+    /// of 0 or larger than the queue, which could overrun before the event.
     fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError>;
 
     /// Returns the next completion queue for which the armed notification was triggered.

@@ -364,7 +364,9 @@ pub enum Notify {
     ///
     /// Currently not used.
     Solicited,
-    /// Completion after which this number has been added.
+    /// Completion after which this number has been added, from 1 to the size of the queue
+    /// ([`CqAttr::entries`](super::CqAttr::entries)). If the queue is made smaller, the remaining
+    /// number is reduced to its size.
     ///
     /// Currently not used.
     Count(u32),

@@ -521,6 +521,11 @@ pub(crate) fn notifications_come_when_armed<W: World>(mut w: W) {
     w.provider(End::A).post_send(a.qp, &[wr]).unwrap();
     let fired = w.until("a notification", |w| w.provider(End::B).poll_cq_event());
     assert_eq!(fired, b.cq);
+    let entries = w.provider(End::B).query_cq(b.cq).unwrap().entries;
+    for count in [0, entries + 1] {
+        let refused = w.provider(End::B).req_notify_cq(b.cq, Notify::Count(count));
+        assert!(matches!(refused, Err(VerbsError::InvalidParameter(_))));
+    }
     assert_eq!(
         w.provider(End::B).req_notify_cq(b.cq, Notify::Count(2)),
         Ok(true)

@@ -140,7 +140,7 @@ impl CompletionQueues {
 
     #[inline]
     pub(crate) fn req_notify(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
-        Ok(self.table.get_mut(cq)?.arm(notify))
+        self.table.get_mut(cq)?.arm(notify)
     }
 
     #[inline]

@@ -18,7 +18,7 @@
 //! here this will unbind them.
 
 use super::{KeyError, Kind, MrTable, Region, Segment};
-use crate::verbs::{Access, Mw, MwBind, MwId, MwType, PdId, QpId, RKey, VerbsError};
+use crate::verbs::{Access, Mw, MwAttr, MwBind, MwId, MwType, PdId, QpId, RKey, VerbsError};
 
 /// Region and QP used by a bound window.
 #[derive(Clone, Copy, Debug)]
@@ -53,6 +53,22 @@ impl MrTable {
         window.kind = Kind::Window(mw_type);
         Ok(Mw {
             id: MwId(handle),
+            rkey: RKey(window.key),
+            mw_type,
+        })
+    }
+
+    /// Returns the current attributes of a window.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    pub fn query_window(&self, id: MwId) -> Result<MwAttr, VerbsError> {
+        let window = &self.slots[self.window(id)?];
+        let Kind::Window(mw_type) = window.kind else {
+            return Err(VerbsError::InvalidHandle("memory window"));
+        };
+        Ok(MwAttr {
+            pd: window.pd,
             rkey: RKey(window.key),
             mw_type,
         })

@@ -20,6 +20,7 @@ macro_rules! forward_verbs {
             @live mut alloc_null_mr [memory.alloc_null_mr] (pd: $crate::verbs::PdId) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
             @live mut advise_mr [memory.advise_mr] (pd: $crate::verbs::PdId, advice: $crate::verbs::MrAdvice, sges: &[$crate::verbs::Sge]) -> Result<(), $crate::verbs::VerbsError>;
             @live mut alloc_mw [memory.alloc_mw] (pd: $crate::verbs::PdId, mw_type: $crate::verbs::MwType) -> Result<$crate::verbs::Mw, $crate::verbs::VerbsError>;
+            ref query_mw [memory.query_mw] (mw: $crate::verbs::MwId) -> Result<$crate::verbs::MwAttr, $crate::verbs::VerbsError>;
             mut dealloc_mw [memory.dealloc_mw] (mw: $crate::verbs::MwId) -> Result<(), $crate::verbs::VerbsError>;
             ref query_mr [memory.query_mr] (mr: $crate::verbs::MrId) -> Result<$crate::verbs::MrAttr, $crate::verbs::VerbsError>;
             mut dereg_mr [memory.dereg_mr] (mr: $crate::verbs::MrId) -> Result<(), $crate::verbs::VerbsError>;

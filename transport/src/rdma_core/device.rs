@@ -140,6 +140,7 @@ impl Verbs for RdmaCoreDevice {
         mut alloc_null_mr [alloc_null_mr] (pd: PdId) -> Result<Mr, VerbsError>;
         mut advise_mr [advise_mr] (pd: PdId, advice: MrAdvice, sges: &[Sge]) -> Result<(), VerbsError>;
         mut alloc_mw [alloc_mw] (pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError>;
+        ref query_mw [query_mw] (mw: MwId) -> Result<MwAttr, VerbsError>;
         mut dealloc_mw [dealloc_mw] (mw: MwId) -> Result<(), VerbsError>;
         ref query_mr [query_mr] (mr: MrId) -> Result<MrAttr, VerbsError>;
         mut dereg_mr [dereg_mr] (mr: MrId) -> Result<(), VerbsError>;

@@ -331,6 +331,16 @@ impl RegionTable {
         })
     }
 
+    pub(super) fn query_mw(&self, mw: MwId) -> Result<MwAttr, VerbsError> {
+        let window = self.mws.get(mw)?;
+        Ok(MwAttr {
+            pd: window.pd,
+            // SAFETY: the window is alive.
+            rkey: RKey(unsafe { (*window.ptr).rkey }),
+            mw_type: window.mw_type,
+        })
+    }
+
     pub(super) fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError> {
         let ptr = self.mws.get(mw)?.ptr;
         // SAFETY: the window will be removed from the table, and there are no other references to

@@ -377,6 +377,18 @@ pub struct MrAttr {
     pub valid: bool,
 }
 
+/// Current attributes of a memory window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MwAttr {
+    /// Protection domain.
+    pub pd: PdId,
+    /// Key of the last bind, or the initial key. On the host's devices, this is the key of the last
+    /// bind posted.
+    pub rkey: RKey,
+    /// Window type.
+    pub mw_type: MwType,
+}
+
 /// Shared receive queue attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqAttr {

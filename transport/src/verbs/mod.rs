@@ -73,11 +73,21 @@ pub trait Verbs {
 
     /// Returns an entry in the GID table.
     ///
-    /// Currently not used.
-    ///
     /// # Errors
     /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
     fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError>;
+
+    /// Returns the index of an address in the GID table of a port.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`], or [`VerbsError::InvalidParameter`] if the port does not have
+    /// this address.
+    fn find_gid(&self, port: u8, gid: Gid) -> Result<u16, VerbsError> {
+        let len = self.query_port(port)?.gid_table_len;
+        (0..len)
+            .find(|&index| self.query_gid(port, index) == Ok(gid))
+            .ok_or(VerbsError::InvalidParameter("GID of another port"))
+    }
 
     /// Returns an entry in the P_Key table.
     ///
@@ -185,6 +195,14 @@ pub trait Verbs {
     /// [`VerbsError::InsufficientResources`], or [`VerbsError::Unsupported`] if the device does not
     /// support this type.
     fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError>;
+
+    /// Returns the protection domain and the current key of a memory window.
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_mw(&self, mw: MwId) -> Result<MwAttr, VerbsError>;
 
     /// Deallocates a memory window. The key is not valid after this.
     ///
@@ -552,15 +570,13 @@ pub trait Verbs {
         wc: &Completion,
         grh: &[u8; GRH_LEN],
     ) -> Result<AhAttr, VerbsError> {
-        let gids = self.query_port(port)?.gid_table_len;
+        self.query_port(port)?;
         if wc.network.is_none() {
             return Err(VerbsError::InvalidParameter(
                 "completion without a route header",
             ));
         }
-        grh::way_back(port, grh, |gid| {
-            (0..gids).find(|&index| self.query_gid(port, index) == Ok(gid))
-        })
+        grh::way_back(port, grh, |gid| self.find_gid(port, gid).ok())
     }
 
     /// Destroys an address handle.

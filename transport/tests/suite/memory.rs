@@ -1,10 +1,12 @@
 //! Memory: regions at custom addresses, reregistered and null regions, and windows.
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
 use riser_memory::Memory;
 use riser_transport::verbs::{
-    Access, AhAttr, AsyncEvent, Gid, LKey, Mr, MrAdvice, MrChange, Mtu, Mw, MwBind, MwType,
+    Access, AhAttr, AsyncEvent, Gid, LKey, Mr, MrAdvice, MrChange, Mtu, Mw, MwAttr, MwBind, MwType,
     PostReason, QpAttr, QpId, QpState, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     Verbs as _, VerbsError, WcOpcode, WcStatus, WrId,
 };
@@ -220,12 +222,23 @@ pub(crate) fn windows_of_type_1<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
     let mw = w.provider(End::B).alloc_mw(b.pd, MwType::Type1).unwrap();
+    let initial = MwAttr {
+        pd: b.pd,
+        rkey: mw.rkey,
+        mw_type: MwType::Type1,
+    };
+    assert_eq!(w.provider(End::B).query_mw(mw.id), Ok(initial));
     let mr = bindable(w, &b);
     let both = Access::REMOTE_READ | Access::REMOTE_WRITE;
     let key = mw.rkey.next();
     let first = bind(&mw, key, &mr, 5000, 3000, both);
     b.send(w, 1, SendOp::BindMw(first), 0, 0);
     ok(w, &b, WcOpcode::BindMw, 1);
+    let bound = MwAttr {
+        rkey: key,
+        ..initial
+    };
+    assert_eq!(w.provider(End::B).query_mw(mw.id), Ok(bound));
     let data = pattern(5, 3000);
     a.memory.write(0, &data);
     let at = |offset, rkey| RemoteAddr {
@@ -258,7 +271,12 @@ pub(crate) fn windows_of_type_1<W: World>(mut w: W) {
     ok(w, &b, WcOpcode::BindMw, 5);
     w.provider(End::B).dereg_mr(mr.id).unwrap();
     refused(w, &a, at(5000, key), 1);
-    w.provider(End::B).dealloc_mw(mw.id).unwrap();
+    let p = w.provider(End::B);
+    p.dealloc_mw(mw.id).unwrap();
+    assert!(matches!(
+        p.query_mw(mw.id),
+        Err(VerbsError::InvalidHandle(_))
+    ));
 }
 
 pub(crate) fn windows_of_type_2<W: World>(mut w: W) {

@@ -32,6 +32,14 @@ pub(crate) fn device_reports_attributes<W: World>(mut w: W) {
         own.eq(0..1)
     });
     assert_eq!(p.query_gid(1, end), Err(VerbsError::InvalidIndex(end)));
+    let index = p.find_gid(1, addr.into()).unwrap();
+    assert_eq!(p.query_gid(1, index), Ok(addr.into()));
+    assert_eq!(p.find_gid(2, addr.into()), Err(VerbsError::InvalidPort(2)));
+    let other = Gid::from(IpAddr::from([192, 0, 2, 1]));
+    assert!(matches!(
+        p.find_gid(1, other),
+        Err(VerbsError::InvalidParameter(_))
+    ));
     assert_eq!(p.query_pkey(1, 0), Ok(PKey::DEFAULT));
     assert_eq!(p.query_pkey(0, 0), Err(VerbsError::InvalidPort(0)));
 }

@@ -6,7 +6,8 @@ use crate::mr::{KeyError, MrTable};
 use crate::nic::NicLimits;
 use crate::table::Table;
 use crate::verbs::{
-    Access, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwId, MwType, PdId, QpId, Sge, VerbsError,
+    Access, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwAttr, MwId, MwType, PdId, QpId, Sge,
+    VerbsError,
 };
 
 #[derive(Debug, Default)]
@@ -164,6 +165,10 @@ impl MemoryTables {
 
     pub(crate) fn alloc_mw(&mut self, pd: PdId, mw_type: MwType) -> Result<Mw, VerbsError> {
         self.register(pd, |mrs| mrs.alloc_window(pd, mw_type))
+    }
+
+    pub(crate) fn query_mw(&self, mw: MwId) -> Result<MwAttr, VerbsError> {
+        self.mrs.query_window(mw)
     }
 
     pub(crate) fn dealloc_mw(&mut self, mw: MwId) -> Result<(), VerbsError> {

@@ -149,6 +149,40 @@ pub(crate) fn region_can_be_reregistered<W: World>(mut w: W) {
     w.provider(End::B).dereg_mr(mr.id).unwrap();
 }
 
+/// Returns whether a page of this process is in memory: the top bit of its entry in
+/// `/proc/self/pagemap`.
+fn is_resident(memory: &Memory, offset: usize) -> bool {
+    let pages = File::open("/proc/self/pagemap").unwrap();
+    let mut entry = [0; 8];
+    let page = memory.ptr(offset).addr() / 4096;
+    pages.read_exact_at(&mut entry, page as u64 * 8).unwrap();
+    u64::from_ne_bytes(entry) >> 63 == 1
+}
+
+pub(crate) fn prefetching_makes_pages_resident<W: World>(mut w: W) {
+    let w = &mut w;
+    if w.is_rxe(End::A) {
+        return;
+    }
+    let p = w.provider(End::A);
+    let pd = p.alloc_pd().unwrap();
+    for advice in [MrAdvice::Prefetch, MrAdvice::PrefetchWrite] {
+        let memory = Memory::new(64 * 4096).unwrap();
+        let mr = p.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE).unwrap();
+        let resident = |pages: std::ops::Range<usize>| {
+            let mut pages = pages.map(|page| is_resident(&memory, page * 4096));
+            (pages.clone().any(|is| is), pages.all(|is| is))
+        };
+        assert_eq!(resident(0..64), (false, false), "nothing was accessed");
+        // The bounds of the second range are within a page.
+        let sges = [sge(&mr, 0, 4096), sge(&mr, 9 * 4096 - 1, 4096 + 2)];
+        p.advise_mr(pd, advice, &sges).unwrap();
+        assert_eq!(resident(0..1), (true, true));
+        assert_eq!(resident(8..11), (true, true));
+        p.dereg_mr(mr.id).unwrap();
+    }
+}
+
 pub(crate) fn null_regions_and_prefetching<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);

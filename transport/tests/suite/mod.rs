@@ -47,7 +47,7 @@ macro_rules! suite_names {
                 sidr_request_is_rejected sidr_without_service_is_rejected
                 datagram_calls_out_of_turn_are_refused groups_are_joined_and_left;
             memory: regions_of_foreign_memory_at_other_addresses region_can_be_reregistered
-                null_regions_and_prefetching windows_of_type_1 windows_of_type_2
+                null_regions_and_prefetching prefetching_makes_pages_resident windows_of_type_1 windows_of_type_2
                 invalid_bind_completes_with_error device_connects_to_itself;
             transfers: command_registers_transfers_and_invalidates
                 region_returned_valid_is_replaced;
@@ -112,7 +112,7 @@ macro_rules! stream_names {
                 destroying_listener_rejects_pending_requests connections_come_and_go
                 timewait_only_follows_connection data_before_rtu_establishes;
             memory: regions_of_foreign_memory_at_other_addresses region_can_be_reregistered
-                null_regions_and_prefetching windows_of_type_1 windows_of_type_2
+                null_regions_and_prefetching prefetching_makes_pages_resident windows_of_type_1 windows_of_type_2
                 invalid_bind_completes_with_error;
             transfers: command_registers_transfers_and_invalidates
                 region_returned_valid_is_replaced;

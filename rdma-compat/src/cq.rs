@@ -181,7 +181,7 @@ pub(crate) unsafe fn create(context: Ref<Context>, params: &CqParams) -> Result<
     let mut locked = context.lock();
     let id = locked.nic.create_cq_with(&CqInitAttr {
         entries: params.entries,
-        vector: params.vector,
+        vector: Some(params.vector),
         is_timed: params.is_timed,
     })?;
     // SAFETY: all zeroes is valid: no functions, an unlocked mutex, plain integers.

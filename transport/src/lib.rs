@@ -14,14 +14,12 @@
 //! - [`shm`]: software NIC for processes on one host, using shared memory.
 //! - [`loopback`]: software NIC using a deterministic in-memory wire.
 //! - [`mr_pool`]: pool of fast-registration regions.
-//! - [`cq_pool`]: completion queues shared by multiple users.
 //! - [`umem`]: scatter lists as memory ranges.
 //! - [`netif`]: network interfaces of this host.
 //! - [`table`]: objects identified by generation-checked handles.
 //! - [`host`]: report of the RDMA support on a host.
 
 pub mod cm;
-pub mod cq_pool;
 mod forward;
 pub mod host;
 pub mod iwarp;

@@ -1,5 +1,6 @@
 //! Completion queues of a device.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use riser_rdma_core_sys::bindings::*;
@@ -19,6 +20,9 @@ const TIMED: u64 = (IBV_WC_EX_WITH_BYTE_LEN
     | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP
     | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK) as u64;
 
+/// Number of devices opened by this process.
+static OPENED: AtomicU32 = AtomicU32::new(0);
+
 /// Completion queues of a device, their notifications and their event channel.
 pub(super) struct CqTable {
     pub(super) verbs: Functions,
@@ -26,6 +30,9 @@ pub(super) struct CqTable {
     pub(super) channel: *mut ibv_comp_channel,
     pub(super) table: Table<CqId, Cq>,
     pub(super) notices: Notices,
+    /// Number of devices opened before this one, which determines the vector of its queues. A
+    /// thread has one device, so this distributes threads over the CPUs that handle interrupts.
+    spread: u32,
 }
 
 impl CqTable {
@@ -41,6 +48,7 @@ impl CqTable {
             channel,
             table: Table::new("completion queues", MANY),
             notices: Notices::new(Instant::now()),
+            spread: OPENED.fetch_add(1, Ordering::Relaxed),
         }
     }
 
@@ -48,22 +56,23 @@ impl CqTable {
         let entries = init.entries;
         // SAFETY: the context is open.
         let vectors = unsafe { (*self.context).num_comp_vectors };
-        let vector = i32::try_from(init.vector).unwrap_or(i32::MAX);
-        if vector >= vectors.max(1) {
+        let vectors = vectors.max(1).unsigned_abs();
+        let vector = init.vector.unwrap_or(self.spread % vectors);
+        if vector >= vectors {
             return Err(VerbsError::InvalidParameter("completion vector"));
         }
         if entries == 0 || entries > max_cqe {
             return Err(VerbsError::InvalidParameter("number of entries"));
         }
         // Insert it first, because we need to pass the handle to the library.
-        let id = self.table.insert(Cq::new(init.vector, init.is_timed))?;
+        let id = self.table.insert(Cq::new(vector, init.is_timed))?;
         let cq_context = pack(id.0) as usize as *mut _;
         let ptr = if init.is_timed {
             let mut extended = ibv_cq_init_attr_ex {
                 cqe: entries,
                 cq_context,
                 channel: self.channel,
-                comp_vector: init.vector,
+                comp_vector: vector,
                 wc_flags: TIMED,
                 ..Default::default()
             };
@@ -73,7 +82,15 @@ impl CqTable {
             let create = self.verbs.ibv_create_cq;
             let entries = i32::try_from(entries).unwrap_or(i32::MAX);
             // SAFETY: same as above.
-            unsafe { create(self.context, entries, cq_context, self.channel, vector) }
+            unsafe {
+                create(
+                    self.context,
+                    entries,
+                    cq_context,
+                    self.channel,
+                    vector as i32,
+                )
+            }
         };
         if ptr.is_null() {
             let error = last_refusal("times of completions");
@@ -192,5 +209,35 @@ impl CqTable {
                 (self.verbs.ibv_destroy_cq)(cq.ptr);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::RdmaCoreDevice;
+    use crate::verbs::{CqInitAttr, Verbs as _, VerbsError};
+
+    #[test]
+    fn devices_are_distributed_over_vectors() {
+        let first = RdmaCoreDevice::fake().cqs.spread;
+        let mut device = RdmaCoreDevice::fake();
+        assert!(device.cqs.spread > first);
+        // SAFETY: the context is open and only used by this thread.
+        unsafe { (*device.cqs.context).num_comp_vectors = 4 };
+        device.cqs.spread = 6;
+        for _ in 0..2 {
+            let cq = device.create_cq(16).unwrap();
+            assert_eq!(device.query_cq(cq).unwrap().vector, 2);
+        }
+        let with = |vector| CqInitAttr {
+            vector: Some(vector),
+            ..CqInitAttr::new(16)
+        };
+        let cq = device.create_cq_with(&with(3)).unwrap();
+        assert_eq!(device.query_cq(cq).unwrap().vector, 3);
+        assert_eq!(
+            device.create_cq_with(&with(4)),
+            Err(VerbsError::InvalidParameter("completion vector"))
+        );
     }
 }

@@ -132,21 +132,22 @@ pub struct RateLimit {
 pub struct CqInitAttr {
     /// Minimum number of completions that can be stored.
     pub entries: u32,
-    /// Completion vector used for events, below [`DeviceAttr::comp_vectors`].
-    pub vector: u32,
+    /// Completion vector used for events, below [`DeviceAttr::comp_vectors`]. If not set, the
+    /// device selects it: devices opened by a process are distributed over the vectors.
+    pub vector: Option<u32>,
     /// Enables timestamps. Completions must then be polled using
     /// [`Verbs::poll_cq_timed`](super::Verbs::poll_cq_timed).
     pub is_timed: bool,
 }
 
 impl CqInitAttr {
-    /// Creates the attributes for a queue with `entries` completions, using the first vector and no
+    /// Creates the attributes for a queue with `entries` completions, without a specific vector or
     /// timestamps.
     #[must_use]
     pub fn new(entries: u32) -> Self {
         Self {
             entries,
-            vector: 0,
+            vector: None,
             is_timed: false,
         }
     }

@@ -640,12 +640,12 @@ pub(crate) fn completions_with_their_times<W: World>(mut w: W) {
     let p = w.provider(End::A);
     let vectors = p.device_attr().comp_vectors.max(1);
     let timed = CqInitAttr {
-        vector: vectors - 1,
+        vector: Some(vectors - 1),
         is_timed: true,
         ..CqInitAttr::new(16)
     };
     let beyond = CqInitAttr {
-        vector: vectors,
+        vector: Some(vectors),
         ..CqInitAttr::new(16)
     };
     let invalid = |r: Result<(), VerbsError>| {

@@ -43,7 +43,7 @@ impl CompletionQueues {
 
     pub(crate) fn create(&mut self, init: &CqInitAttr) -> Result<CqId, VerbsError> {
         self.check_entries(init.entries)?;
-        if init.vector >= self.vectors {
+        if init.vector.is_some_and(|vector| vector >= self.vectors) {
             return Err(VerbsError::InvalidParameter("completion vector"));
         }
         self.table.insert(Cq::new(init))

@@ -71,8 +71,9 @@
 //!
 //! # Not implemented
 //!
-//! Redirection, reliable datagram services, and ClassPortInfo. Alternate paths are rejected unless
-//! enabled in [`CmConfig`], since Linux does not support them on RoCE.
+//! Reliable datagram services and ClassPortInfo. A redirection is reported with its REJ, and
+//! followed by the layer above. Alternate paths are rejected unless enabled in [`CmConfig`], since
+//! Linux does not support them on RoCE.
 
 mod calls;
 mod conn;

@@ -60,6 +60,7 @@ impl Id {
             CmOption::BareRequests(_) => "AF_IB address",
             CmOption::PathMtu(_) => "path MTU",
             CmOption::AlternatePaths(_) => "alternate paths",
+            CmOption::Redirects(1..) => "redirection",
             option => return self.options.set(option, self.state, QpType::Rc),
         };
         Err(VerbsError::Unsupported(missing).into())

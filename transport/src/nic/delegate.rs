@@ -143,6 +143,7 @@ macro_rules! forward_cm_calls {
             accept(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> ();
             establish(id: $crate::verbs::CmId) -> ();
             reject_ece(id: $crate::verbs::CmId, private_data: &[u8]) -> ();
+            redirect(id: $crate::verbs::CmId, to: std::net::IpAddr) -> ();
             reject(id: $crate::verbs::CmId, private_data: &[u8]) -> ();
             mra(id: $crate::verbs::CmId) -> ();
             load_alternate_path(id: $crate::verbs::CmId, path: &$crate::verbs::AltPath) -> ();

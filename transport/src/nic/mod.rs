@@ -281,6 +281,7 @@ impl RdmaCm for Nic {
         @live accept(id: CmId, param: &ConnParam) -> ();
         @live establish(id: CmId) -> ();
         @live reject_ece(id: CmId, private_data: &[u8]) -> ();
+        @live redirect(id: CmId, to: IpAddr) -> ();
         @live reject(id: CmId, private_data: &[u8]) -> ();
         @live mra(id: CmId) -> ();
         @live load_alternate_path(id: CmId, path: &AltPath) -> ();

@@ -182,6 +182,9 @@ impl Connections {
             CmOption::PathMtu(_) => Err(VerbsError::Unsupported("path of a request").into()),
             // The kernel rejects alternate paths, or loads them if supported by the adapter.
             CmOption::AlternatePaths(_) => Err(VerbsError::Unsupported("alternate paths").into()),
+            // The kernel reports the reason of a rejection, but not the port.
+            CmOption::Redirects(0) => Ok(()),
+            CmOption::Redirects(_) => Err(VerbsError::Unsupported("redirection").into()),
         }
     }
 
@@ -455,9 +458,10 @@ impl Connections {
                 Err(VerbsError::Unsupported(what).into())
             }
             // Not supported for any id.
-            CmOption::BareRequests(true) | CmOption::PathMtu(_) | CmOption::AlternatePaths(_) => {
-                self.set_on(ptr::null_mut(), option)
-            }
+            CmOption::BareRequests(true)
+            | CmOption::PathMtu(_)
+            | CmOption::AlternatePaths(_)
+            | CmOption::Redirects(_) => self.set_on(ptr::null_mut(), option),
         }
     }
 

@@ -108,6 +108,12 @@ pub enum CmOption {
     /// after a migration. Requests use the option of their listener. There is no such option in
     /// rdma-core.
     AlternatePaths(bool),
+    /// Maximum number of redirections to follow while connecting: if the peer rejects the request
+    /// and specifies another port (IBTA 12.6.7.2, reasons 24 and 25), the request is sent to that
+    /// port instead, and [`RdmaCm::peer_addr`](super::RdmaCm::peer_addr) returns its address. By
+    /// default, this is 0 and the ID is rejected with this reason, as on Linux. Can be set before
+    /// connecting. There is no such option in rdma-core.
+    Redirects(u8),
 }
 
 /// Vendor options of a queue pair, which are exchanged when connecting (enhanced connection

@@ -709,6 +709,19 @@ pub trait RdmaCm {
     /// The same as for [`RdmaCm::reject`], or [`CmError::InvalidState`] for a datagram ID.
     fn reject_ece(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
 
+    /// Rejects a connection request and refers the peer to the same port of another address (IBTA
+    /// 12.6.7.2, reason 24). The peer may follow ([`CmOption::Redirects`]), or report the
+    /// rejection.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`] unless there is a request for a connection,
+    /// [`CmError::Unreachable`] for a different address family or if this is not the address of a
+    /// host, [`VerbsError::Unsupported`] if the device does not send the address.
+    fn redirect(&mut self, id: CmId, to: IpAddr) -> Result<(), CmError> {
+        let _ = (id, to);
+        Err(VerbsError::Unsupported("redirection").into())
+    }
+
     /// Requests more time to respond to the peer's request.
     ///
     /// Currently not used.

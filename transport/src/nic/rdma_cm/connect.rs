@@ -1,10 +1,10 @@
 //! Connection calls: connect, accept, reject and disconnect.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use riser_state::become_state;
 
-use super::calls::service_id;
+use super::calls::{check_destination, service_id};
 use super::paths::cm_path;
 use super::{CmAgent, IdState};
 use crate::cm::{RepParams, ReqParams};
@@ -14,7 +14,9 @@ use crate::verbs::{
     MULTICAST_QPN, Mtu, PKey, QpId, QpType,
 };
 use crate::wire::Qpn;
-use crate::wire::cm_msg::{AdditionalInfo, Bits, CmPath, CmTimeout, PrivateData, RejReason};
+use crate::wire::cm_msg::{
+    AdditionalInfo, Bits, CmPath, CmTimeout, PrivateData, Redirect, RejReason,
+};
 use crate::wire::cma::{CMA_HEADER_LEN, CmaAddrs, CmaHeader};
 
 /// Proposed ACK timeout: 4.096 µs × 2¹⁶, or a quarter of a second. We start to retransmit much
@@ -208,7 +210,23 @@ impl CmAgent {
         if self.cm_id(id, "reject")?.qp_type == QpType::Ud {
             return self.name_no_qp(device, id, private_data);
         }
-        self.refuse(device, id, RejReason::ConsumerDefined, private_data)
+        let reason = RejReason::ConsumerDefined;
+        self.refuse(device, id, reason, AdditionalInfo::default(), private_data)
+    }
+
+    pub(crate) fn redirect(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        to: IpAddr,
+    ) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "redirect")?;
+        if entry.state != IdState::Requested || entry.qp_type == QpType::Ud {
+            return Err(CmError::InvalidState("redirect"));
+        }
+        check_destination(device.port.addr().ip(), to, false)?;
+        let info = Redirect::to_port(to.into()).emit();
+        self.refuse(device, id, RejReason::PortCmRedirect, info, &[])
     }
 
     pub(crate) fn reject_ece(
@@ -224,6 +242,7 @@ impl CmAgent {
             device,
             id,
             RejReason::VendorOptionNotSupported,
+            AdditionalInfo::default(),
             private_data,
         )
     }
@@ -233,6 +252,7 @@ impl CmAgent {
         device: &mut Device,
         id: CmId,
         reason: RejReason,
+        info: AdditionalInfo,
         private_data: &[u8],
     ) -> Result<(), CmError> {
         check_len(private_data, MAX_REJECT_PRIVATE_DATA)?;
@@ -246,7 +266,6 @@ impl CmAgent {
         become_state(&mut entry.state, IdState::Closed);
         entry.ib = None;
         self.by_ib.remove(&ib);
-        let info = AdditionalInfo::default();
         let sent = self
             .cm
             .send_rej(now, ib, reason, info, padded(private_data));

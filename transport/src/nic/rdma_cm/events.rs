@@ -5,20 +5,23 @@ use std::time::Instant;
 
 use riser_state::become_state;
 
+use super::calls::check_destination;
 use super::connect::MRA_TIMEOUT;
 use super::paths::offered_path;
 use super::qp_attr::new_psn;
 use super::{CmAgent, Id, IdState};
 use crate::cm::{CmRoute, IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
-use crate::nic::Device;
 use crate::nic::received::Received;
+use crate::nic::{Device, Wire};
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, QpAttr, QpId, QpState, QpType,
 };
-use crate::wire::Psn;
-use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, RepMsg, ReqMsg};
+use crate::wire::cm_msg::{
+    AdditionalInfo, CmTimeout, PrivateData, Redirect, RejReason, RepMsg, ReqMsg,
+};
 use crate::wire::cma::{CmaError, CmaHeader};
 use crate::wire::mad::Mad;
+use crate::wire::{Psn, Qpn};
 
 impl CmAgent {
     pub(super) fn report(&mut self, id: CmId, kind: CmEventKind) {
@@ -310,6 +313,8 @@ impl CmAgent {
                 info,
                 ..
             } if self.retry_with_mtu(device, id, ib, &info) => {}
+            IbCmEventKind::RejReceived { reason, info, .. }
+                if self.follow_redirect(device, id, ib, reason, &info) => {}
             IbCmEventKind::RejReceived {
                 reason,
                 private_data,
@@ -375,6 +380,52 @@ impl CmAgent {
             return false;
         }
         entry.retried = true;
+        self.request_again(device, id, ib, mtu)
+    }
+
+    /// Sends a new request to the port specified by the peer. This will return `false` if the
+    /// limit is reached, or if the port cannot be used.
+    fn follow_redirect(
+        &mut self,
+        device: &mut Device,
+        id: CmId,
+        ib: IbCmId,
+        reason: RejReason,
+        info: &AdditionalInfo,
+    ) -> bool {
+        let Some(redirect) = Redirect::parse(reason, info) else {
+            return false;
+        };
+        let (own, mtu) = (device.port.addr().ip(), device.config().mtu);
+        let to = redirect.gid.ip();
+        // A device reaches other CMs only by QP 1, and peers on shared memory only by their link.
+        let is_reachable = redirect.qpn == Qpn::GSI
+            && device.config().wire == Wire::Network
+            && check_destination(own, to, false).is_ok();
+        let Ok(entry) = self.ids.get_mut(id) else {
+            return false;
+        };
+        let Some(peer) = entry.peer.filter(|peer| peer.ip() != to && is_reachable) else {
+            return false;
+        };
+        // Ports could refer to each other forever.
+        let is_allowed = entry.redirects < entry.options.redirects;
+        if entry.state != IdState::Connecting || entry.ib != Some(ib) || !is_allowed {
+            return false;
+        }
+        entry.redirects += 1;
+        entry.peer = Some(SocketAddr::new(to, peer.port()));
+        // The path MTU of the new port can be different.
+        entry.retried = false;
+        let mtu = entry.options.path_mtu.map_or(mtu, |most| most.min(mtu));
+        self.request_again(device, id, ib, mtu)
+    }
+
+    /// Sends another request for an id whose request was rejected.
+    fn request_again(&mut self, device: &mut Device, id: CmId, ib: IbCmId, mtu: Mtu) -> bool {
+        let Ok(entry) = self.ids.get_mut(id) else {
+            return false;
+        };
         let Some(param) = entry.param.clone() else {
             return false;
         };

@@ -29,6 +29,9 @@
 //! - If the peer's interface has a smaller MTU, it rejects our path MTU and sends the supported
 //!   value (IBTA 12.6.7.2, reason 26). We then send a new request using this value, without
 //!   notifying the application.
+//! - If the peer redirects the request to another port ([`CmOption::Redirects`]), we send it there,
+//!   without notifying the application. The number of redirections is limited, because ports could
+//!   refer to each other.
 //! - A connection is established when we receive the RTU or the first data packet, whichever is
 //!   first. The application does not need to call anything for this.
 //!
@@ -105,6 +108,8 @@ struct Id {
     param: Option<Box<ConnParam>>,
     /// Active side: set if we have retried with a smaller path MTU.
     retried: bool,
+    /// Active side: number of redirections followed.
+    redirects: u8,
     /// Joined multicast groups.
     groups: Vec<IpAddr>,
     /// Set once the connection has been established, so the application must be notified when the
@@ -131,6 +136,7 @@ impl Id {
             alternate: None,
             param: None,
             retried: false,
+            redirects: 0,
             groups: Vec::new(),
             was_established: false,
         }

@@ -25,6 +25,8 @@ pub(crate) struct Options {
     pub(crate) ack_timeout: Option<u8>,
     /// Allows the peer to load alternate paths.
     pub(super) alternate_paths: bool,
+    /// Maximum number of redirections to follow.
+    pub(super) redirects: u8,
 }
 
 impl Options {
@@ -70,11 +72,10 @@ impl Options {
                 self.is_bare = may.then_some(bare).ok_or(late)?;
             }
             CmOption::PathMtu(mtu) => {
-                let may = matches!(
-                    state,
-                    IdState::Idle | IdState::Bound | IdState::AddrResolved | IdState::RouteResolved
-                );
-                self.path_mtu = Some(may.then_some(mtu).ok_or(late)?);
+                self.path_mtu = Some(state.precedes_request().then_some(mtu).ok_or(late)?);
+            }
+            CmOption::Redirects(count) => {
+                self.redirects = state.precedes_request().then_some(count).ok_or(late)?;
             }
             CmOption::AckTimeout(exponent) => {
                 let has_one = matches!(qp_type, QpType::Rc | QpType::XrcIni);

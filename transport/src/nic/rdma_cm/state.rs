@@ -64,7 +64,7 @@ impl State for IdState {
             Bound => matches!(next, AddrResolved | Listening),
             AddrResolved => matches!(next, RouteResolved),
             RouteResolved => matches!(next, Connecting),
-            // We send a new request if the peer needs a smaller path MTU.
+            // We send a new request if the peer needs a smaller path MTU, or redirects it.
             Connecting => matches!(next, Connecting | Responded | Established | Closed),
             Responded => matches!(next, Established | Closed),
             // Datagram ids don't need to be confirmed by the peer.
@@ -74,5 +74,13 @@ impl State for IdState {
             Disconnecting => matches!(next, Closed),
             Listening | Closed => false,
         }
+    }
+}
+
+impl IdState {
+    /// Returns whether an id in this state may still send its first request.
+    pub(super) fn precedes_request(self) -> bool {
+        use IdState::{AddrResolved, Bound, Idle, RouteResolved};
+        matches!(self, Idle | Bound | AddrResolved | RouteResolved)
     }
 }

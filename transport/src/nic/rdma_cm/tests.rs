@@ -11,7 +11,9 @@ use super::state::IdState::{
 use super::*;
 use crate::nic::batch::TxBatch;
 use crate::nic::{Nic, NicConfig};
-use crate::verbs::{CmEventKind, Mtu, QpCap, QpInitAttr, QpType, RdmaCm as _, Verbs as _};
+use crate::verbs::{
+    CmError, CmEventKind, CmOption, Gid, Mtu, QpCap, QpInitAttr, QpType, RdmaCm as _, Verbs as _,
+};
 
 const STATES: [IdState; 12] = [
     Idle,
@@ -342,8 +344,6 @@ fn classes(now: Instant, from: &mut Nic, to: &mut Nic) -> Vec<u8> {
 
 #[test]
 fn type_of_service_is_taken_from_request() {
-    use crate::verbs::CmOption;
-
     let two = &mut Two::new();
     two.a.device.set_mtu(Mtu::Mtu512);
     for own in [None, Some(0x20)] {
@@ -378,4 +378,185 @@ fn type_of_service_is_taken_from_request() {
     two.a.set_option(id, option).unwrap();
     two.a.connect(id, &ConnParam::default()).unwrap();
     assert_eq!(classes(two.now, &mut two.a, &mut two.b), [0x68]);
+}
+
+/// Devices at 10.0.0.1, 10.0.0.2 and 10.0.0.3. The last two listen on port 4000.
+struct Three {
+    nics: [Nic; 3],
+    now: Instant,
+}
+
+impl Three {
+    fn new() -> Self {
+        let now = Instant::now();
+        let nics = [1, 2, 3].map(|host| {
+            let mut nic = Nic::new(NicConfig::new([10, 0, 0, host].into(), [host; 32]), now);
+            let id = nic.create_id(PortSpace::Tcp).unwrap();
+            nic.bind_addr(id, ([10, 0, 0, host], 4000).into()).unwrap();
+            nic.listen(id, 8).unwrap();
+            nic
+        });
+        Self { nics, now }
+    }
+
+    /// Delivers packets until there are no more left.
+    fn exchange(&mut self) {
+        loop {
+            let mut packets = Vec::new();
+            for nic in &mut self.nics {
+                let mut batch = TxBatch::new(1);
+                nic.poll_transmit(self.now, &mut batch, 1 << 20);
+                let from = nic.device.port.addr();
+                for group in batch.groups() {
+                    let copies = batch.copy_packets(group).into_iter();
+                    packets.extend(copies.map(|packet| (from, group.way.dst.ip(), packet)));
+                }
+            }
+            if packets.is_empty() {
+                return;
+            }
+            for (from, to, packet) in packets {
+                let mut nics = self.nics.iter_mut();
+                let nic = nics.find(|nic| nic.device.port.addr().ip() == to);
+                let nic = nic.expect("a device with this address");
+                nic.handle_datagram(self.now, from, packet.len(), &packet);
+            }
+        }
+    }
+
+    /// Sends a request from the first device to the second, following up to `most` redirections.
+    fn connect(&mut self, most: u8) -> CmId {
+        let id = resolved(&mut self.nics[0]);
+        with_qp(&mut self.nics[0], id);
+        let option = CmOption::Redirects(most);
+        self.nics[0].set_option(id, option).unwrap();
+        let param = ConnParam {
+            private_data: b"login".to_vec(),
+            ..ConnParam::default()
+        };
+        self.nics[0].connect(id, &param).unwrap();
+        self.exchange();
+        id
+    }
+
+    /// Returns the request received by a device.
+    fn request(&mut self, nic: usize) -> Option<CmId> {
+        let event = self.nics[nic].poll_cm_event()?;
+        let CmEventKind::ConnectRequest { param, .. } = event.kind else {
+            panic!("{event:?}");
+        };
+        assert_eq!(param.private_data[..5], *b"login");
+        Some(event.id)
+    }
+
+    /// Returns the reason with which the first device reports a rejection.
+    fn rejection(&mut self) -> u16 {
+        let event = last_event(&mut self.nics[0]);
+        let CmEventKind::Rejected { reason, .. } = event.kind else {
+            panic!("{event:?}");
+        };
+        reason
+    }
+}
+
+#[test]
+fn redirected_request_reaches_other_port() {
+    let three = &mut Three::new();
+    // The request is sent again with a smaller path MTU.
+    three.nics[2].device.set_mtu(Mtu::Mtu512);
+    let id = three.connect(1);
+    let request = three.request(1).unwrap();
+    three.nics[1]
+        .redirect(request, [10, 0, 0, 3].into())
+        .unwrap();
+    three.exchange();
+    let request = three.request(2).expect("a request at the other port");
+    with_qp(&mut three.nics[2], request);
+    three.nics[2]
+        .accept(request, &ConnParam::default())
+        .unwrap();
+    three.exchange();
+    let event = last_event(&mut three.nics[0]);
+    assert_eq!(event.id, id);
+    assert!(
+        matches!(event.kind, CmEventKind::Established { .. }),
+        "{event:?}"
+    );
+    let peer = Some(([10, 0, 0, 3], 4000).into());
+    assert_eq!(three.nics[0].peer_addr(id), peer);
+    let qp = three.nics[0].cm.ids.get(id).unwrap().qp.unwrap();
+    let ah = three.nics[0].query_qp(qp).unwrap().ah.unwrap();
+    assert_eq!(ah.dgid.ip(), IpAddr::from([10, 0, 0, 3]));
+    assert_eq!(three.nics[0].cm.cm.id_count(), 2, "listener and connection");
+}
+
+#[test]
+fn redirections_are_bounded() {
+    for most in [0, 1, 3] {
+        let three = &mut Three::new();
+        three.connect(most);
+        let mut requests = 0;
+        // The second and third device refer to each other.
+        for at in [1, 2].into_iter().cycle() {
+            let Some(request) = three.request(at) else {
+                break;
+            };
+            requests += 1;
+            let to = [10, 0, 0, if at == 1 { 3 } else { 2 }].into();
+            three.nics[at].redirect(request, to).unwrap();
+            three.exchange();
+        }
+        assert_eq!(requests, u32::from(most) + 1);
+        assert_eq!(three.rejection(), 24);
+        assert!(three.nics[0].cm.by_ib.len() == 1, "only the listener");
+    }
+}
+
+#[test]
+fn unusable_redirections_are_reported() {
+    use crate::wire::cm_msg::{AdditionalInfo, PrivateData, Redirect, RejReason};
+
+    let gid = |ip: &str| Gid::from(ip.parse::<IpAddr>().unwrap());
+    let to = |ip| Redirect::to_port(gid(ip)).emit();
+    let other_qp = Redirect {
+        qpn: Qpn::new(7),
+        ..Redirect::to_port(gid("10.0.0.3"))
+    };
+    let short = AdditionalInfo::new(&[1, 2]).unwrap();
+    for info in [
+        // The port that sends it, no host, another address family, another QP, and too short.
+        to("10.0.0.2"),
+        to("0.0.0.0"),
+        to("239.1.2.3"),
+        to("2001:db8::1"),
+        to("fe80::1"),
+        other_qp.emit(),
+        short,
+    ] {
+        let three = &mut Three::new();
+        three.connect(4);
+        let request = three.request(1).unwrap();
+        let agent = &mut three.nics[1].cm;
+        let ib = agent.ids.get(request).unwrap().ib.unwrap();
+        let (reason, none) = (RejReason::PortCmRedirect, PrivateData::default());
+        agent
+            .cm
+            .send_rej(three.now, ib, reason, info, none)
+            .unwrap();
+        agent.may_send = true;
+        three.exchange();
+        assert_eq!(three.rejection(), 24);
+    }
+    let three = &mut Three::new();
+    three.connect(4);
+    let request = three.request(1).unwrap();
+    for ip in ["0.0.0.0", "239.1.2.3", "2001:db8::1"] {
+        let refused = three.nics[1].redirect(request, ip.parse().unwrap());
+        assert_eq!(refused, Err(CmError::Unreachable));
+    }
+    three.nics[1].reject(request, &[]).unwrap();
+    three.exchange();
+    assert_eq!(three.rejection(), 28);
+    let late = three.nics[1].redirect(request, [10, 0, 0, 3].into());
+    assert_eq!(late, Err(CmError::InvalidState("redirect")));
 }

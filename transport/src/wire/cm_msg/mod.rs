@@ -8,6 +8,7 @@
 mod fields;
 mod msgs;
 mod raw;
+mod redirect;
 mod req;
 
 use num_enum::TryFromPrimitive;
@@ -19,6 +20,7 @@ pub use fields::{
     MraOf, PrivateData, RejOf, RejReason, ServiceId, SidrStatus, TooLong, TransportType,
 };
 pub use msgs::{AprMsg, DreqMsg, LapMsg, MraMsg, PairMsg, RejMsg, RepMsg, SidrRepMsg, SidrReqMsg};
+pub use redirect::Redirect;
 pub(crate) use req::transport_of;
 pub use req::{CmPath, ReqMsg};
 

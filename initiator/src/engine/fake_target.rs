@@ -63,6 +63,8 @@ pub(crate) struct Knobs {
     pub(crate) invalidate: AtomicBool,
     /// Logins are rejected.
     pub(crate) refuse: AtomicBool,
+    /// Logins are redirected to this address.
+    pub(crate) redirect: Mutex<Option<IpAddr>>,
     /// Responses to login requests for further channels are delayed.
     pub(crate) late: AtomicBool,
     /// Task management requests get no response.
@@ -332,6 +334,12 @@ impl Target {
 
     fn log_in(&mut self, id: CmId, private_data: &[u8]) {
         let login = LoginReq::parse_rdma(private_data).unwrap();
+        if let Some(to) = *self.knobs.redirect.lock().unwrap() {
+            count(&self.knobs.refused);
+            self.nic.redirect(id, to).unwrap();
+            let _ = self.nic.destroy_id(id);
+            return;
+        }
         if self.knobs.refuse.load(Ordering::SeqCst) {
             self.knobs.refused.fetch_add(1, Ordering::SeqCst);
             let mut rej = [0; 32];

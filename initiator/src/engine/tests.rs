@@ -1,4 +1,4 @@
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -132,6 +132,37 @@ fn rejected_login_reports_reason() {
     let unreachable_port: SrpUrl = unreachable_port.parse().unwrap();
     let error = block_on(client.connect(&unreachable_port)).unwrap_err();
     assert!(matches!(error, EngineError::Login(_)), "{error}");
+}
+
+#[test]
+fn redirected_login_uses_other_target() {
+    let [first, second] = [FakeTarget::start(BLOCKS), FakeTarget::start(BLOCKS)];
+    *first.knobs.redirect.lock().unwrap() = Some(second.addr.ip());
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1&channels=2", first.addr)
+        .parse()
+        .unwrap();
+    let client = client();
+    let session = block_on(client.connect(&url)).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    let data = pattern(5, 4096);
+    write_bytes(&lun, 8192, &data);
+    assert_eq!(second.disk.lock().unwrap()[8192..8192 + 4096], data);
+    assert_eq!(first.disk.lock().unwrap()[8192..8192 + 4096], [0; 4096]);
+    let count = |counter: &AtomicU32| counter.load(Ordering::SeqCst);
+    assert_eq!(count(&first.knobs.refused), 2, "each channel");
+    assert_eq!(count(&first.knobs.logins), 0);
+    assert_eq!(count(&second.knobs.logins), 2);
+}
+
+#[test]
+fn login_redirected_in_circle_fails() {
+    let [first, second] = [FakeTarget::start(8), FakeTarget::start(8)];
+    *first.knobs.redirect.lock().unwrap() = Some(second.addr.ip());
+    *second.knobs.redirect.lock().unwrap() = Some(first.addr.ip());
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1", first.addr).parse().unwrap();
+    let client = client();
+    let error = block_on(client.connect(&url)).unwrap_err();
+    assert!(error.to_string().contains("redirected"), "{error}");
 }
 
 #[test]

@@ -87,6 +87,15 @@ pub enum ConnectError {
     Tcp(i32),
 }
 
+/// Returns a description of a reason of the InfiniBand CM (IBTA 12.6.7.2), or nothing for a reason
+/// that suggests no action.
+fn cm_reason(reason: u16) -> &'static str {
+    match reason {
+        24 | 25 => ": redirected to another port, too often or without a usable address",
+        _ => "",
+    }
+}
+
 /// Reason for a failed SRP login.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SrpLoginError {
@@ -94,7 +103,7 @@ pub enum SrpLoginError {
     #[error("login rejected: {0}")]
     Rejected(LoginRejReason),
     /// The connection was rejected without an SRP reason; the value is the CM's.
-    #[error("connection rejected (CM reason {0})")]
+    #[error("connection rejected (CM reason {0}{text})", text = cm_reason(*.0))]
     Refused(u16),
     /// The target's response is invalid.
     #[error(transparent)]

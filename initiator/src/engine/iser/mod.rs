@@ -78,6 +78,8 @@ impl IserConfig {
             region_segments: self.region_segments,
             memory: self.command_at(self.queue_size),
             remote_invalidate: true,
+            // An iSCSI login is redirected by the target itself.
+            redirects: 0,
         }
     }
 

@@ -13,6 +13,7 @@
 //! ([`Device::flush`]). If the device rejects a list, the connection is broken. A command is not
 //! started without a free slot, send-queue entries and regions.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -56,6 +57,8 @@ pub(in crate::engine) struct RdmaLimits {
     /// The target may invalidate keys. In this case, no completion of ours implies that a command's
     /// SEND has completed, so each SEND is signaled.
     pub(in crate::engine) remote_invalidate: bool,
+    /// Maximum number of redirections of a connection request to another port.
+    pub(in crate::engine) redirects: u8,
 }
 
 impl RdmaLimits {
@@ -130,6 +133,10 @@ struct Rings {
 pub(in crate::engine) struct RdmaConn<const R: usize> {
     id: CmId,
     owner: Owner,
+    /// Address to which the first request is sent.
+    dst: SocketAddr,
+    /// Address to which the request was redirected.
+    redirect: Option<SocketAddr>,
     limits: RdmaLimits,
     rings: Option<Rings>,
     tasks: Tasks<R>,
@@ -159,6 +166,8 @@ impl<const R: usize> RdmaConn<R> {
             true => provider.set_option(id, CmOption::AckTimeout(ACK_TIMEOUT)),
             false => Ok(()),
         };
+        // A device that does not support this reports the rejection.
+        let _ = provider.set_option(id, CmOption::Redirects(limits.redirects));
         let begun = timeout.map_err(ConnectError::Cm).and_then(|()| {
             let resolved = provider.resolve_addr(id, target.src, target.dst, RESOLVE);
             resolved.map_err(ConnectError::Address)
@@ -171,6 +180,8 @@ impl<const R: usize> RdmaConn<R> {
         Ok(Self {
             id,
             owner,
+            dst: target.dst,
+            redirect: None,
             limits,
             rings: None,
             tasks: Tasks::new(limits.commands, limits.command_entries),
@@ -211,6 +222,13 @@ impl<const R: usize> RdmaConn<R> {
             },
             CmEventKind::Established { param } => {
                 self.is_connecting = false;
+                if self.limits.redirects > 0 {
+                    let peer = device.provider.peer_addr(self.id);
+                    self.redirect = peer.filter(|peer| *peer != self.dst);
+                }
+                if let Some(to) = self.redirect {
+                    tracing::info!(target = %self.dst, %to, "login was redirected");
+                }
                 self.probe = device.is_software_nic().then(|| Probe::new(now));
                 CmStep::Established(param)
             }
@@ -297,6 +315,11 @@ impl<const R: usize> RdmaConn<R> {
             self.probe = None;
         }
         waits
+    }
+
+    /// Returns the address to which an established connection was redirected, if any.
+    pub(in crate::engine) fn redirect(&self) -> Option<SocketAddr> {
+        self.redirect
     }
 
     /// Returns the time of the next [`Self::probe`].
@@ -650,6 +673,7 @@ mod tests {
         region_segments: 4,
         memory: 4096,
         remote_invalidate: true,
+        redirects: 0,
     };
 
     /// Returns a connection whose queue pair does not accept requests, which is irrelevant for

@@ -1,5 +1,6 @@
 //! Slot for a connection, which may be opened and closed many times.
 
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use riser_transport::verbs::{CmEventKind, ConnParam, Provider, VerbsError};
@@ -104,6 +105,11 @@ impl<const R: usize, C: RdmaProtocol<R>> ConnSlot<C, R> {
             ConnEvent::Closed => self.release(device, true, now),
         }
         Some(event)
+    }
+
+    /// Returns the address to which the connection was redirected, if any.
+    pub(in crate::engine) fn redirect(&self) -> Option<SocketAddr> {
+        self.conn.as_ref()?.rdma().redirect()
     }
 
     /// See [`RdmaConn::retire`]. Without a connection, its closing reports all of its requests.

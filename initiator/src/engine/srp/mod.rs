@@ -28,6 +28,9 @@ pub(super) const RECV_LEN: usize = 1024;
 
 /// Receives, send-queue entries and regions in addition to those for commands.
 const SPARE: u16 = 8;
+/// Maximum number of redirections of a connection request to another port. Ports that refer to each
+/// other would redirect it forever.
+const MAX_REDIRECTS: u8 = 4;
 
 /// Buffers for task-management requests.
 const TSK_MGMT_SLOTS: u16 = 4;
@@ -58,6 +61,7 @@ impl SrpConfig {
             region_segments: self.region_segments,
             memory: self.command_at(self.queue_size),
             remote_invalidate: false,
+            redirects: MAX_REDIRECTS,
         }
     }
 

@@ -1,5 +1,6 @@
 //! Connections: connecting, loss, reconnecting, and closing.
 
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use riser_scsi::srp::LoginReq;
@@ -32,17 +33,23 @@ impl SrpSession {
     }
 
     /// Called when the connection is established, with the private data of the target. `reads` is
-    /// the number of writes for which the target may fetch the data concurrently with RDMA READ.
+    /// the number of writes for which the target may fetch the data concurrently with RDMA READ,
+    /// and `redirect` the address to which the login was redirected, if any.
     pub fn handle_connected(
         &mut self,
         channel: ChannelIndex,
         private_data: &[u8],
         reads: u8,
+        redirect: Option<SocketAddr>,
         now: Instant,
     ) {
         let member = &mut self.members[usize::from(channel.0)];
         if !matches!(member.conn, ConnState::Connecting(_)) {
             return;
+        }
+        // All channels of a session must belong to the same I_T nexus.
+        if channel.0 > 0 && redirect != self.redirect {
+            return self.disconnect(channel);
         }
         match member.channel.handle_established(private_data) {
             Ok(_) => {
@@ -61,11 +68,25 @@ impl SrpSession {
         }
         if channel.0 == 0 && self.state() == SessionState::LoggingIn {
             self.core.on_live(now);
+            self.fence_redirect(redirect);
             for extra in 1..self.config.channels {
                 self.connect(extra, now);
             }
         }
         self.pump(now);
+    }
+
+    /// If the login has reached another port than the last login, it has not terminated the
+    /// commands of lost connections: waits until these have completed.
+    fn fence_redirect(&mut self, redirect: Option<SocketAddr>) {
+        let is_elsewhere = std::mem::replace(&mut self.redirect, redirect) != redirect;
+        let Some(at) = self.core.settle_at else {
+            return;
+        };
+        self.has_moved |= is_elsewhere;
+        if self.has_moved {
+            self.core.settle_until(at);
+        }
     }
 
     /// Called when a connection was rejected with a CM reason and private data. The owner has

@@ -50,7 +50,7 @@ impl Machine for SrpSession {
     }
 
     fn release(&mut self, ends_old: bool, now: Instant) {
-        if ends_old {
+        if ends_old && !self.has_moved {
             self.core.settle_at = None;
         }
         self.core.on_checked();

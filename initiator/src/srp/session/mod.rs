@@ -57,7 +57,8 @@
 //! reach the medium after its retry, and after later writes to the same blocks. ABORT TASK cannot
 //! abort it, because it only refers to commands of its own I_T nexus, and LOGICAL UNIT RESET would
 //! also terminate the commands of all other initiators. The same applies to the unknown connection
-//! of an earlier process.
+//! of an earlier process, and with any target if the new login was redirected to another port,
+//! which does not know the old channels.
 //!
 //! Task-management functions and commands with other effects (reservations, mode pages, compare and
 //! write) are never sent again; they fail with [`RequestError::ConnectionLost`].
@@ -71,6 +72,7 @@ mod recovery;
 mod requests;
 mod types;
 
+use std::net::SocketAddr;
 use std::time::Instant;
 
 use riser_scsi::sense::Sense;
@@ -93,6 +95,11 @@ pub struct SrpSession {
     config: SessionConfig,
     core: Core<Tag, Output>,
     members: Vec<Member>,
+    /// Address to which the last login was redirected, if any.
+    redirect: Option<SocketAddr>,
+    /// The session was lost with commands that modify the medium, and the login has not terminated
+    /// them because it has reached another port.
+    has_moved: bool,
 }
 
 impl SrpSession {
@@ -119,6 +126,8 @@ impl SrpSession {
             members: (0..config.channels)
                 .map(|i| Member::new(&config, i))
                 .collect(),
+            redirect: None,
+            has_moved: false,
         };
         session.connect(0, now);
         session

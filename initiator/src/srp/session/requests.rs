@@ -142,6 +142,7 @@ impl SrpSession {
     /// completed.
     pub(super) fn release_settled(&mut self, now: Instant) {
         if self.core.release_settled(now) {
+            self.has_moved = false;
             self.pump(now);
         }
     }

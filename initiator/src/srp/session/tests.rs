@@ -24,6 +24,8 @@ const CH1: ChannelIndex = ChannelIndex(1);
 pub(crate) struct Rig {
     session: SrpSession,
     now: Instant,
+    /// Address to which logins are redirected.
+    redirect: Option<SocketAddr>,
     /// Tags of sent commands, by request.
     sent: Vec<(RequestId, ChannelIndex, u64)>,
 }
@@ -83,6 +85,7 @@ impl Rig {
         Self {
             session,
             now,
+            redirect: None,
             sent: Vec::new(),
         }
     }
@@ -104,7 +107,7 @@ impl Rig {
     fn log_in(&mut self, channel: ChannelIndex) -> LoginReq {
         let login = self.session.begin_login(channel);
         self.session
-            .handle_connected(channel, &login_rsp(32), 16, self.now);
+            .handle_connected(channel, &login_rsp(32), 16, self.redirect, self.now);
         login
     }
 
@@ -377,7 +380,8 @@ fn taking_immediate_data(reads: u8) -> Rig {
     rig.session.begin_login(CH0);
     let mut rsp = login_rsp(32);
     rsp[26] = 0x80;
-    rig.session.handle_connected(CH0, &rsp, reads, rig.now);
+    rig.session
+        .handle_connected(CH0, &rsp, reads, None, rig.now);
     assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
     rig
 }
@@ -454,7 +458,8 @@ fn write(start: u64, end: u64) -> Effect {
 fn malformed_login_response_closes_channel() {
     let mut rig = Rig::connecting(1);
     rig.session.begin_login(CH0);
-    rig.session.handle_connected(CH0, &[0xc0; 20], 16, rig.now);
+    rig.session
+        .handle_connected(CH0, &[0xc0; 20], 16, None, rig.now);
     rig.expect_channel_disconnect(CH0);
     assert!(matches!(
         rig.next(),
@@ -631,6 +636,52 @@ fn untrusted_target_gets_settle_time() {
     rig.now += MS;
     rig.session.handle_timeout(rig.now);
     assert_eq!(rig.started().0, id);
+}
+
+#[test]
+fn redirected_login_waits_for_lost_changes() {
+    let to = |host: u8| Some(([10, 0, 0, host], 5555).into());
+    for is_guarded in [false, true] {
+        let mut rig = Rig::live(1);
+        rig.session.set_guarded(is_guarded);
+        let id = rig.submit(write(0, 8));
+        rig.started();
+        rig.lose_connection();
+        rig.expect_reconnecting(Down::ConnectionLost);
+        let lost_at = rig.now;
+        rig.redirect = to(2);
+        rig.reconnect();
+        // The target terminates the commands of old channels, but only at its own ports.
+        rig.session.release(true, rig.now);
+        rig.expect_idle();
+        rig.now = lost_at + 15 * SEC - MS;
+        rig.session.handle_timeout(rig.now);
+        rig.expect_idle();
+        rig.now += MS;
+        rig.session.handle_timeout(rig.now);
+        assert_eq!(rig.started().0, id);
+        // The next login reaches the same port.
+        rig.lose_connection();
+        rig.expect_reconnecting(Down::ConnectionLost);
+        rig.reconnect();
+        rig.session.release(true, rig.now);
+        assert_eq!(rig.started().0, id);
+    }
+}
+
+#[test]
+fn further_channel_must_reach_same_port() {
+    let mut rig = Rig::connecting(2);
+    rig.log_in(CH0);
+    assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+    assert_eq!(rig.next(), Output::Connect(CH1));
+    rig.redirect = Some(([10, 0, 0, 2], 5555).into());
+    rig.log_in(CH1);
+    assert!(matches!(rig.next(), Output::Disconnect(CH1, None)));
+    rig.session.handle_channel_closed(CH1, rig.now);
+    assert_eq!(rig.session.live_channels(), 1);
+    assert_eq!(rig.session.state(), SessionState::Live);
+    rig.expect_idle();
 }
 
 #[test]
@@ -1061,6 +1112,7 @@ fn action() -> impl Strategy<Value = Action> {
 /// could access its memory.
 fn run(actions: Vec<Action>) {
     let mut rig = Rig {
+        redirect: None,
         sent: Vec::new(),
         now: Instant::now(),
         session: SrpSession::new(config(2), Instant::now()),

@@ -73,7 +73,8 @@ impl SrpLink {
             None => {}
             Some(ConnEvent::Established(param)) => {
                 let reads = cx.device().fetches(&param);
-                machine.handle_connected(channel, &param.private_data, reads, now);
+                let redirect = slot.redirect();
+                machine.handle_connected(channel, &param.private_data, reads, redirect, now);
             }
             Some(ConnEvent::Rejected {
                 reason,

@@ -537,7 +537,7 @@ pub struct Portal {
     pub set_ioc_guid: Option<Guid>,
     /// Configured identifier extension.
     pub set_id_ext: Option<Guid>,
-    /// If set, redirect iSCSI initiators that log in here to another address.
+    /// If set, redirect iSCSI or SRP initiators that log in here to another address.
     pub redirect: Option<Redirect>,
 }
 
@@ -546,8 +546,17 @@ pub struct Portal {
 pub struct Redirect {
     /// Address and port of the other portal.
     pub to: TargetAddress,
-    /// True if initiators should remember the new address.
+    /// True if initiators should remember the new address. Always false for SRP.
     pub permanent: bool,
+}
+
+impl Redirect {
+    /// Returns the address of the other portal, unless it is a host name. Always set for SRP.
+    #[must_use]
+    pub fn ip(&self) -> Option<IpAddr> {
+        let host = self.to.host.trim_start_matches('[').trim_end_matches(']');
+        host.parse().ok()
+    }
 }
 
 impl Portal {

@@ -342,14 +342,15 @@ pub(super) struct Portal {
     ///
     /// The default is the `ioc_guid`.
     pub(super) id_ext: Option<Guid>,
-    /// Redirect iSCSI initiators that log in here to another address.
+    /// Redirect iSCSI or SRP initiators that log in here to another address.
     pub(super) redirect: Option<Located<Redirect>>,
 }
 
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Redirect {
-    /// Address or host name, with a port unless it is 3260.
+    /// Address or host name, with a port unless it is 3260. For SRP: an IP address, which has the
+    /// same port.
     pub(super) to: String,
     /// Mark the redirect as permanent.
     #[serde(default, skip_serializing_if = "is_default")]

@@ -151,11 +151,19 @@ impl Rig {
 
     /// Restarts the server with portals on these hosts.
     pub fn serve(&mut self, hosts: &[u8]) {
+        let portals: Vec<_> = hosts.iter().map(|host| (*host, "")).collect();
+        self.serve_portals(&portals);
+    }
+
+    /// Same as [`Rig::serve`], with more settings of each portal.
+    pub fn serve_portals(&mut self, portals: &[(u8, &str)]) {
         self.stop();
         let scheme = self.protocol.scheme();
-        let portal =
-            |host: &u8| format!("{{ protocol: {scheme}, listen: {} }}", self.address(*host));
-        let portals: Vec<_> = hosts.iter().map(portal).collect();
+        let portal = |(host, more): &(u8, &str)| {
+            let listen = self.address(*host);
+            format!("{{ protocol: {scheme}, listen: {listen}{more} }}")
+        };
+        let portals: Vec<_> = portals.iter().map(portal).collect();
         let iqn = match self.protocol {
             Protocol::Srp => String::new(),
             _ => format!("iqn: {IQN}\n    "),

@@ -1,6 +1,7 @@
 //! Target checks: portals, logical units and access rules.
 
 use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
 
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
@@ -103,13 +104,14 @@ fn portal(
             return Err(mistake(what));
         }
     }
+    let redirect = redirect(&format!("{path}.redirect"), protocol, &listen, p.redirect)?;
     Ok(Portal {
         protocol,
         listen,
         set_service_guid: p.service_guid,
         set_ioc_guid: p.ioc_guid,
         set_id_ext: p.id_ext,
-        redirect: redirect(&format!("{path}.redirect"), protocol, p.redirect)?,
+        redirect,
     })
 }
 
@@ -138,27 +140,53 @@ fn rivalry(
 fn redirect(
     path: &str,
     protocol: Protocol,
+    listen: &Listen,
     raw: Option<Located<raw::Redirect>>,
 ) -> Checked<Option<Redirect>> {
     let Some(raw) = raw else {
         return Ok(None);
     };
-    if protocol != Protocol::Iscsi {
-        let message = "redirects are only supported for iSCSI portals";
-        return Err(Mistake::new(raw.at, path, message));
-    }
-    let to = TargetAddress::parse(&raw.value.to).ok_or_else(|| {
-        Mistake::new(
-            raw.at,
-            format!("{path}.to"),
-            "must be an address or host name, with a port if it is not 3260",
-        )
-        .hint("redirect: { to: \"192.0.2.20:3260\" }")
-    })?;
-    Ok(Some(Redirect {
-        to,
-        permanent: raw.value.permanent,
-    }))
+    let mistake = |key: &str, message: &str| Mistake::new(raw.at, format!("{path}{key}"), message);
+    let permanent = raw.value.permanent;
+    let to = match protocol {
+        Protocol::Iscsi => TargetAddress::parse(&raw.value.to).ok_or_else(|| {
+            mistake(
+                ".to",
+                "must be an address or host name, with a port if it is not 3260",
+            )
+            .hint("redirect: { to: \"192.0.2.20:3260\" }")
+        })?,
+        Protocol::Srp if permanent => {
+            let message = "a redirect of an SRP portal is always temporary";
+            return Err(mistake(".permanent", message));
+        }
+        // A message of the CM contains the address of the other port, but no port number.
+        Protocol::Srp => srp_redirect(&raw.value.to, listen.port()).ok_or_else(|| {
+            mistake(
+                ".to",
+                "must be an IP address, with the same port as the portal",
+            )
+            .hint("redirect: { to: \"192.0.2.20\" }")
+        })?,
+        Protocol::Iser => {
+            let message = "redirects are only supported for iSCSI and SRP portals";
+            return Err(mistake("", message));
+        }
+    };
+    Ok(Some(Redirect { to, permanent }))
+}
+
+/// Parses the redirect address of an SRP portal that listens on `port`.
+fn srp_redirect(to: &str, port: u16) -> Option<TargetAddress> {
+    let (ip, given) = match to.parse::<SocketAddr>() {
+        Ok(at) => (at.ip(), at.port()),
+        Err(_) => (to.parse().ok()?, port),
+    };
+    let is_host = !ip.is_unspecified() && !ip.is_multicast();
+    (is_host && given == port).then(|| TargetAddress {
+        group: None,
+        ..TargetAddress::new(SocketAddr::new(ip, port), 0)
+    })
 }
 
 /// Returns the iSCSI name of a target: `iqn`, or the target name if it is a valid iSCSI name.

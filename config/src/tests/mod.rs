@@ -82,6 +82,63 @@ fn full_example_contains_defaults() {
 }
 
 #[test]
+fn srp_redirect_is_address_with_same_port() {
+    let text = |protocol: &str, redirect: &str| {
+        let portal = "protocol: srp, listen: 127.0.0.1";
+        let with_redirect =
+            format!("protocol: {protocol}, listen: '127.0.0.1:5556', redirect: {{ {redirect} }}");
+        let target = "    iqn: iqn.2026-01.a:t\n    luns: { 0: d }\n";
+        with("", target, "").replacen(portal, &with_redirect, 1)
+    };
+    for (to, shown) in [
+        ("192.0.2.9", "192.0.2.9:5556"),
+        ("192.0.2.9:5556", "192.0.2.9:5556"),
+        ("2001:db8::9", "[2001:db8::9]:5556"),
+    ] {
+        let config = parse(&text("srp", &format!("to: '{to}'")));
+        let redirect = config.targets[0].portals[0].redirect.clone().unwrap();
+        assert_eq!(redirect.to.to_string(), shown);
+        let ip = to.trim_end_matches(":5556").parse().ok();
+        assert_eq!(redirect.ip(), ip);
+    }
+    for (protocol, redirect, message) in [
+        (
+            "srp",
+            "to: other",
+            "must be an IP address, with the same port",
+        ),
+        (
+            "srp",
+            "to: '192.0.2.9:5555'",
+            "must be an IP address, with the same port",
+        ),
+        (
+            "srp",
+            "to: 0.0.0.0",
+            "must be an IP address, with the same port",
+        ),
+        (
+            "srp",
+            "to: 239.1.1.1",
+            "must be an IP address, with the same port",
+        ),
+        (
+            "srp",
+            "to: 192.0.2.9, permanent: true",
+            "is always temporary",
+        ),
+        (
+            "iser",
+            "to: 192.0.2.9",
+            "only supported for iSCSI and SRP portals",
+        ),
+    ] {
+        let error = Config::parse(&text(protocol, redirect), "test.yaml").unwrap_err();
+        assert!(error.to_string().contains(message), "{redirect}: {error}");
+    }
+}
+
+#[test]
 fn access_is_denied_by_default() {
     let c = parse(FULL);
     let t = &c.targets[0];

@@ -134,6 +134,10 @@ fn portals(chance: &mut Chance, target: usize) -> (String, bool) {
                 let _ = write!(portal, ", {key}: 0x0200c0ffee00000{}", chance.below(9));
             }
         }
+        if protocol == "srp" && chance.is() {
+            let to = chance.one(&["192.0.2.7", "2001:db8::7"]);
+            let _ = write!(portal, ", redirect: {{ to: \"{to}\" }}");
+        }
         if protocol == "iscsi" && chance.is() {
             let _ = write!(
                 portal,

@@ -939,5 +939,6 @@ fn portal_def(host: &HostId, target: &Target, listens: &PortalAt, ids: &PortIds)
         ioc_guid: portal.ioc_guid(host, &target.name).0,
         service_id: portal.service_guid(host, &target.name).0,
         relative_id: ids[&ports::port_of(portal)],
+        redirect: portal.redirect.as_ref().and_then(config::Redirect::ip),
     }
 }

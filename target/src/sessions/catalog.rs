@@ -64,11 +64,16 @@ impl Catalog {
         self.targets.iter().find(named)
     }
 
-    /// Returns whether a target port is available at this address and entrance of a device.
+    /// Returns the portal of a target port at this address and entrance of a device.
     #[must_use]
-    pub fn has_entrance(&self, port: &TargetPortId, addr: IpAddr, entrance: Entrance) -> bool {
+    pub fn portal_at(
+        &self,
+        port: &TargetPortId,
+        addr: IpAddr,
+        entrance: Entrance,
+    ) -> Option<&PortalDef> {
         let mut portals = self.targets.iter().flat_map(|t| &t.portals);
-        portals.any(|p| {
+        portals.find(|p| {
             let is_same = match entrance {
                 Entrance::Port(port) => p.listen.port() == port,
                 Entrance::Service(id) => p.service_id == id,
@@ -208,6 +213,8 @@ pub struct PortalDef {
     pub service_id: u64,
     /// RELATIVE TARGET PORT IDENTIFIER.
     pub relative_id: u16,
+    /// Address to which initiators are redirected.
+    pub redirect: Option<IpAddr>,
 }
 
 impl PortalDef {

@@ -144,10 +144,11 @@ impl Table {
     ) -> Admission {
         let (key, address) = (&request.key, request.address);
         // A target is not available on portals of other targets, which may be on other networks.
-        let is_served = self
+        let portal = self
             .catalog
-            .has_entrance(&key.target, ends.local, ends.entrance);
-        let Some(target) = self.catalog.target_of(&key.target).filter(|_| is_served) else {
+            .portal_at(&key.target, ends.local, ends.entrance);
+        let target = portal.and_then(|_| self.catalog.target_of(&key.target));
+        let Some(target) = target else {
             return Admission::UnknownTarget;
         };
         let known = self.nexuses.get(key).map_or(&[][..], Vec::as_slice);
@@ -169,6 +170,17 @@ impl Table {
             }
             _ => Admission::Denied,
         }
+    }
+
+    /// Returns the address to which a login is redirected, if any.
+    fn redirect(&self, request: &Request, ends: Endpoints, joins: bool) -> Option<IpAddr> {
+        let portal = |addr| {
+            let port = &request.key.target;
+            self.catalog.portal_at(port, addr, ends.entrance)
+        };
+        let to = portal(ends.local)?.redirect?;
+        // Another server does not know the session that a further channel belongs to.
+        (!joins || portal(to).is_some()).then_some(to)
     }
 
     /// If a session has the maximum number of channels, returns a channel to drop which is not
@@ -467,6 +479,10 @@ impl Registry {
         let view = table.view(&request, met, crowded.is_some());
         let planned = plan_login(req, &table.catalog.limits.login, &admission, view);
         let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
+        // An initiator that is not allowed to log in should not receive any other address.
+        if let Some(to) = table.redirect(&request, ends, joined.is_some()) {
+            return Err(LoginRefused::redirected(to));
+        }
         // The login is accepted, so the table can be changed now.
         let displaced = table.make_room(request.key, joined, crowded);
         table.unconfirmed.push(Unconfirmed {

@@ -1,6 +1,7 @@
 //! The decision whether to accept a login: a pure function of the request, the limits of the
 //! portal, and the existing channels.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use riser_scsi::iscsi::pdu::LoginStatus;
@@ -68,6 +69,8 @@ pub struct LoginRefused {
     /// The reason for the audit log, which is common to all protocols. SRP uses the same code if
     /// access control denies the initiator and if the target does not exist.
     pub audit: &'static str,
+    /// The address to which the initiator is redirected.
+    pub redirect: Option<IpAddr>,
 }
 
 impl LoginRefused {
@@ -83,14 +86,32 @@ impl LoginRefused {
             }
             (reason, _) => reason.name(),
         };
-        Self { reason, audit }
+        Self {
+            reason,
+            audit,
+            redirect: None,
+        }
+    }
+
+    /// Creates a redirection to another address.
+    #[must_use]
+    pub fn redirected(to: IpAddr) -> Self {
+        Self {
+            reason: LoginRejReason::UnableToEstablishChannel,
+            audit: LoginStatus::MOVED_TEMPORARILY.name(),
+            redirect: Some(to),
+        }
     }
 }
 
 impl From<LoginRejReason> for LoginRefused {
     fn from(reason: LoginRejReason) -> Self {
         let audit = reason.name();
-        Self { reason, audit }
+        Self {
+            reason,
+            audit,
+            redirect: None,
+        }
     }
 }
 
@@ -351,6 +372,31 @@ mod tests {
         })
         .unwrap();
         assert_eq!(multi.rsp.multi_channel, MultiChannelResult::Maintained);
+    }
+
+    #[test]
+    fn limits_define_channel_sizes() {
+        let with = |send_queue, len| {
+            decide(move |r, l, _, _| {
+                r.req_it_iu_len = len;
+                (l.req_lim, l.max_it_iu_len, l.send_queue) = (17, 2048, send_queue);
+            })
+        };
+        let outcome = with(300, 2048).unwrap();
+        assert_eq!(outcome.rsp.req_lim_delta, 17);
+        assert_eq!(outcome.rsp.max_it_iu_len, 2048);
+        // A response with all sense data (SPC-4 4.5.1).
+        assert_eq!(outcome.rsp.max_ti_iu_len, 292);
+        let (params, memory) = (outcome.params, outcome.params.memory());
+        assert_eq!((params.receives(), params.sends()), (21, 20));
+        assert_eq!(memory.receive_ring, 21 * 2048);
+        assert_eq!(memory.send_ring, 20 * 320);
+        let larger = with(600, 2048).unwrap().params.memory();
+        assert!(larger.queues > memory.queues);
+        assert_eq!(
+            with(300, 2049).unwrap_err(),
+            LoginRejReason::ReqItIuLengthTooLarge
+        );
     }
 
     #[test]

@@ -235,7 +235,11 @@ impl Worker {
         who: &Who,
         detail: Option<&dyn Display>,
     ) {
-        let LoginRefused { reason, audit } = refused.into();
+        let LoginRefused {
+            reason,
+            audit,
+            redirect,
+        } = refused.into();
         let names = Reason {
             logged: audit,
             counted: reason.name(),
@@ -249,8 +253,11 @@ impl Worker {
         let mut bytes = [0; riser_scsi::srp::LOGIN_REJ_LEN];
         rej.emit(&mut bytes);
         let dev = &mut self.group.devices[device];
-        // The peer may have canceled the request. In this case, we don't have to reply.
-        let _ = dev.reject(cm, &bytes);
+        let redirected = redirect.is_some_and(|to| dev.redirect(cm, to).is_ok());
+        if !redirected {
+            // The peer may have canceled the request. In this case, we don't have to reply.
+            let _ = dev.reject(cm, &bytes);
+        }
         let _ = dev.destroy_id(cm);
     }
 
@@ -542,7 +549,8 @@ impl PollGroup {
         let addr = self.devices.addr(device);
         let is_home = || {
             self.catalog
-                .has_entrance(&conn.key.target, addr, conn.entrance)
+                .portal_at(&conn.key.target, addr, conn.entrance)
+                .is_some()
         };
         self.devices.is_open(device) && (!is_open || !is_home())
     }

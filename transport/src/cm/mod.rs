@@ -92,7 +92,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use chacha20::ChaCha12Rng;
-use chacha20::rand_core::SeedableRng;
+use chacha20::rand_core::{Rng as _, SeedableRng};
 
 use conn::{Claim, Conn, Holder, Pending, ReqIdentity};
 use listeners::{Listener, Listeners};
@@ -350,8 +350,20 @@ impl Cm {
         self.conns.get(&id).map_or(CmState::Idle, |conn| conn.state)
     }
 
+    /// Returns the service ID and mask of a listener.
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// [`IbCmError::NoSuchId`] for any other ID.
+    pub fn service_id(&self, id: IbCmId) -> Result<(ServiceId, u64), IbCmError> {
+        let listener = self.listeners.by_id.get(&id).ok_or(IbCmError::NoSuchId)?;
+        Ok((listener.service_id, listener.mask))
+    }
+
     /// Starts listening for all service IDs that match `service_id` in the bits set in `mask`.
-    /// `backlog` is the maximum number of requests that are not yet established.
+    /// For [`ServiceId::ASSIGN`], a random unused ID is assigned ([`Self::service_id`]) and the mask
+    /// is ignored. `backlog` is the maximum number of requests that are not yet established.
     ///
     /// # Errors
     ///
@@ -363,6 +375,10 @@ impl Cm {
         mask: u64,
         backlog: usize,
     ) -> Result<IbCmId, IbCmError> {
+        let (service_id, mask) = match service_id {
+            ServiceId::ASSIGN => (self.unused_service_id(), u64::MAX),
+            given => (given, mask),
+        };
         // If there were two listeners for the same service ID, the choice for a REQ would be
         // random.
         if self
@@ -385,6 +401,18 @@ impl Cm {
             },
         );
         Ok(id)
+    }
+
+    /// Returns a random service ID without a listener. As for a port number, it is not known to
+    /// strangers, and not used again soon.
+    fn unused_service_id(&mut self) -> ServiceId {
+        loop {
+            let low = self.random.next_u64() >> 8;
+            let id = ServiceId(ServiceId::ASSIGN.0 | low);
+            if id != ServiceId::ASSIGN && self.listeners.find(id).is_none() {
+                return id;
+            }
+        }
     }
 
     /// Returns true if a MAD received from `from` contains the ID of a connection with this peer.

@@ -331,6 +331,27 @@ pub(super) fn listener_masks_select_service_ids() {
 }
 
 #[test]
+fn unused_service_ids_are_assigned() {
+    let mut cm = machine(1, 1);
+    let [first, second] = [(); 2].map(|()| cm.listen(ServiceId::ASSIGN, 0, 1).unwrap());
+    let ids = [first, second].map(|id| cm.service_id(id).unwrap());
+    assert_ne!(ids[0], ids[1]);
+    for (listener, (service_id, mask)) in [first, second].into_iter().zip(ids) {
+        assert_eq!((service_id.0 >> 56, mask), (2, u64::MAX));
+        assert_ne!(service_id, ServiceId::ASSIGN);
+        assert_eq!(cm.listeners.find(service_id), Some(listener));
+        let again = cm.listen(service_id, u64::MAX, 1);
+        assert_eq!(again, Err(IbCmError::ServiceIdInUse));
+    }
+    cm.destroy(Instant::now(), first).unwrap();
+    assert_eq!(cm.service_id(first), Err(IbCmError::NoSuchId));
+    // An ID of this kind can also be selected by its user.
+    let selected = ServiceId(ServiceId::ASSIGN.0 | 7);
+    let listener = cm.listen(selected, u64::MAX, 1).unwrap();
+    assert_eq!(cm.service_id(listener), Ok((selected, u64::MAX)));
+}
+
+#[test]
 pub(super) fn invalid_reqs_are_rejected_with_reason() {
     let refused = |change: &dyn Fn(&mut ReqMsg)| {
         let mut pair = Pair::new();

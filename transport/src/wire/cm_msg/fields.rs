@@ -21,6 +21,13 @@ impl fmt::Debug for CommId {
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServiceId(pub u64);
 
+impl ServiceId {
+    /// Requests an unused ID from [`Cm::listen`](crate::cm::Cm::listen)
+    /// (`IB_CM_ASSIGN_SERVICE_ID`). IDs with this first byte are assigned by the local host
+    /// (IBTA annex A3).
+    pub const ASSIGN: Self = Self(0x0200_0000_0000_0000);
+}
+
 impl fmt::Debug for ServiceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "ServiceId({:#018x})", self.0)

@@ -1,5 +1,4 @@
-//! The RoCEv2 wire format: the data between the UDP header and the ICRC, plus the lower-layer
-//! headers of a datagram.
+//! The RoCEv2 wire format: the data between the UDP header and the ICRC.
 //!
 //! | module | contents |
 //! | --- | --- |
@@ -8,7 +7,6 @@
 //! | [`ext`] | extended headers and AETH syndromes |
 //! | [`opcode`] | opcode table |
 //! | [`packet`] | parsing a datagram and emitting its headers |
-//! | [`ud`] | all headers of a datagram, including the link layer |
 //! | [`dm`] | device-management MADs, used to discover I/O controllers |
 //! | [`icrc`] | invariant CRC, for known and unknown IPv4 identifications |
 //! | [`peer_ids`] | tracking the IPv4 identifications used by a peer |
@@ -36,7 +34,6 @@ pub mod packet;
 pub mod peer_ids;
 pub mod perf;
 pub mod smp;
-pub mod ud;
 
 pub use bth::{Bth, DEFAULT_PKEY, pad_len};
 pub use cm_msg::{CmMessage, CmMsgError, CmPath, CmTimeout, CommId, RejReason, ServiceId};

@@ -5,10 +5,10 @@ use std::net::IpAddr;
 
 use riser_transport::nic::batch::HOP_LIMIT;
 use riser_transport::wire::mad::{MadClass, MadHeader};
-use riser_transport::wire::ud::{LinkKind, NetworkLayer, UdHeader};
 use riser_transport::wire::{DEFAULT_PKEY, GSI_QKEY, Qpn};
 use socket2::{Domain, Protocol, Socket, Type};
 
+use super::ud::{LinkKind, NetworkLayer, UdHeader};
 use super::{Link, V4, V6, on_a_link};
 use crate::suite::world::connected;
 

@@ -11,6 +11,7 @@
 mod frames;
 mod removal;
 mod strangers;
+mod ud;
 
 use std::process::Command;
 use std::sync::mpsc::{Sender, channel};

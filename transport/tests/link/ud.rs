@@ -10,8 +10,8 @@
 //!
 //! [`UdHeader::pack`] sets lengths, types and checksums based on the available headers and the
 //! payload size. [`UdHeader::unpack`] returns an error if these fields don't match each other or
-//! the received size. The software NIC does not use this module, because the headers up to UDP are
-//! created by its socket.
+//! the received size. The headers up to UDP of the software NIC's packets are created by its
+//! socket: this module is the model with which the frames on a link are compared.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -19,11 +19,7 @@ use arrayvec::ArrayVec;
 use thiserror::Error;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::bth::{Bth, pad_len};
-use super::ext::{Deth, ImmDt};
-use super::icrc::ICRC_LEN;
-use super::opcode::Opcode;
-use super::packet::ROCE_PORT;
+use riser_transport::wire::{Bth, Deth, ICRC_LEN, ImmDt, Opcode, ROCE_PORT, pad_len};
 
 const LRH_LEN: usize = 8;
 const ETHERNET_LEN: usize = 14;
@@ -35,11 +31,11 @@ const DETH_LEN: usize = 8;
 const IMM_LEN: usize = 4;
 
 /// Maximum size of the datagram headers in bytes.
-pub const MAX_UD_HEADER_LEN: usize =
+pub(super) const MAX_UD_HEADER_LEN: usize =
     ETHERNET_LEN + VLAN_LEN + GRH_LEN + UDP_LEN + Bth::LEN + DETH_LEN + IMM_LEN;
 
 /// Buffer for the headers of a datagram.
-pub type UdHeaderBuf = ArrayVec<u8, MAX_UD_HEADER_LEN>;
+pub(super) type UdHeaderBuf = ArrayVec<u8, MAX_UD_HEADER_LEN>;
 
 /// LRH next header value for a BTH, optionally after a GRH (IBTA 7.7.5).
 const LNH_BTH: u8 = 2;
@@ -58,7 +54,7 @@ const LID_LENGTH_MASK: u16 = 0x07ff;
 
 /// Error returned if datagram headers can't be parsed or created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum UdHeaderError {
+pub(super) enum UdHeaderError {
     /// The data is truncated within a header or before the ICRC.
     #[error("datagram truncated at {len} bytes")]
     Short {
@@ -98,31 +94,31 @@ pub enum UdHeaderError {
 
 /// InfiniBand local route header, without fields that depend on the rest of the packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lrh {
+pub(super) struct Lrh {
     /// Virtual lane, 4 bits.
-    pub virtual_lane: u8,
+    pub(super) virtual_lane: u8,
     /// Service level, 4 bits.
-    pub service_level: u8,
+    pub(super) service_level: u8,
     /// Destination LID.
-    pub destination: u16,
+    pub(super) destination: u16,
     /// Source LID.
-    pub source: u16,
+    pub(super) source: u16,
 }
 
 /// Ethernet header, without the EtherType.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ethernet {
+pub(super) struct Ethernet {
     /// Destination address.
-    pub destination: [u8; 6],
+    pub(super) destination: [u8; 6],
     /// Source address.
-    pub source: [u8; 6],
+    pub(super) source: [u8; 6],
     /// VLAN tag control information: priority, drop eligibility and VLAN ID.
-    pub vlan: Option<u16>,
+    pub(super) vlan: Option<u16>,
 }
 
 /// Link layer header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinkHeader {
+pub(super) enum LinkHeader {
     /// InfiniBand.
     Lrh(Lrh),
     /// RoCE.
@@ -131,7 +127,7 @@ pub enum LinkHeader {
 
 /// Link type, which determines how the first header is parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinkKind {
+pub(super) enum LinkKind {
     /// InfiniBand: the data starts with an LRH.
     InfiniBand,
     /// Ethernet.
@@ -140,37 +136,37 @@ pub enum LinkKind {
 
 /// Fields in a GRH or IPv6 header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GlobalRoute {
+pub(super) struct GlobalRoute {
     /// Traffic class.
-    pub traffic_class: u8,
+    pub(super) traffic_class: u8,
     /// Flow label, 20 bits.
-    pub flow_label: u32,
+    pub(super) flow_label: u32,
     /// Hop limit.
-    pub hop_limit: u8,
+    pub(super) hop_limit: u8,
     /// Source GID.
-    pub source: Ipv6Addr,
+    pub(super) source: Ipv6Addr,
     /// Destination GID.
-    pub destination: Ipv6Addr,
+    pub(super) destination: Ipv6Addr,
 }
 
 /// Fields in an IPv4 header without options. The packet must not be fragmented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ipv4Route {
+pub(super) struct Ipv4Route {
     /// Type of service.
-    pub tos: u8,
+    pub(super) tos: u8,
     /// Identification.
-    pub identification: u16,
+    pub(super) identification: u16,
     /// Time to live.
-    pub ttl: u8,
+    pub(super) ttl: u8,
     /// Source address.
-    pub source: Ipv4Addr,
+    pub(super) source: Ipv4Addr,
     /// Destination address.
-    pub destination: Ipv4Addr,
+    pub(super) destination: Ipv4Addr,
 }
 
 /// Network layer header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NetworkLayer {
+pub(super) enum NetworkLayer {
     /// No network header, used within an InfiniBand subnet.
     Local,
     /// GRH, used by InfiniBand and by RoCE version 1.
@@ -183,17 +179,17 @@ pub enum NetworkLayer {
 
 /// All headers of an unreliable datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UdHeader {
+pub(super) struct UdHeader {
     /// Link header.
-    pub link: LinkHeader,
+    pub(super) link: LinkHeader,
     /// Network headers.
-    pub network: NetworkLayer,
+    pub(super) network: NetworkLayer,
     /// Base transport header. The opcode and pad count are updated as required.
-    pub bth: Bth,
+    pub(super) bth: Bth,
     /// Datagram extended transport header.
-    pub deth: Deth,
+    pub(super) deth: Deth,
     /// Immediate data.
-    pub imm: Option<ImmDt>,
+    pub(super) imm: Option<ImmDt>,
 }
 
 fn append(out: &mut UdHeaderBuf, bytes: &[u8]) {
@@ -232,7 +228,7 @@ impl UdHeader {
     /// # Errors
     /// Returns [`UdHeaderError::Unwritable`] if the payload exceeds a length field, if a value
     /// exceeds its field, or if the link does not support these layers.
-    pub fn pack(&self, payload_len: usize) -> Result<UdHeaderBuf, UdHeaderError> {
+    pub(super) fn pack(&self, payload_len: usize) -> Result<UdHeaderBuf, UdHeaderError> {
         use UdHeaderError::Unwritable;
         let transport = self.transport_len(payload_len);
         let transport =
@@ -315,7 +311,7 @@ impl UdHeader {
     ///
     /// # Errors
     /// See [`UdHeaderError`].
-    pub fn unpack(kind: LinkKind, bytes: &[u8]) -> Result<(Self, &[u8]), UdHeaderError> {
+    pub(super) fn unpack(kind: LinkKind, bytes: &[u8]) -> Result<(Self, &[u8]), UdHeaderError> {
         let short = UdHeaderError::Short { len: bytes.len() };
         let mut rest = bytes;
         let (link, network) = match kind {
@@ -582,7 +578,8 @@ fn take_udp(rest: &mut &[u8], short: UdHeaderError) -> Result<u16, UdHeaderError
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::ids::{Psn, Qpn};
+    use riser_transport::wire::{Psn, Qpn};
+
     use super::*;
 
     /// Headers of a MAD sent by a Linux 6.12 kernel (`rdma_rxe`), from a packet capture.

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::roce::Roce;
-use riser_transport::verbs::{AsyncEvent, PortState, Verbs as _};
+use riser_transport::verbs::{AsyncEvent, PortState, QpState, Verbs as _};
 
 use tracing::info;
 
@@ -203,6 +203,7 @@ pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c
         locked.contexts.remove(&context.number());
         if locked.contexts.is_empty() {
             log_counters(context.device, &locked.nic);
+            log_leftovers(context.device, &locked.nic);
         }
         let has_objects = locked.end_queues(context.number());
         locked.transmit();
@@ -226,6 +227,24 @@ fn log_counters(device: &Device, nic: &Roce) {
     }
     if !text.is_empty() {
         info!("{} is closed:{text}", device.config.name);
+    }
+}
+
+/// Logs the queue pairs that the program has not destroyed.
+fn log_leftovers(device: &Device, nic: &Roce) {
+    for qp in nic.qps() {
+        let (Ok(number), Ok(attr), Ok(counters)) =
+            (nic.qp_num(qp), nic.query_qp(qp), nic.qp_counters(qp))
+        else {
+            continue;
+        };
+        let state = attr.state.unwrap_or(QpState::Reset);
+        let (sent, received) = (counters.rc.tx_packets, counters.rc.rx_packets);
+        info!(
+            "{}: queue pair {number:#x} was not destroyed: state {state:?}, {sent} packets sent, \
+             {received} received",
+            device.config.name
+        );
     }
 }
 

@@ -208,6 +208,11 @@ macro_rules! delegate_counters {
                 self.$($device).+.rc_counters()
             }
 
+            /// Iterates over the ids of all QPs, which have not been destroyed.
+            pub fn qps(&self) -> impl Iterator<Item = $crate::verbs::QpId> {
+                self.$($device).+.qps()
+            }
+
             /// Returns the counters of a QP.
             ///
             /// # Errors

@@ -500,6 +500,36 @@ fn qp_in_error_drops_packets() {
 }
 
 #[test]
+fn iteration_visits_each_qp_once() {
+    let mut nic = Nic::new(
+        NicConfig::new([10, 0, 0, 1].into(), [7; 32]),
+        Instant::now(),
+    );
+    assert_eq!(nic.device.qps().next(), None);
+    let (pd, cq) = (nic.alloc_pd().unwrap(), nic.create_cq(16).unwrap());
+    let mut create = |qp_type| {
+        let init = QpInitAttr::new(pd, cq, qp_type, QpCap::new(1, 1));
+        nic.create_qp(&init).unwrap()
+    };
+    let [rc, uc, ud, gsi] = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::Gsi].map(&mut create);
+    let sorted = |nic: &Nic| {
+        let mut all: Vec<_> = nic.device.qps().collect();
+        all.sort();
+        all
+    };
+    assert_eq!(sorted(&nic), [rc, uc, ud, gsi]);
+    nic.destroy_qp(uc).unwrap();
+    assert_eq!(sorted(&nic), [rc, ud, gsi]);
+    // A failed queue pair exists until it is destroyed.
+    nic.modify_qp(rc, &QpAttr::to(QpState::Error)).unwrap();
+    assert_eq!(sorted(&nic), [rc, ud, gsi]);
+    for qp in [rc, ud, gsi] {
+        nic.destroy_qp(qp).unwrap();
+    }
+    assert_eq!(nic.device.qps().next(), None);
+}
+
+#[test]
 fn cve_2026_45910_timer_of_destroyed_qp() {
     // CVE-2026-45910: there is only room for a single QP, so the next one will use the same slot.
     let mut config = NicConfig::new("10.0.0.1".parse().unwrap(), [7; 32]);

@@ -147,6 +147,11 @@ impl Device {
         Ok(self.qps.get(qp)?.qpn)
     }
 
+    /// Iterates over the ids of all QPs.
+    pub fn qps(&self) -> impl Iterator<Item = QpId> {
+        self.qps.iter().map(|(id, _)| id)
+    }
+
     /// Returns the counters of a QP.
     pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
         Ok(self.qps.get(qp)?.counters())

@@ -239,6 +239,11 @@ impl Engine {
         };
         let mut nic = open_nic(config, &config_of_nic, &socket)?;
         nic.watch_connections();
+        // The same text as set by rdma-ndd on Linux, which is limited to 64 bytes.
+        let host = rustix::system::uname();
+        let text = format!("{} {}", host.nodename().to_string_lossy(), config.name);
+        let text: String = text.chars().filter(char::is_ascii).take(64).collect();
+        nic.modify_device(&text).map_err(io::Error::other)?;
         let inputs = nic.event_fds().into_iter().chain(share.connection());
         let inputs = inputs.map(|fd| fd.as_raw_fd()).collect();
         let is_removed = Arc::new(AtomicBool::new(false));

@@ -154,6 +154,15 @@ fn write_attribute(mad: &mut Mad, data: usize, len: usize, attribute: &[u8]) {
 }
 
 impl Nic {
+    /// Sets the NodeDescription of the device, at most 64 bytes (`ib_modify_device`). Other
+    /// attributes of a device are fixed.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] if it is too long.
+    pub fn modify_device(&mut self, description: &str) -> Result<(), VerbsError> {
+        self.device.set_description(description)
+    }
+
     /// Registers a management class. Datagrams of this class will be returned by [`Self::poll_mad`]
     /// instead of being passed to a user's QP1. For performance management, this only includes
     /// responses, because the device handles requests itself.
@@ -377,7 +386,7 @@ fn handle_subnet(device: &Device, header: &MadHeader, mad: &mut Mad) -> MadStatu
     let mut write = |attribute: &[u8]| write_attribute(mad, smp::DATA, smp::DATA_LEN, attribute);
     match (header.attribute(), modifier) {
         (NODE_DESCRIPTION, _) => {
-            let name = device.device_attr().name.as_bytes();
+            let name = device.description().as_bytes();
             write(&name[..name.len().min(smp::DATA_LEN)]);
         }
         (NODE_INFO, _) => write(node_info(device).as_bytes()),

@@ -1360,6 +1360,25 @@ fn local_mad_returns_node_and_port_info() {
 }
 
 #[test]
+fn modified_node_description_is_returned() {
+    let mut nic = nic();
+    let get = mad_of(0x01, 0x01, 0x10, 0, &[]);
+    let text = "storage-1 riser0 ".repeat(3) + "0123456789abc";
+    assert_eq!(text.len(), 64);
+    nic.modify_device(&text).unwrap();
+    let (status, name) = query_local(&mut nic, &get).unwrap();
+    assert_eq!((status, &name[..64]), (0, text.as_bytes()));
+    let refused = nic.modify_device(&format!("{text}-"));
+    assert_eq!(
+        refused,
+        Err(VerbsError::InvalidParameter("node description"))
+    );
+    nic.modify_device("short").unwrap();
+    let (_, name) = query_local(&mut nic, &get).unwrap();
+    assert_eq!(name[..6], *b"short\0");
+}
+
+#[test]
 fn unsupported_mads_return_error_status() {
     let mut nic = nic();
     let cases: [(u8, u8, u16, u32, u16); 15] = [

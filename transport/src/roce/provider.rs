@@ -424,6 +424,14 @@ impl Roce {
         }
     }
 
+    /// See [`Nic::modify_device`].
+    ///
+    /// # Errors
+    /// See [`Nic::modify_device`].
+    pub fn modify_device(&mut self, description: &str) -> Result<(), VerbsError> {
+        self.nic.modify_device(description)
+    }
+
     /// See [`Nic::register_agent`].
     ///
     /// # Errors

@@ -35,7 +35,7 @@ use super::tables::{
 use crate::cm::CmRoute;
 use crate::rc::{RcCounters, RcEvent, TxPacket};
 use crate::verbs::{DeviceAttr, Mtu, PortAttr, QpId, VerbsError};
-use crate::wire::Qpn;
+use crate::wire::{Qpn, smp};
 
 pub use breakage::Breakage;
 
@@ -63,6 +63,8 @@ impl OwnPath {
 pub struct Device {
     pub(super) config: NicConfig,
     attr: DeviceAttr,
+    /// NodeDescription (IBTA 14.2.5.2), which is shown by management programs.
+    description: String,
     pub(crate) clock: Clock,
     pub(super) random: ChaCha20Rng,
     pub(crate) port: Port,
@@ -109,8 +111,10 @@ impl Device {
         let mut key_seed = [0; 16];
         random.fill_bytes(&mut key_seed);
         let limits = &config.limits;
+        let attr = config.device_attr();
         Self {
-            attr: config.device_attr(),
+            description: attr.name.clone(),
+            attr,
             clock: Clock::new(now),
             random,
             port: Port::new(&config),
@@ -151,6 +155,21 @@ impl Device {
     #[must_use]
     pub fn device_attr(&self) -> &DeviceAttr {
         &self.attr
+    }
+
+    /// Returns the NodeDescription, by default the name of the device.
+    #[must_use]
+    pub(super) fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// See [`Nic::modify_device`](super::Nic::modify_device).
+    pub(super) fn set_description(&mut self, description: &str) -> Result<(), VerbsError> {
+        if description.len() > smp::DATA_LEN {
+            return Err(VerbsError::InvalidParameter("node description"));
+        }
+        description.clone_into(&mut self.description);
+        Ok(())
     }
 
     pub(crate) fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError> {

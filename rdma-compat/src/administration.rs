@@ -1,4 +1,4 @@
-//! Subnet administration for programs that use libibumad.
+//! Subnet administration for programs that use libibumad, and for routes of `rdma_getaddrinfo`.
 //!
 //! On RoCE, subnet administrators have no LID, so `RISER_SA` contains the address of the
 //! administrator, for example of a `riser-sa`. MADs from programs are sent to its queue pair 1. If
@@ -12,10 +12,13 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
 
 use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
+use riser_fabric::sa::client::{ClientConfig, QueryId, Request, SaClient, SaEvent};
 use riser_fabric::sa::rmpp::{Received, Receiver};
+use riser_fabric::sa::wire::path::PathRecord;
 use riser_fabric::sa::wire::{DATA, SaHeader};
 use riser_transport::roce::Roce;
 use riser_transport::verbs::{Gid, Mtu};
@@ -25,6 +28,9 @@ use riser_transport::wire::mad::{MadHeader, RESPONSE};
 use crate::broker::BITS;
 use crate::mad::{MadResponse, UserMad};
 use crate::queue::EventQueue;
+
+/// Timeout of the library's own queries before each retransmission.
+const TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Offset of the transaction identifier in a MAD.
 const TRANSACTION: usize = 8;
@@ -55,6 +61,10 @@ pub(crate) struct Administration {
     /// Address of the administrator to use if no GID is specified.
     addr: IpAddr,
     questions: Vec<Question>,
+    /// Queries of the library itself.
+    client: SaClient,
+    /// Path queries, and the calls waiting for them.
+    paths: Vec<(QueryId, Sender<Option<PathRecord>>)>,
 }
 
 impl Administration {
@@ -62,6 +72,13 @@ impl Administration {
         // The private administrator has no other hosts, which could guess its probe identifiers, so
         // it needs no secret.
         let local = || Administrator::new(AdministratorConfig::new(own, mtu, [0; 16]));
+        let addr = named.unwrap_or(own);
+        let [first, prefix] = [(); 2].map(|()| getrandom::u32().unwrap_or_default());
+        let config = ClientConfig {
+            timeout: TIMEOUT,
+            transaction_prefix: prefix << BITS | slot,
+            ..ClientConfig::new(addr.into())
+        };
         Self {
             own: own.into(),
             slot,
@@ -69,8 +86,10 @@ impl Administration {
             // late responses to a process that used the slot before are not mistaken for ours.
             last: getrandom::u32().unwrap_or_default(),
             local: named.is_none().then(local),
-            addr: named.unwrap_or(own),
+            addr,
             questions: Vec::new(),
+            client: SaClient::new(config, first),
+            paths: Vec::new(),
         }
     }
 
@@ -104,6 +123,46 @@ impl Administration {
         self.progress(nic);
     }
 
+    /// Requests a path to another port. `done` receives `None` if there is no path, or no response
+    /// after some retransmissions.
+    pub(crate) fn request_path(
+        &mut self,
+        nic: &mut Roce,
+        to: Gid,
+        done: Sender<Option<PathRecord>>,
+    ) {
+        let request = Request::path(self.own, to, None, None);
+        match self.client.query(Instant::now(), request) {
+            Ok(id) => self.paths.push((id, done)),
+            // There are too many queries. The caller is still waiting, so it receives this.
+            Err(_) => drop(done.send(None)),
+        }
+        self.progress(nic);
+    }
+
+    /// Sends queries of the library.
+    fn send_queries(&mut self, nic: &mut Roce, now: Instant) {
+        self.client.handle_timeout(now);
+        while let Some(mad) = self.client.poll_transmit() {
+            self.transmit(nic, self.addr, &mad);
+        }
+    }
+
+    /// Passes results of path queries to the calls waiting for them.
+    fn complete_paths(&mut self) {
+        while let Some(event) = self.client.poll_event() {
+            // The library does not subscribe to notices.
+            let SaEvent::Completed { id, result } = event else {
+                continue;
+            };
+            if let Some(at) = self.paths.iter().position(|(query, _)| *query == id) {
+                let (_, done) = self.paths.swap_remove(at);
+                // The call may not be waiting anymore.
+                let _ = done.send(result.ok().and_then(|response| response.record()));
+            }
+        }
+    }
+
     fn transmit(&mut self, nic: &mut Roce, to: IpAddr, mad: &Mad) {
         match &mut self.local {
             Some(local) if to == self.addr => local.handle_mad(Instant::now(), self.own, mad),
@@ -118,6 +177,7 @@ impl Administration {
             self.handle_mad(nic, from, &mad);
         }
         let now = Instant::now();
+        self.send_queries(nic, now);
         if let Some(local) = &mut self.local {
             local.handle_timeout(now);
         }
@@ -129,6 +189,7 @@ impl Administration {
             debug_assert_eq!(to, self.own);
             self.handle_mad(nic, self.addr, &mad);
         }
+        self.complete_paths();
         let mut at = 0;
         while at < self.questions.len() {
             let question = &mut self.questions[at];
@@ -168,6 +229,7 @@ impl Administration {
         if header.mad.method() & RESPONSE == 0 {
             return;
         }
+        self.client.handle_mad(Instant::now(), from.into(), mad);
         let Some(at) = self.questions.iter().position(is_it) else {
             return;
         };
@@ -231,17 +293,16 @@ impl Administration {
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let questions = self.questions.iter().map(|question| question.deadline);
         let local = self.local.as_ref().and_then(Administrator::poll_timeout);
-        questions.chain(local).min()
+        let own = self.client.poll_timeout();
+        questions.chain(local).chain(own).min()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
     use std::thread;
-    use std::time::Duration;
 
-    use riser_fabric::sa::client::Request;
-    use riser_fabric::sa::wire::path::PathRecord;
     use riser_fabric::sa::wire::{DATA_LEN, Record as _, SaMethod};
     use riser_transport::roce::RoceConfig;
     use riser_transport::verbs::Provider as _;
@@ -293,6 +354,34 @@ mod tests {
         let (status, bytes) = responses.pop_event(|_| {}).unwrap().into_parts();
         assert_eq!((status, bytes.len()), (0, DATA + 64));
         assert!(administration.questions.is_empty());
+    }
+
+    #[test]
+    fn library_queries_path_of_private_administrator() {
+        let (mut nic, mut administration, _) = open(45, None);
+        let (done, path) = mpsc::channel();
+        let to = Gid::from(IpAddr::from([127, 98, 0, 77]));
+        administration.request_path(&mut nic, to, done);
+        let path = path.try_recv().unwrap().unwrap();
+        assert_eq!((path.dgid(), path.sgid), (to, administration.own.0));
+        assert!(administration.paths.is_empty());
+        assert_eq!(administration.client.poll_timeout(), None);
+    }
+
+    #[test]
+    fn path_query_without_response_fails() {
+        let (mut nic, mut administration, _) = open(46, Some([127, 98, 0, 47].into()));
+        let (done, path) = mpsc::channel();
+        let to = Gid::from(IpAddr::from([127, 98, 0, 77]));
+        administration.request_path(&mut nic, to, done);
+        assert!(path.try_recv().is_err());
+        assert!(administration.deadline().unwrap() <= Instant::now() + TIMEOUT);
+        while administration.deadline().is_some() {
+            thread::sleep(Duration::from_millis(20));
+            nic.progress(Instant::now());
+            administration.progress(&mut nic);
+        }
+        assert_eq!(path.try_recv(), Ok(None));
     }
 
     #[test]

@@ -1,18 +1,22 @@
 //! `rdma_getaddrinfo` and endpoints.
 
 use std::ffi::{c_char, c_int};
-use std::mem::zeroed;
+use std::mem::{self, zeroed};
+use std::net::SocketAddr;
 use std::ptr;
 use std::slice;
+use std::sync::mpsc;
+use std::time::Duration;
 
+use riser_fabric::sa::wire::path::PathRecord;
 use riser_rdma_core_sys::bindings::*;
 use riser_transport::verbs::RdmaCm as _;
 
 use super::af_ib::{AF_INFINIBAND, Address, Service, infiniband};
 use super::{
-    Id, bind, complete, create_id, create_qp, id_of, migrate, next_event, rdma_ack_cm_event,
-    rdma_destroy_id, rdma_destroy_qp, rdma_destroy_srq, rdma_resolve_route, rdma_set_option,
-    resolve_addr,
+    Id, bind, complete, create_id, create_qp, device_at, device_towards, id_of, migrate,
+    next_event, rdma_ack_cm_event, rdma_destroy_id, rdma_destroy_qp, rdma_destroy_srq,
+    rdma_resolve_route, rdma_set_option, resolve_addr, shared,
 };
 use crate::domain::Pd;
 use crate::errno::{Errno, minus};
@@ -38,7 +42,8 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     if node.is_null() && service.is_null() {
         // SAFETY: the addresses in the hints have the given lengths.
         return match unsafe { hints.and_then(|hints| from_hints(hints)) } {
-            Some(info) => {
+            Some(mut info) => {
+                add_route(&mut info);
                 // SAFETY: the program provides memory for the pointer.
                 unsafe { result.write(Box::into_raw(Box::new(info))) };
                 0
@@ -68,6 +73,9 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
     }
     if flags & RAI_FAMILY != 0 && !is_ib {
         wanted.ai_family = family;
+    }
+    if !node.is_null() {
+        wanted.ai_flags |= libc::AI_CANONNAME;
     }
     wanted.ai_socktype = match space {
         RDMA_PS_UDP => libc::SOCK_DGRAM,
@@ -107,18 +115,26 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
             }
         }
     };
+    let name = match first.ai_canonname.is_null() {
+        true => ptr::null_mut(),
+        // SAFETY: the name is a valid string.
+        false => unsafe { libc::strdup(first.ai_canonname) },
+    };
     if flags & RAI_PASSIVE != 0 {
         info.ai_src_addr = copy;
         info.ai_src_len = length;
+        info.ai_src_canonname = name;
     } else {
         info.ai_dst_addr = copy;
         info.ai_dst_len = length;
+        info.ai_dst_canonname = name;
         if let Some(hints) = hints.filter(|h| h.ai_src_len > 0 && !h.ai_src_addr.is_null()) {
             // SAFETY: the program's address has this length.
             info.ai_src_addr = unsafe { self::copy(hints.ai_src_addr, hints.ai_src_len) };
             info.ai_src_len = hints.ai_src_len;
         }
     }
+    add_route(&mut info);
     // SAFETY: the list was allocated by the C library, and the program provides memory for our
     // pointer.
     unsafe {
@@ -126,6 +142,61 @@ pub(crate) unsafe extern "C" fn rdma_getaddrinfo(
         result.write(Box::into_raw(Box::new(info)));
     }
     0
+}
+
+/// Adds the path to the destination from the subnet administrator selected by `RISER_SA`, like
+/// librdmacm from ibacm. Without a path, `rdma_create_ep` resolves the route.
+fn add_route(info: &mut rdma_addrinfo) {
+    if info.ai_flags as u32 & (RAI_PASSIVE | RAI_NOROUTE) != 0 {
+        return;
+    }
+    // SAFETY: each address of the entry is null or complete.
+    let [src, dst] = [info.ai_src_addr, info.ai_dst_addr].map(|addr| unsafe {
+        let read = Address::read(addr).ok().flatten();
+        read.map(|addr| addr.socket)
+    });
+    let Some(path) = dst.and_then(|dst| path_between(src, dst)) else {
+        return;
+    };
+    let data = ibv_path_data {
+        flags: IBV_PATH_FLAG_GMP | IBV_PATH_FLAG_PRIMARY | IBV_PATH_FLAG_BIDIRECTIONAL,
+        // SAFETY: both are plain structures with the layout of the record on the wire.
+        path: unsafe { mem::transmute_copy(&path) },
+        ..Default::default()
+    };
+    // SAFETY: the memory is freed by `rdma_freeaddrinfo`.
+    unsafe {
+        let route = libc::malloc(size_of_val(&data)).cast::<ibv_path_data>();
+        if !route.is_null() {
+            route.write(data);
+            info.ai_route = route.cast();
+            info.ai_route_len = size_of_val(&data);
+        }
+    }
+}
+
+/// Queries the path to a host. Returns `None` without a subnet administrator, or if it has no path.
+fn path_between(src: Option<SocketAddr>, dst: SocketAddr) -> Option<PathRecord> {
+    const { assert!(size_of::<PathRecord>() == size_of::<ibv_path_record>()) };
+    let own = src.filter(|src| !src.ip().is_unspecified());
+    let device = match own {
+        Some(src) => device_at(src.ip())?,
+        None => device_towards(dst).ok()?,
+    };
+    device.config.administrator?;
+    let context = shared(device).ok()?.context;
+    let (done, path) = mpsc::channel();
+    {
+        let mut locked = context.lock();
+        let requested = locked.administrate(|administration, nic| {
+            administration.request_path(nic, dst.ip().into(), done);
+        });
+        requested.ok()?;
+        locked.transmit();
+    }
+    // The engine's thread, or a call that polls, completes the query after its retransmissions.
+    let patience = Duration::from_millis(2 * STEP_MS.unsigned_abs() as u64);
+    path.recv_timeout(patience).ok()?
 }
 
 /// Returns the service ID of a port, or of all ports of a port space.
@@ -199,6 +270,9 @@ pub(crate) unsafe extern "C" fn rdma_freeaddrinfo(mut info: *mut rdma_addrinfo) 
             let entry = Box::from_raw(info);
             libc::free(entry.ai_src_addr.cast());
             libc::free(entry.ai_dst_addr.cast());
+            libc::free(entry.ai_src_canonname.cast());
+            libc::free(entry.ai_dst_canonname.cast());
+            libc::free(entry.ai_route);
             info = entry.ai_next;
         }
     }

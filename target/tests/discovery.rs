@@ -18,6 +18,7 @@ fn targets_are_discovered_by_address() {
          targets:\n\
          - { name: one, portals: [{ protocol: srp, listen: 127.79.1.1, ioc_guid: 0x1122334455667788, id_ext: \"0x0000000000000abc\" }], luns: { 0: { backend: d } }, access: open }\n\
          - { name: two, portals: [{ protocol: srp, listen: \"127.79.1.1:5556\" }], luns: { 0: { backend: d } }, access: open }\n\
+         limits: { queue_depth: 17, max_iu_size: 8300 }\n\
          workers: { count: 2 }\n";
     let config = Config::parse(text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
     let server = Server::start(&config).unwrap();
@@ -36,6 +37,8 @@ fn targets_are_discovered_by_address() {
         (profile.guid, profile.name.as_str()),
         (0x1122_3344_5566_7788, "one")
     );
+    assert_eq!((profile.send_queue_depth, profile.send_size), (17, 8300));
+    assert_eq!(profile.rdma_size, u32::MAX);
     let services = Attribute::ServiceEntries {
         slot: 1,
         first: 0,

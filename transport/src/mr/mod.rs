@@ -3,6 +3,8 @@
 //! - [`MrTable`]: registers regions, allocates fast-registration regions and resolves keys.
 //! - [`Span`]: a checked range of a region. This is the only way to get from a key to memory. It
 //!   borrows the table, so it cannot outlive the registration it was checked against.
+//! - Integrity regions ([`MrTable::alloc_integrity`]): the range of a span has the wire layout,
+//!   which the span converts from and to the layout in memory.
 //!
 //! # Keys
 //!
@@ -24,7 +26,10 @@
 //! - A region can't be removed while windows are bound to it, and a type 2 window is unbound when
 //!   its QP is destroyed.
 
+mod dif;
+mod integrity;
 mod keys;
+mod segment;
 mod span;
 mod window;
 
@@ -35,8 +40,9 @@ use std::ops::Range;
 use riser_memory::MemSlice;
 use thiserror::Error;
 
+use self::integrity::Integrity;
 use self::keys::{INDEX_BITS, Permutation, Prf};
-use self::span::Segment;
+use self::segment::Segment;
 use self::window::Binding;
 use crate::umem;
 use crate::verbs::{
@@ -85,6 +91,8 @@ enum Kind {
     Registered,
     /// Fast-registration region, with the maximum number of segments.
     Fast(u32),
+    /// Integrity region, which is also registered by a work request.
+    Integrity,
     /// Null region.
     Null,
     Window(MwType),
@@ -105,8 +113,11 @@ struct Region {
     is_paged: bool,
     base: u64,
     length: u64,
-    /// Not empty if `length` is not 0, except for a null region. Empty segments are not stored.
+    /// Not empty if `length` is not 0, except for null regions and integrity regions. Empty
+    /// segments are not stored.
     segments: Vec<Segment>,
+    /// Set for an integrity region.
+    integrity: Option<Box<Integrity>>,
     /// Number of windows bound to this region.
     windows: u32,
     /// Set for a bound window.
@@ -160,6 +171,7 @@ impl MrTable {
                     base: 0,
                     length: 0,
                     segments: Vec::new(),
+                    integrity: None,
                     windows: 0,
                     binding: None,
                 })
@@ -325,15 +337,10 @@ impl MrTable {
         if region.valid {
             return Err(VerbsError::InvalidState("the region is still valid"));
         }
-        region.segments.clear();
-        let mut end = 0u64;
-        for slice in umem::ranges(segments).take(room as usize) {
-            end += slice.len() as u64;
-            region.segments.push(Segment { slice, end });
-        }
-        region.length = end;
+        let ranges = umem::ranges(segments).take(room as usize);
+        region.length = segment::assign(&mut region.segments, ranges);
         region.base = region.segments.first().map_or(0, |s| s.slice.addr());
-        Ok(end)
+        Ok(region.length)
     }
 
     /// Returns the current attributes of a region.
@@ -369,13 +376,15 @@ impl MrTable {
         region.valid = false;
         region.length = 0;
         region.segments = Vec::new();
+        region.integrity = None;
         let pd = region.pd;
         // Add this at the end, so that the key is not reused for as long as possible.
         self.free.push_back(slot as u32);
         pd
     }
 
-    /// Executes a REG_MR: makes the mapped memory accessible using `key` (IBTA 10.6.3.6).
+    /// Executes a REG_MR of a fast-registration region or integrity region: makes the mapped memory
+    /// accessible using `key` (IBTA 10.6.3.6).
     ///
     /// # Errors
     /// Returns [`KeyError`] if the region belongs to a different domain, is already valid, has a
@@ -393,9 +402,14 @@ impl MrTable {
             return Err(KeyError::Domain);
         }
         // A second registration would replace the memory while the peer can still use the old key.
-        if !matches!(region.kind, Kind::Fast(_)) || region.valid || region.segments.is_empty() {
+        if region.valid {
             return Err(KeyError::Kind);
         }
+        let addr = match (region.kind, &region.segments[..], &region.integrity) {
+            (Kind::Fast(_), [first, ..], _) => first.slice.addr(),
+            (Kind::Integrity, _, Some(integrity)) if integrity.start(access) => 0,
+            _ => return Err(KeyError::Kind),
+        };
         // Only the low byte of a key can be changed by its owner (IBTA 10.6.3.2).
         if region.key >> 8 != key.0 >> 8 {
             return Err(KeyError::Key);
@@ -404,7 +418,7 @@ impl MrTable {
         region.base = if access.contains(Access::ZERO_BASED) {
             0
         } else {
-            region.segments[0].slice.addr()
+            addr
         };
         // A peer adds an offset to the address, which must not wrap.
         if region.base.checked_add(region.length).is_none() {
@@ -423,14 +437,15 @@ impl MrTable {
     /// change for the rest.
     pub fn page_faulted(&mut self) {
         for region in &mut self.slots {
-            let mut segments = region.segments.iter();
+            let integrity = region.integrity.iter().flat_map(|i| i.segments());
+            let mut segments = region.segments.iter().chain(integrity);
             region.is_paged |= segments.any(|segment| segment.slice.memory().has_faulted());
         }
     }
 
     /// Executes a LOCAL_INV or a SEND with invalidate from a peer, after which the key is invalid.
-    /// This is only possible for a valid fast-registration region in the same protection domain and
-    /// for a type 2 window bound by this QP (IBTA 10.6.5, 10.6.7.2.6).
+    /// This is only possible for a valid fast-registration region or integrity region in the same
+    /// protection domain and for a type 2 window bound by this QP (IBTA 10.6.5, 10.6.7.2.6).
     ///
     /// # Errors
     /// Returns [`KeyError`]. In this case nothing is changed.
@@ -587,7 +602,7 @@ impl MrTable {
         // A peer can only invalidate a region registered by a work request. All other regions are
         // controlled by their owner.
         let is_theirs = match region.kind {
-            Kind::Fast(_) => true,
+            Kind::Fast(_) | Kind::Integrity => true,
             Kind::Window(MwType::Type2) => region.admits(MwType::Type2, Some(qp)),
             _ => false,
         };
@@ -678,6 +693,7 @@ impl Region {
         let end = start.checked_add(len)?;
         (end <= self.length).then(|| Span {
             segments: &self.segments,
+            integrity: self.integrity.as_deref(),
             start,
             len: len as usize,
         })

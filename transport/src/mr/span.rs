@@ -6,6 +6,8 @@ use std::sync::OnceLock;
 
 use riser_memory::{MemSlice, Memory, PAGE};
 
+use super::integrity::Integrity;
+use super::segment::{self, Segment};
 use crate::verbs::VerbsError;
 
 /// Zeros returned when reading from a null region. These are never written.
@@ -21,19 +23,13 @@ pub(super) fn prepare_zeros() -> Result<(), VerbsError> {
     Ok(())
 }
 
-/// Segment of a region.
-#[derive(Debug)]
-pub(super) struct Segment {
-    pub(super) slice: MemSlice,
-    /// Offset in the region of the first byte after this segment.
-    pub(super) end: u64,
-}
-
 /// Checked range of a region. All offsets are relative to the start of the range. If there are no
-/// segments, this is either empty or belongs to a null region.
+/// segments, this is either empty or belongs to a null region or an integrity region.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
     pub(super) segments: &'a [Segment],
+    /// Set for an integrity region, which has no segments.
+    pub(super) integrity: Option<&'a Integrity>,
     /// Offset of the range in the region.
     pub(super) start: u64,
     pub(super) len: usize,
@@ -42,6 +38,7 @@ pub struct Span<'a> {
 impl Span<'_> {
     pub(super) const EMPTY: Self = Span {
         segments: &[],
+        integrity: None,
         start: 0,
         len: 0,
     };
@@ -59,50 +56,53 @@ impl Span<'_> {
     }
 
     /// Calls `f` for each piece of `len` bytes starting at `offset`, with the segment, the offset
-    /// in the segment, and the range in the requested data.
-    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
+    /// in the segment, and the offset and size in the requested data. `WRITE` is set if the memory
+    /// is written by `f`.
+    fn pieces<const WRITE: bool>(
+        &self,
+        offset: usize,
+        len: usize,
+        mut f: impl FnMut(&MemSlice, usize, usize, usize),
+    ) {
         // The range was checked when the span was created, so this would be a bug.
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
             "range {offset}+{len} beyond {}",
             self.len
         );
-        let mut at = self.start + offset as u64;
-        // Most regions have a single segment.
-        if let [only] = self.segments {
-            if len > 0 {
-                f(&only.slice, at as usize, 0, len);
+        if len == 0 {
+            return;
+        }
+        let at = self.start + offset as u64;
+        match self.segments {
+            // Most regions have a single segment.
+            [only] => f(&only.slice, at as usize, 0, len),
+            [] => {
+                let Some(integrity) = self.integrity else {
+                    return;
+                };
+                if !WRITE {
+                    integrity.gather(at, len);
+                }
+                f(integrity.wire(), at as usize, 0, len);
+                if WRITE {
+                    integrity.scatter(at, len);
+                }
             }
-            return;
-        }
-        if self.segments.is_empty() {
-            return;
-        }
-        let mut done = 0;
-        // Use a binary search to find the first segment.
-        let mut index = self.segments.partition_point(|s| s.end <= at);
-        while done < len {
-            let segment = &self.segments[index];
-            let begin = segment.end - segment.slice.len() as u64;
-            let within = (at - begin) as usize;
-            let take = (segment.slice.len() - within).min(len - done);
-            f(&segment.slice, within, done, take);
-            done += take;
-            at += take as u64;
-            index += 1;
+            segments => segment::pieces(segments, at, len, f),
         }
     }
 
     /// Copies `data` to the range. Panics if the range is exceeded.
     pub fn write(&self, offset: usize, data: &[u8]) {
-        self.pieces(offset, data.len(), |slice, within, done, take| {
+        self.pieces::<true>(offset, data.len(), |slice, within, done, take| {
             slice.write(within, &data[done..done + take]);
         });
     }
 
     /// Returns true for a null region, which has a size but no memory.
     fn is_null(&self) -> bool {
-        self.segments.is_empty() && self.len > 0
+        self.segments.is_empty() && self.len > 0 && self.integrity.is_none()
     }
 
     /// Copies `out.len()` bytes from the range. Panics if the range is exceeded.
@@ -110,7 +110,7 @@ impl Span<'_> {
         if self.is_null() {
             out.fill(0);
         }
-        self.pieces(offset, out.len(), |slice, within, done, take| {
+        self.pieces::<false>(offset, out.len(), |slice, within, done, take| {
             slice.read(within, &mut out[done..done + take]);
         });
     }
@@ -127,7 +127,7 @@ impl Span<'_> {
         if self.is_null() {
             push_zeros(len, out);
         }
-        self.pieces(offset, len, |slice, within, _, take| {
+        self.pieces::<false>(offset, len, |slice, within, _, take| {
             out.push(slice.slice(within..within + take).expect("range is valid"));
         });
     }
@@ -138,6 +138,7 @@ impl Span<'_> {
         assert!(part.start <= part.end && part.end <= self.len, "within it");
         Self {
             segments: self.segments,
+            integrity: self.integrity,
             start: self.start + part.start as u64,
             len: part.len(),
         }
@@ -149,8 +150,11 @@ impl Span<'_> {
     /// # Errors
     /// Returns the error of [`MemSlice::populate`].
     pub fn populate(&self, write: bool) -> io::Result<()> {
+        if let Some(integrity) = self.integrity {
+            return integrity.populate(self.start, self.len, write);
+        }
         let mut result = Ok(());
-        self.pieces(0, self.len, |slice, within, _, take| {
+        self.pieces::<false>(0, self.len, |slice, within, _, take| {
             let part = slice.slice(within..within + take).expect("range is valid");
             if result.is_ok() {
                 result = part.populate(write);

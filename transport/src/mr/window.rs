@@ -17,7 +17,8 @@
 //! peer of the next connection. In Linux, a QP cannot be destroyed while windows are bound, but
 //! here this will unbind them.
 
-use super::{KeyError, Kind, MrTable, Region, Segment};
+use super::segment::{self, Segment};
+use super::{KeyError, Kind, MrTable, Region};
 use crate::verbs::{Access, Mw, MwAttr, MwBind, MwId, MwType, PdId, QpId, RKey, VerbsError};
 
 /// Region and QP used by a bound window.
@@ -174,14 +175,9 @@ impl MrTable {
         let span = region.span(wr.addr, wr.length).ok_or(KeyError::Range)?;
         let mut slices = Vec::new();
         span.push_slices(0, span.len(), &mut slices);
-        let mut end = 0;
-        Ok(slices
-            .into_iter()
-            .map(|slice| {
-                end += slice.len() as u64;
-                Segment { slice, end }
-            })
-            .collect())
+        let mut segments = Vec::new();
+        segment::assign(&mut segments, slices.into_iter());
+        Ok(segments)
     }
 
     /// Unbinds a window, which removes its key and range.

@@ -12,7 +12,9 @@ use super::ud::MAX_UD_SGE;
 use crate::rc::RcCounters;
 use crate::rdmap::RdmapCounters;
 use crate::uc::UcCounters;
-use crate::verbs::{DeviceAttr, Mtu, QpAttr, QpCap, QpType, VerbsError};
+use crate::verbs::{
+    DeviceAttr, GuardCap, IntegrityCap, Mtu, ProtectionCap, QpAttr, QpCap, QpType, VerbsError,
+};
 
 /// The only port number.
 pub(super) const PORT: u8 = 1;
@@ -255,6 +257,10 @@ impl NicConfig {
             // searches them individually.
             sg_gaps: true,
             reports_invalidation: true,
+            integrity: Some(IntegrityCap {
+                protection: ProtectionCap::all(),
+                guard: GuardCap::all(),
+            }),
             max_cq: l.max_cq,
             max_cqe: l.max_cqe,
             comp_vectors: l.comp_vectors,

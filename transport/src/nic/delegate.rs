@@ -26,6 +26,9 @@ macro_rules! forward_verbs {
             mut dereg_mr [memory.dereg_mr] (mr: $crate::verbs::MrId) -> Result<(), $crate::verbs::VerbsError>;
             @live mut alloc_fast_mr [memory.alloc_fast_mr] (pd: $crate::verbs::PdId, max_segments: u32) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
             @live mut map_mr_sg [memory.map_mr_sg] (mr: $crate::verbs::MrId, segments: &[riser_memory::MemSlice]) -> Result<u64, $crate::verbs::VerbsError>;
+            @live mut alloc_mr_integrity [memory.alloc_mr_integrity] (pd: $crate::verbs::PdId, max_data_segments: u32, max_protection_segments: u32) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+            @live mut map_mr_sg_pi [memory.map_mr_sg_pi] (mr: $crate::verbs::MrId, data: &[riser_memory::MemSlice], protection: &[riser_memory::MemSlice], attrs: &$crate::verbs::SigAttrs) -> Result<u64, $crate::verbs::VerbsError>;
+            mut check_mr_status [memory.check_mr_status] (mr: $crate::verbs::MrId) -> Result<Option<$crate::verbs::SigError>, $crate::verbs::VerbsError>;
             @live mut create_cq_with [cqs.create] (init: &$crate::verbs::CqInitAttr) -> Result<$crate::verbs::CqId, $crate::verbs::VerbsError>;
             ref query_cq [cqs.query] (cq: $crate::verbs::CqId) -> Result<$crate::verbs::CqAttr, $crate::verbs::VerbsError>;
             @live mut modify_cq [cqs.modify] (cq: $crate::verbs::CqId, moderation: $crate::verbs::Moderation) -> Result<(), $crate::verbs::VerbsError>;

@@ -61,6 +61,8 @@ impl RdmaCoreDevice {
             max_fast_reg_segments: u32::from(d.max_mw > 0),
             sg_gaps: true,
             reports_invalidation: (d.vendor_id, d.vendor_part_id) != RXE,
+            // See the module documentation.
+            integrity: None,
             max_cq: count(d.max_cq),
             max_cqe: count(d.max_cqe),
             // SAFETY: the context is open.

@@ -16,6 +16,9 @@
 //!   registered with [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr). It is bound by
 //!   [`SendOp::RegMr`](crate::verbs::SendOp::RegMr), and unbound by `LocalInv` or a
 //!   send-with-invalidate from the peer.
+//! - Integrity regions are not supported, even by adapters with signature offload: libibverbs has no
+//!   signature attributes, and the call of the adapter's own library (`mlx5dv_create_mkey`) only
+//!   exists for one vendor, with its own queue pairs.
 //! - [`Notify::Count`](crate::verbs::Notify::Count) fires on the next completion, since the
 //!   hardware cannot count more than one.
 //! - If notification is requested for a queue, it is polled while the application is awake. It is

@@ -8,8 +8,8 @@ use num_enum::TryFromPrimitive;
 use riser_memory::MemSlice;
 
 use super::{
-    CqId, Gid, Handle, LKey, MrId, MwId, PKey, PathMigState, PdId, QKey, QpId, RKey, RemoteAddr,
-    SendOp, Sge, SrqId, XrcdId,
+    CqId, Gid, Handle, IntegrityCap, LKey, MrId, MwId, PKey, PathMigState, PdId, QKey, QpId, RKey,
+    RemoteAddr, SendOp, Sge, SrqId, XrcdId,
 };
 
 bitflags! {
@@ -78,6 +78,8 @@ pub struct DeviceAttr {
     /// supported, don't request any invalidation from a peer, because you will not be notified when
     /// a region is available again.
     pub reports_invalidation: bool,
+    /// Capabilities of integrity regions, or `None` if not supported.
+    pub integrity: Option<IntegrityCap>,
     /// Maximum number of completion queues.
     pub max_cq: u32,
     /// Maximum number of entries in a completion queue.

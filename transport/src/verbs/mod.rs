@@ -35,6 +35,7 @@ mod error;
 mod grh;
 mod gsi;
 mod ids;
+mod integrity;
 mod path_migration;
 mod poll;
 pub mod qp_state;
@@ -53,6 +54,7 @@ pub use error::*;
 pub use grh::{GRH_LEN, NetworkHeader, RouteHeader};
 pub use gsi::{make_datagrams_ready, make_gsi_ready};
 pub use ids::*;
+pub use integrity::*;
 pub use path_migration::PathMigState;
 pub use poll::PollContext;
 pub use wr::*;
@@ -239,6 +241,71 @@ pub trait Verbs {
     /// # Errors
     /// [`VerbsError::InvalidHandle`], or [`VerbsError::InvalidState`] while the region is valid.
     fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
+
+    /// Allocates an integrity region with up to `max_data_segments` data segments and
+    /// `max_protection_segments` protection segments. It cannot be used before calling
+    /// [`Verbs::map_mr_sg_pi`] and posting a [`SendOp::RegMr`] (Linux `ib_alloc_mr_integrity`).
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] if [`DeviceAttr::max_fast_reg_segments`] is exceeded,
+    /// [`VerbsError::Unsupported`] if there is no [`DeviceAttr::integrity`].
+    fn alloc_mr_integrity(
+        &mut self,
+        pd: PdId,
+        max_data_segments: u32,
+        max_protection_segments: u32,
+    ) -> Result<Mr, VerbsError> {
+        let _ = (pd, max_data_segments, max_protection_segments);
+        Err(VerbsError::Unsupported("integrity regions"))
+    }
+
+    /// Sets the memory and signature attributes to be used by the next [`SendOp::RegMr`] for an
+    /// integrity region (Linux `ib_map_mr_sg_pi`). Returns the size of the wire layout in bytes,
+    /// whose addresses start at 0.
+    ///
+    /// `protection` contains the tuples of all blocks in order. If it is empty and the memory
+    /// domain has tuples, they are interleaved: each block in `data` is followed by its tuple.
+    ///
+    /// The peer and scatter lists can use any range of the wire layout. A block that is received in
+    /// several parts is stored when its last byte arrives, if its bytes arrive in order. If a check
+    /// fails, data is transferred nevertheless, so call [`Verbs::check_mr_status`] after the
+    /// transfer and before using the data.
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`]; [`VerbsError::InvalidState`] while the region is valid, if it
+    /// is not an integrity region, or if it has an error that was not returned by
+    /// [`Verbs::check_mr_status`] yet; [`VerbsError::InvalidParameter`] for invalid attributes, if
+    /// the sizes do not match, or if the number of segments exceeds the maximum;
+    /// [`VerbsError::InsufficientResources`], [`VerbsError::Unsupported`]. On error, nothing is
+    /// changed.
+    fn map_mr_sg_pi(
+        &mut self,
+        mr: MrId,
+        data: &[MemSlice],
+        protection: &[MemSlice],
+        attrs: &SigAttrs,
+    ) -> Result<u64, VerbsError> {
+        let _ = (mr, data, protection, attrs);
+        Err(VerbsError::Unsupported("integrity regions"))
+    }
+
+    /// Returns the first failed check of an integrity region since the last call, and clears it
+    /// (Linux `ib_check_mr_status` with `IB_MR_CHECK_SIG_STATUS`). The region may be valid or
+    /// invalid.
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`] for any other type of region,
+    /// [`VerbsError::Unsupported`].
+    fn check_mr_status(&mut self, mr: MrId) -> Result<Option<SigError>, VerbsError> {
+        let _ = mr;
+        Err(VerbsError::Unsupported("integrity regions"))
+    }
 
     /// Creates a completion queue for at least `entries` completions.
     ///

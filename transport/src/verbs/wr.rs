@@ -67,7 +67,7 @@ pub enum SendOp {
         /// Value to add. The result can wrap.
         add: u64,
     },
-    /// Registers the mapped memory of a fast-registration region.
+    /// Registers the mapped memory of a fast-registration region or integrity region.
     RegMr {
         /// Region to register.
         mr: MrId,

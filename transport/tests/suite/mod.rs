@@ -3,6 +3,7 @@
 pub(crate) mod cm;
 pub(crate) mod datagrams;
 pub(crate) mod extended;
+pub(crate) mod integrity;
 pub(crate) mod memory;
 pub(crate) mod migration;
 pub(crate) mod objects;
@@ -49,6 +50,12 @@ macro_rules! suite_names {
             memory: regions_of_foreign_memory_at_other_addresses region_can_be_reregistered
                 null_regions_and_prefetching prefetching_makes_pages_resident windows_of_type_1 windows_of_type_2
                 invalid_bind_completes_with_error device_connects_to_itself;
+            integrity: inserted_tuples_have_known_bytes
+                tuples_are_inserted_stripped_and_passed
+                failed_checks_report_kind_and_offset escapes_and_masks_limit_checks
+                passed_tuples_are_remapped parts_of_wire_layout_are_accessible
+                integrity_regions_are_invalidated_and_reused
+                invalid_signature_attributes_are_refused;
             transfers: command_registers_transfers_and_invalidates
                 region_returned_valid_is_replaced;
         }
@@ -114,6 +121,12 @@ macro_rules! stream_names {
             memory: regions_of_foreign_memory_at_other_addresses region_can_be_reregistered
                 null_regions_and_prefetching prefetching_makes_pages_resident windows_of_type_1 windows_of_type_2
                 invalid_bind_completes_with_error;
+            integrity: inserted_tuples_have_known_bytes
+                tuples_are_inserted_stripped_and_passed
+                failed_checks_report_kind_and_offset escapes_and_masks_limit_checks
+                passed_tuples_are_remapped parts_of_wire_layout_are_accessible
+                integrity_regions_are_invalidated_and_reused
+                invalid_signature_attributes_are_refused;
             transfers: command_registers_transfers_and_invalidates
                 region_returned_valid_is_replaced;
             streams: unsupported_iwarp_calls_are_rejected send_without_receive_closes_connection

@@ -7,7 +7,7 @@ use crate::nic::NicLimits;
 use crate::table::Table;
 use crate::verbs::{
     Access, Mr, MrAdvice, MrAttr, MrChange, MrId, Mw, MwAttr, MwId, MwType, PdId, QpId, Sge,
-    VerbsError,
+    SigAttrs, SigError, VerbsError,
 };
 
 #[derive(Debug, Default)]
@@ -146,6 +146,29 @@ impl MemoryTables {
 
     pub(crate) fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
         self.mrs.map_sg(mr, segments)
+    }
+
+    pub(crate) fn alloc_mr_integrity(
+        &mut self,
+        pd: PdId,
+        max_data: u32,
+        max_protection: u32,
+    ) -> Result<Mr, VerbsError> {
+        self.register(pd, |mrs| mrs.alloc_integrity(pd, max_data, max_protection))
+    }
+
+    pub(crate) fn map_mr_sg_pi(
+        &mut self,
+        mr: MrId,
+        data: &[MemSlice],
+        protection: &[MemSlice],
+        attrs: &SigAttrs,
+    ) -> Result<u64, VerbsError> {
+        self.mrs.map_sg_pi(mr, data, protection, attrs)
+    }
+
+    pub(crate) fn check_mr_status(&mut self, mr: MrId) -> Result<Option<SigError>, VerbsError> {
+        self.mrs.check_status(mr)
     }
 
     /// Returns the memory region with this index in its id.

@@ -13,7 +13,8 @@
 //! - [`iwarp`]: device for iWARP connections over TCP.
 //! - [`shm`]: software NIC for processes on one host, using shared memory.
 //! - [`loopback`]: software NIC using a deterministic in-memory wire.
-//! - [`mr_pool`]: pool of fast-registration regions.
+//! - [`mr_pool`]: pool of fast-registration regions or integrity regions.
+//! - [`rdma_rw`]: RDMA READs and WRITEs with protection information.
 //! - [`umem`]: scatter lists as memory ranges.
 //! - [`netif`]: network interfaces of this host.
 //! - [`table`]: objects identified by generation-checked handles.
@@ -30,6 +31,7 @@ pub mod netif;
 pub mod nic;
 pub mod rc;
 pub mod rdma_core;
+pub mod rdma_rw;
 pub mod rdmap;
 pub mod roce;
 pub mod shm;

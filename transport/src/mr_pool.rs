@@ -1,4 +1,4 @@
-//! Pool of fast-registration regions, used per connection.
+//! Pool of fast-registration regions or integrity regions, used per connection.
 //!
 //! An initiator must register the memory of a command before sending it, and must ensure that the
 //! peer can't use the key anymore before completing the command. Allocating a region for each
@@ -23,7 +23,10 @@ use std::collections::VecDeque;
 use riser_memory::MemSlice;
 use riser_state::{State, become_state};
 
-use crate::verbs::{Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId};
+use crate::verbs::{
+    Access, LKey, Mr, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Sge, SigAttrs, Verbs,
+    VerbsError, WrId,
+};
 
 /// Memory range as advertised to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,19 +106,40 @@ impl PooledMr {
         verbs: &mut V,
         segments: &[MemSlice],
     ) -> Result<(), VerbsError> {
-        assert!(
-            matches!(self.state, MrState::Idle | MrState::Mapped),
-            "mapped while {:?}",
-            self.state
-        );
         self.forget_mapping();
         let want: u64 = segments.iter().map(|s| s.len() as u64).sum();
         if verbs.map_mr_sg(self.id, segments)? != want {
             return Err(VerbsError::InvalidParameter("number of segments"));
         }
+        self.on_mapped(verbs)
+    }
+
+    /// Maps the memory and signature attributes of an integrity region and creates a new key. The
+    /// size of the region is the size of the wire layout.
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// Returns an error from [`Verbs::map_mr_sg_pi`].
+    ///
+    /// # Panics
+    /// Panics if the key may still be valid.
+    pub fn map_pi<V: Verbs + ?Sized>(
+        &mut self,
+        verbs: &mut V,
+        data: &[MemSlice],
+        protection: &[MemSlice],
+        attrs: &SigAttrs,
+    ) -> Result<(), VerbsError> {
+        self.forget_mapping();
+        verbs.map_mr_sg_pi(self.id, data, protection, attrs)?;
+        self.on_mapped(verbs)
+    }
+
+    fn on_mapped<V: Verbs + ?Sized>(&mut self, verbs: &mut V) -> Result<(), VerbsError> {
         // The address used by peers is chosen by the device.
-        self.addr = verbs.query_mr(self.id)?.mr.addr;
-        self.len = want;
+        let Mr { addr, length, .. } = verbs.query_mr(self.id)?.mr;
+        (self.addr, self.len) = (addr, length);
         // Use a new key byte each time, so that packets using the previous key are rejected.
         self.key = self.key.next();
         become_state(&mut self.state, MrState::Mapped);
@@ -159,6 +183,23 @@ impl PooledMr {
         }
     }
 
+    /// Returns the range for a scatter list. The local key of a region that is registered by a work
+    /// request has the same number as its remote key.
+    ///
+    /// Currently not used.
+    ///
+    /// # Panics
+    /// See [`PooledMr::remote`].
+    #[must_use]
+    pub fn sge(&self) -> Sge {
+        let RemoteSegment { addr, rkey, len } = self.remote();
+        Sge {
+            addr,
+            length: len,
+            lkey: LKey(rkey.0),
+        }
+    }
+
     /// Returns the work request to invalidate the key. This is signaled because we need to wait for
     /// the completion.
     ///
@@ -190,7 +231,15 @@ impl PooledMr {
     }
 
     /// Removes mapped memory that was not registered.
+    ///
+    /// # Panics
+    /// Panics if the key may still be valid.
     fn forget_mapping(&mut self) {
+        assert!(
+            matches!(self.state, MrState::Idle | MrState::Mapped),
+            "mapped while {:?}",
+            self.state
+        );
         if self.state == MrState::Mapped {
             become_state(&mut self.state, MrState::Idle);
         }
@@ -202,6 +251,8 @@ impl PooledMr {
 pub struct MrPool {
     pd: PdId,
     max_segments: u32,
+    /// Maximum number of protection segments, for integrity regions.
+    max_protection: Option<u32>,
     free: VecDeque<PooledMr>,
     out: usize,
 }
@@ -217,9 +268,37 @@ impl MrPool {
         count: usize,
         max_segments: u32,
     ) -> Result<Self, VerbsError> {
+        Self::fill(verbs, pd, count, max_segments, None)
+    }
+
+    /// Allocates `count` integrity regions with `max_data` data segments and `max_protection`
+    /// protection segments.
+    ///
+    /// Currently not used.
+    ///
+    /// # Errors
+    /// Returns an error from [`Verbs::alloc_mr_integrity`]. In this case nothing is allocated.
+    pub fn with_integrity<V: Verbs + ?Sized>(
+        verbs: &mut V,
+        pd: PdId,
+        count: usize,
+        max_data: u32,
+        max_protection: u32,
+    ) -> Result<Self, VerbsError> {
+        Self::fill(verbs, pd, count, max_data, Some(max_protection))
+    }
+
+    fn fill<V: Verbs + ?Sized>(
+        verbs: &mut V,
+        pd: PdId,
+        count: usize,
+        max_segments: u32,
+        max_protection: Option<u32>,
+    ) -> Result<Self, VerbsError> {
         let mut pool = Self {
             pd,
             max_segments,
+            max_protection,
             free: VecDeque::with_capacity(count),
             out: 0,
         };
@@ -237,7 +316,10 @@ impl MrPool {
     }
 
     fn alloc<V: Verbs + ?Sized>(&self, verbs: &mut V) -> Result<PooledMr, VerbsError> {
-        let mr = verbs.alloc_fast_mr(self.pd, self.max_segments)?;
+        let mr = match self.max_protection {
+            None => verbs.alloc_fast_mr(self.pd, self.max_segments)?,
+            Some(protection) => verbs.alloc_mr_integrity(self.pd, self.max_segments, protection)?,
+        };
         Ok(PooledMr {
             id: mr.id,
             key: mr.rkey,
@@ -247,7 +329,7 @@ impl MrPool {
         })
     }
 
-    /// Returns the maximum number of segments per region.
+    /// Returns the maximum number of segments per region, or of data segments.
     #[must_use]
     pub fn max_segments(&self) -> u32 {
         self.max_segments

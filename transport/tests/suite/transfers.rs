@@ -1,11 +1,11 @@
 //! Chains of RDMA requests and `mr_pool`, as used by a target and an initiator.
 
 use riser_transport::mr_pool::{MrPool, MrState};
+use riser_transport::rdma_rw::{Direction, ProtectedMemory, SignatureContext};
 use riser_transport::verbs::{
-    Access, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+    Access, RemoteAddr, SendFlags, SendOp, SendWr, Sge, SigAttrs, SigCheck, SigDomain, SigError,
+    SigErrorKind, T10Dif, Verbs as _, VerbsError, WcOpcode, WcStatus, WrId,
 };
-
-use riser_transport::verbs::Verbs as _;
 
 use crate::suite::world::{End, World, connected, ended, pattern};
 
@@ -172,4 +172,114 @@ pub(crate) fn region_returned_valid_is_replaced<W: World>(mut w: W) {
     assert!(mr.on_invalidated(mr.rkey()));
     pool.release(w.provider(End::A), mr).unwrap();
     pool.destroy(w.provider(End::A));
+}
+
+/// B acts as the target: it reads and writes interleaved blocks, with and without tuples in its own
+/// memory.
+pub(crate) fn signature_contexts_transfer_and_check<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let p = w.provider(End::B);
+    if p.device_attr().integrity.is_none() {
+        let refused = MrPool::with_integrity(p, b.pd, 1, 2, 1).map(drop);
+        let error = VerbsError::Unsupported("integrity regions");
+        assert_eq!(refused, Err(error));
+        return;
+    }
+    let mut pool = MrPool::with_integrity(p, b.pd, 1, 2, 1).unwrap();
+    let dif = SigDomain::T10Dif(T10Dif::new(512, 0x0100));
+    let attrs = SigAttrs {
+        mem: SigDomain::None,
+        wire: dif,
+        check: SigCheck::all(),
+    };
+    let data = [b.slice(0, 700), b.slice(1000, 324)];
+    let memory = ProtectedMemory {
+        data: &data,
+        protection: &[],
+    };
+    // Blocks of bytes 01h and 02h, with their known tuples, are inserted and stripped.
+    b.memory.fill(0, 512, 1);
+    b.memory.fill(512, 188, 2);
+    b.memory.fill(1000, 324, 2);
+    let mut image = vec![1; 512];
+    image.extend([0x06, 0x88, 0, 0, 0, 0, 1, 0]);
+    image.extend([2; 512]);
+    image.extend([0x0d, 0x10, 0, 0, 0, 0, 1, 1]);
+    let run = |w: &mut W, pool: &mut MrPool, direction, memory, attrs: &SigAttrs| {
+        let p = w.provider(End::B);
+        let remote = a.remote(64);
+        let mut context =
+            SignatureContext::init(p, pool, memory, attrs, remote, direction).unwrap();
+        assert_eq!(context.wire_len(), 1040);
+        assert_eq!((pool.available(), pool.outstanding()), (0, 1));
+        p.post_send(b.qp, &context.wrs(WrId(40))).unwrap();
+        let c = b.completion(w);
+        assert_eq!(
+            (c.wr_id, c.opcode, c.status),
+            (WrId(40), WcOpcode::LocalInv, WcStatus::Success)
+        );
+        context.on_completed();
+        let p = w.provider(End::B);
+        let error = context.destroy(p, pool).unwrap();
+        assert_eq!((pool.available(), pool.outstanding()), (1, 0));
+        error
+    };
+    let sent = run(w, &mut pool, Direction::ToPeer, memory, &attrs);
+    assert_eq!(sent, None);
+    w.until("the last bytes", |_| {
+        (a.bytes(64, 1040) == image).then_some(())
+    });
+    b.memory.fill(0, 2000, 0);
+    let received = run(w, &mut pool, Direction::FromPeer, memory, &attrs);
+    assert_eq!(received, None);
+    let blocks = [b.bytes(0, 700), b.bytes(1000, 324)].concat();
+    assert_eq!(blocks, [[1; 512], [2; 512]].concat());
+    // Tuples are passed to memory. The last one has a wrong reference tag.
+    a.memory.write(64 + 1039, &[7]);
+    let tuples = [b.slice(5000, 16)];
+    let memory = ProtectedMemory {
+        protection: &tuples,
+        ..memory
+    };
+    let attrs = SigAttrs { mem: dif, ..attrs };
+    let received = run(w, &mut pool, Direction::FromPeer, memory, &attrs);
+    let error = SigError {
+        kind: SigErrorKind::BadRefTag,
+        expected: 0x0101,
+        actual: 0x0107,
+        offset: 520,
+    };
+    assert_eq!(received, Some(error));
+    let stored = [0x06, 0x88, 0, 0, 0, 0, 1, 0, 0x0d, 0x10, 0, 0, 0, 0, 1, 7];
+    assert_eq!(b.bytes(5000, 16), stored);
+    // A context that cannot be used returns its region.
+    let p = w.provider(End::B);
+    let short = ProtectedMemory {
+        data: &data[..1],
+        ..memory
+    };
+    let remote = a.remote(64);
+    let refused = SignatureContext::init(p, &mut pool, short, &attrs, remote, Direction::ToPeer);
+    assert!(matches!(refused, Err(VerbsError::InvalidParameter(_))));
+    assert_eq!(pool.available(), 1);
+    let unused = SignatureContext::init(p, &mut pool, memory, &attrs, remote, Direction::ToPeer);
+    let empty = SignatureContext::init(p, &mut pool, memory, &attrs, remote, Direction::ToPeer);
+    let error = VerbsError::InsufficientResources("integrity regions");
+    assert_eq!(empty.map(drop), Err(error));
+    assert_eq!(unused.unwrap().destroy(p, &mut pool), Ok(None));
+    // The region of a failed transfer is replaced.
+    let wrong = RemoteAddr {
+        rkey: a.mr.rkey.next(),
+        ..remote
+    };
+    let mut failed =
+        SignatureContext::init(p, &mut pool, memory, &attrs, wrong, Direction::FromPeer).unwrap();
+    p.post_send(b.qp, &failed.wrs(WrId(41))).unwrap();
+    assert_eq!(b.completion(w).status, WcStatus::RemAccessErr);
+    assert_eq!(b.completion(w).status, WcStatus::WrFlushErr);
+    let p = w.provider(End::B);
+    assert_eq!(failed.destroy(p, &mut pool), Ok(None));
+    assert_eq!((pool.available(), pool.outstanding()), (1, 0));
+    pool.destroy(p);
 }

@@ -25,6 +25,7 @@ mod instructions;
 mod interleavings;
 mod interop;
 mod linear;
+mod marks;
 mod miri;
 mod neighbours;
 mod nightly;

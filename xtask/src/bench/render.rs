@@ -12,7 +12,7 @@ use super::stats::{Interval, Summary};
 use super::systems::{SYSTEMS, named};
 use super::targets::{Aim, CheckedTarget, Verdict, check_targets};
 use super::workloads::{self, WORKLOADS, Workload};
-use crate::Failure;
+use crate::{Failure, marks};
 
 /// Directory for charts and results, relative to the document's directory.
 pub(super) const DIRECTORY: &str = "performance";
@@ -58,19 +58,10 @@ pub(super) fn write_readme(results: &Results, readme: &Path) -> Result<(), Failu
         return Ok(());
     };
     let text = fs::read_to_string(readme)?;
-    let text =
-        inserted(&text, &summary(comparison)).map_err(|e| format!("{}: {e}", readme.display()))?;
+    let text = marks::replaced(&text, &MARKS, &summary(comparison))
+        .map_err(|e| format!("{}: {e}", readme.display()))?;
     fs::write(readme, text)?;
     Ok(())
-}
-
-/// Replaces the text between the markers.
-fn inserted(text: &str, part: &str) -> Result<String, String> {
-    let [begin, end] = MARKS;
-    let missing = |mark| format!("missing line `{mark}`");
-    let (head, rest) = text.split_once(begin).ok_or_else(|| missing(begin))?;
-    let (_, tail) = rest.split_once(end).ok_or_else(|| missing(end))?;
-    Ok(format!("{head}{begin}\n\n{}\n\n{end}{tail}", part.trim()))
 }
 
 pub(super) fn document(results: &Results) -> String {
@@ -489,19 +480,8 @@ mod tests {
     }
 
     #[test]
-    fn readme_update_replaces_marked_part() {
-        let [begin, end] = MARKS;
-        let text = format!("before\n\n{begin}\n\nold\n\n{end}\n\nafter\n");
-        let new = inserted(&text, "new\n").unwrap();
-        assert_eq!(new, format!("before\n\n{begin}\n\nnew\n\n{end}\n\nafter\n"));
-        assert_eq!(inserted(&new, "new").unwrap(), new);
-        assert!(inserted("before\n", "new").unwrap_err().contains(begin));
-        assert!(inserted(begin, "new").unwrap_err().contains(end));
-    }
-
-    #[test]
     fn readme_contains_marks() {
         let text = fs::read_to_string(crate::root().join("README.md")).unwrap();
-        assert!(inserted(&text, "new").is_ok());
+        assert!(marks::replaced(&text, &MARKS, "new").is_ok());
     }
 }

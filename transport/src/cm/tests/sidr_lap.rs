@@ -221,6 +221,30 @@ pub(super) fn lap_for_unknown_connection_is_rejected() {
 }
 
 #[test]
+fn lap_for_other_queue_pair_is_rejected() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    pair.a.config.alternate_paths = true;
+    pair.p.config.alternate_paths = true;
+    lap(&mut pair, ids);
+    let (_, mad) = pair.a.poll_transmit().unwrap();
+    let (transaction, CmMessage::Lap(mut lap)) = CmMessage::parse(&mad).unwrap() else {
+        panic!()
+    };
+    lap.remote_qpn = Qpn::new(lap.remote_qpn.value() + 1);
+    let mad = CmMessage::Lap(lap).emit(transaction);
+    pair.p.handle_mad(pair.now, addr(1), &mad).unwrap();
+    let (_, response) = pair.p.poll_transmit().unwrap();
+    let (_, CmMessage::Apr(apr)) = CmMessage::parse(&response).unwrap() else {
+        panic!()
+    };
+    assert_eq!(
+        (apr.status, pair.p.state(ids.p)),
+        (AprStatus::InvalidQpnEecn, CmState::Established)
+    );
+}
+
+#[test]
 pub(super) fn crossing_and_stray_path_messages_are_ignored() {
     let mut pair = Pair::new();
     pair.a.config.alternate_paths = true;

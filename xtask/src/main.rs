@@ -24,6 +24,7 @@ mod hostile;
 mod instructions;
 mod interleavings;
 mod interop;
+mod items;
 mod linear;
 mod marks;
 mod miri;
@@ -96,6 +97,9 @@ enum Command {
     Interop(interop::Options),
     /// Run the libiscsi conformance suite against our iSCSI target and, for comparison, tgt.
     Conformance(conformance::Options),
+    /// Check that each item of the interfaces has an implementation, a test and a judge, or a
+    /// reason for its absence; count them by class.
+    Items(items::Options),
     /// Run rdma-core programs and tests, and perftest, with our libibverbs and librdmacm.
     Verbs(verbs::Options),
     /// Build the Debian package, then install, upgrade, remove and purge it in a new Debian root.
@@ -178,6 +182,7 @@ fn main() -> ExitCode {
         Command::Fuzz(options) => fuzz::run(&options),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
+        Command::Items(options) => items::run(&options),
         Command::Verbs(options) => verbs::run(&options),
         Command::Package(options) => package::run(&options),
         Command::Container => container::run(),

@@ -51,6 +51,11 @@ pub(crate) struct Options {
     targets: Vec<String>,
 }
 
+/// Returns the names of all targets.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    TARGETS.iter().map(|target| target.name.as_str())
+}
+
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let is_named = |target: &&Target, name: &str| target.name == name;
     let targets = select(TARGETS.iter(), &options.targets, "target", is_named)?;

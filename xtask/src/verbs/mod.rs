@@ -281,7 +281,8 @@ fn programs(options: &Options) -> Result<PathBuf, Failure> {
     }
 }
 
-fn all_paths() -> Vec<String> {
+/// Returns the paths of all cases, and a placeholder for each external suite.
+pub(crate) fn all_paths() -> Vec<String> {
     let suites = [PYVERBS, FABTESTS]
         .into_iter()
         .zip(["MODULE.CLASS.TEST", "PROVIDER/TEST"]);

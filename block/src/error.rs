@@ -12,6 +12,10 @@ pub enum BlockError {
     /// Medium error for this range.
     #[error("medium error: {0}")]
     Medium(String),
+    /// A check of protection information failed: the data was damaged, or is from a different
+    /// block. Such data is never returned.
+    #[error("protection information: {0}")]
+    Protection(String),
     /// The device may have lost acknowledged writes that were covered by this flush.
     #[error("I/O error: the device may have lost acknowledged writes")]
     WritesLost,
@@ -44,6 +48,7 @@ impl BlockError {
     pub fn errno(&self) -> i32 {
         match self {
             Self::Io(_) | Self::Medium(_) | Self::WritesLost => libc::EIO,
+            Self::Protection(_) => libc::EILSEQ,
             Self::NoSpace => libc::ENOSPC,
             Self::ReadOnly => libc::EPERM,
             Self::ReservationConflict => libc::EBADE,

@@ -7,6 +7,9 @@
 //! The pages of the buffers are followed by a run of zeroes, shared by all writes of zeroes. Such
 //! writes need no buffer from the pool.
 //!
+//! [`BufferPool::split`] turns a buffer into a pool for another purpose, in the same mapping. Users
+//! that hold a buffer of one pool while they wait for the other one cannot deadlock.
+//!
 //! Bound: the size of the mapping, fixed when the pool is created. The number of waiters is bounded
 //! by the futures held by the callers.
 
@@ -31,6 +34,10 @@ pub struct BufferPool(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     memory: Memory,
+    /// Page range of the buffers in the mapping.
+    pages: Run,
+    /// Buffer of another pool that contains the pages.
+    _part: Option<Buffer>,
     state: Mutex<State>,
     /// Waiters that poll [`BufferPool::try_take`] instead of using the queue.
     pollers: BufferWaiters,
@@ -140,15 +147,41 @@ impl BufferPool {
         // An impossible length is rejected by the mapping.
         let memory = Memory::new(len.max(PAGE).saturating_add(ZEROES))?;
         let pages = (memory.len() - ZEROES) / PAGE;
-        Ok(Self(Arc::new(Inner {
+        Ok(Self::of(memory, Run { start: 0, pages }, None))
+    }
+
+    fn of(memory: Memory, pages: Run, part: Option<Buffer>) -> Self {
+        Self(Arc::new(Inner {
             memory,
+            pages,
+            _part: part,
             state: Mutex::new(State {
-                free: vec![Run { start: 0, pages }],
+                free: vec![pages],
                 queue: VecDeque::new(),
                 next_ticket: 0,
             }),
             pollers: BufferWaiters::default(),
-        })))
+        }))
+    }
+
+    /// Creates a pool in a buffer of this pool. The memory returns to this pool when the new one and
+    /// all of its buffers are dropped.
+    ///
+    /// # Panics
+    /// Panics if the buffer belongs to a different pool.
+    #[must_use]
+    pub fn split(&self, buffer: Buffer) -> Self {
+        let slice = buffer.slice();
+        let is_own = slice.memory().addr() == self.0.memory.addr();
+        assert!(
+            is_own && slice.offset().is_multiple_of(PAGE),
+            "another pool's buffer"
+        );
+        let pages = Run {
+            start: slice.offset() / PAGE,
+            pages: slice.len() / PAGE,
+        };
+        Self::of(self.0.memory.clone(), pages, Some(buffer))
     }
 
     /// Returns the memory region that contains all buffers and the zeroes.
@@ -160,7 +193,7 @@ impl BufferPool {
     /// Returns the total size of all buffers in bytes, free or allocated.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.0.memory.len() - ZEROES
+        self.0.pages.pages * PAGE
     }
 
     /// Returns the first `most` bytes of the zeroes, or all of them. You must not modify them,
@@ -168,7 +201,7 @@ impl BufferPool {
     #[must_use]
     pub fn zeroes(&self, most: u64) -> Buffer {
         let len = most.min(ZEROES as u64) as usize;
-        let start = self.size();
+        let start = self.0.memory.len() - ZEROES;
         let slice = self.0.memory.slice(start..start + len);
         let slice = slice.expect("the zeroes lie within the mapping");
         // A peer with write access to the pool may have changed them.
@@ -349,6 +382,28 @@ mod tests {
         drop(zeroes);
         assert!(held.slice().to_vec() == [7; 2 * PAGE]);
         assert_eq!(pool.free(), 0);
+    }
+
+    #[test]
+    fn split_pool_returns_its_memory() {
+        let pool = BufferPool::new(4 * PAGE).unwrap();
+        let first = pool.try_take(PAGE).unwrap();
+        let other = pool.split(pool.try_take(2 * PAGE + 100).unwrap());
+        assert_eq!(
+            (other.size(), other.free(), pool.free()),
+            (2 * PAGE, 2 * PAGE, 0)
+        );
+        let buffer = other.try_take(2 * PAGE).unwrap();
+        assert_eq!(buffer.slice().offset(), PAGE);
+        assert!(other.try_take(1).is_none());
+        assert_eq!(
+            other.zeroes(8).slice().offset(),
+            pool.zeroes(8).slice().offset()
+        );
+        drop((other, first));
+        assert_eq!(pool.free(), PAGE, "still used by the buffer");
+        drop(buffer);
+        assert_eq!(pool.free(), 4 * PAGE);
     }
 
     #[test]

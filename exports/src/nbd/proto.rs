@@ -184,7 +184,12 @@ impl From<&riser_block::BlockError> for Errno {
             E::NoSpace => Self::NoSpc,
             E::Unsupported => Self::NotSup,
             E::OutOfRange => Self::Inval,
-            E::Io(_) | E::Medium(_) | E::WritesLost | E::TimedOut | E::Disconnected(_) => Self::Io,
+            E::Io(_)
+            | E::Medium(_)
+            | E::Protection(_)
+            | E::WritesLost
+            | E::TimedOut
+            | E::Disconnected(_) => Self::Io,
         }
     }
 }

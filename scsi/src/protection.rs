@@ -50,6 +50,14 @@ pub enum ProtectionError {
 }
 
 impl ProtectionError {
+    /// Returns the failed check reported by an additional sense code, if any.
+    #[must_use]
+    pub fn from_additional_sense(sense: AdditionalSense) -> Option<Self> {
+        [Self::Guard, Self::ApplicationTag, Self::ReferenceTag]
+            .into_iter()
+            .find(|error| error.additional_sense() == sense)
+    }
+
     /// Returns the additional sense code.
     #[must_use]
     pub fn additional_sense(self) -> AdditionalSense {

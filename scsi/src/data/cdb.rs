@@ -18,7 +18,7 @@ pub mod block_16 {
 
 /// 32-byte CDB of a block command, e.g. READ (32) (SBC-4 5.19).
 pub mod block_32 {
-    use super::{Field, be16, be32, be64, byte};
+    use super::{Field, be16, be32, be64, bit, bits, byte};
 
     /// OPERATION CODE of all commands with a variable length.
     pub const VARIABLE_LENGTH: u8 = 0x7f;
@@ -29,6 +29,10 @@ pub mod block_32 {
     pub const ADDITIONAL_LENGTH: Field<u8> = byte(7);
     /// SERVICE ACTION.
     pub const SERVICE_ACTION: Field<u16> = be16(8);
+    /// RDPROTECT, WRPROTECT or VRPROTECT.
+    pub const PROTECT: Field<u8> = bits(10, 7, 5);
+    /// FUA: access the medium instead of a volatile cache.
+    pub const FUA: Field<bool> = bit(10, 3);
     /// LOGICAL BLOCK ADDRESS, 8 bytes.
     pub const LOGICAL_BLOCK_ADDRESS: Field<u64> = be64(12);
     /// EXPECTED INITIAL LOGICAL BLOCK REFERENCE TAG of the first block.

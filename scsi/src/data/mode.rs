@@ -93,11 +93,11 @@ pub mod caching {
 }
 
 /// Control mode page (SPC-4 7.5.8).
-pub(crate) mod control {
+pub mod control {
     use super::{Field, be16, bit, bits};
 
     /// DPICZ: don't check protection information if the field in the CDB is zero.
-    pub(crate) const DPICZ: Field<bool> = bit(2, 3);
+    pub const DPICZ: Field<bool> = bit(2, 3);
     /// D_SENSE: use the descriptor format for sense data.
     pub(crate) const D_SENSE: Field<bool> = bit(2, 2);
     /// GLTSD: don't save log parameters automatically.
@@ -106,7 +106,7 @@ pub(crate) mod control {
     /// SWP: the medium is write protected.
     pub(crate) const SWP: Field<bool> = bit(4, 3);
     /// ATO: the application tag is owned by the application client.
-    pub(crate) const ATO: Field<bool> = bit(5, 7);
+    pub const ATO: Field<bool> = bit(5, 7);
     /// TAS: if a command is aborted by another nexus, it's completed with TASK ABORTED.
     pub(crate) const TAS: Field<bool> = bit(5, 6);
     /// BUSY TIMEOUT PERIOD in units of 100 ms.

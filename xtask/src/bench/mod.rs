@@ -8,6 +8,7 @@
 //! - [`compare`](mod@compare): runs the rounds; [`stats`] and [`targets`] evaluate them.
 //! - [`curves`], [`scaling`]: measure values by depth, sessions, units, block size, loss and load;
 //!   [`cliffs`] checks the steps.
+//! - [`protection`]: measures the cost of protection information.
 //! - [`results`]: the results file, including the [`machine`]; [`render`] and [`pictures`] create
 //!   documents from it.
 //!
@@ -21,6 +22,7 @@ mod cpu;
 mod curves;
 mod machine;
 mod pictures;
+mod protection;
 mod reading;
 mod render;
 mod results;
@@ -59,8 +61,12 @@ pub(crate) struct Options {
     /// fails if the cost of a step exceeds the limit.
     #[arg(long)]
     scaling: bool,
+    /// Measure the cost of T10 protection information instead of the tables; the results are only
+    /// printed.
+    #[arg(long, conflicts_with_all = ["scaling", "no_judge"])]
+    protection: bool,
     /// Do not measure; generate the documents from docs/performance/results.json again.
-    #[arg(long, conflicts_with_all = ["scaling", "only", "no_judge"])]
+    #[arg(long, conflicts_with_all = ["scaling", "protection", "only", "no_judge"])]
     render: bool,
     #[command(flatten)]
     setup: Setup,
@@ -87,6 +93,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
             return Err(format!("found no results in {}", results_path().display()).into());
         }
         return publish(&results);
+    }
+    if options.protection {
+        return protection::measure(&options.setup, &options.only, options.rounds);
     }
     if options.scaling {
         scale(options)

@@ -129,15 +129,39 @@ impl Place {
         protocol: Protocol,
         images: &[PathBuf],
     ) -> Result<Served, Failure> {
+        let file = |image: &PathBuf| format!("{{ kind: file, path: {} }}", image.display());
+        let disks: Vec<_> = images.iter().map(file).collect();
+        self.start_riserd(provider, protocol, &disks)
+    }
+
+    fn start_riserd(
+        &self,
+        provider: &str,
+        protocol: Protocol,
+        disks: &[String],
+    ) -> Result<Served, Failure> {
         let config = self.scratch.join("riserd.yaml");
-        fs::write(&config, configuration(provider, images, &self.scratch))?;
+        fs::write(&config, configuration(provider, disks, &self.scratch))?;
         let log = self.scratch.join("riserd.log");
         let daemon = Daemon::start(&self.programs.join("riserd"), &config, &log)?;
         let url = |lun| Address::Url(url(protocol, lun));
         Ok(Served {
-            disks: (0..images.len()).map(url).collect(),
+            disks: (0..disks.len()).map(url).collect(),
             servers: vec![Running::Daemon(daemon)],
         })
+    }
+
+    /// Starts our target with units in memory, by their settings.
+    pub(super) fn serve_memory(
+        &self,
+        protocol: Protocol,
+        settings: &[String],
+    ) -> Result<Served, Failure> {
+        let disks: Vec<_> = settings
+            .iter()
+            .map(|settings| format!("{{ kind: ram, {settings} }}"))
+            .collect();
+        self.start_riserd("roce", protocol, &disks)
     }
 
     /// Attaches the first unit in the foreground, so that we know its process and can stop it when
@@ -220,14 +244,12 @@ fn url(protocol: Protocol, lun: usize) -> String {
     }
 }
 
-/// Creates the configuration of a target with all protocols and a unit for each file. We need to
+/// Creates the configuration of a target with all protocols and a unit for each backend. We need to
 /// allow all sessions to use the same address, because TCP sessions on one host do.
-fn configuration(provider: &str, images: &[PathBuf], scratch: &Path) -> String {
-    let backend = |(lun, image): (usize, &PathBuf)| {
-        format!("  disk{lun}: {{ kind: file, path: {} }}\n", image.display())
-    };
-    let backends: String = images.iter().enumerate().map(backend).collect();
-    let luns = (0..images.len()).map(|lun| format!("{lun}: disk{lun}"));
+fn configuration(provider: &str, disks: &[String], scratch: &Path) -> String {
+    let backend = |(lun, disk): (usize, &String)| format!("  disk{lun}: {disk}\n");
+    let backends: String = disks.iter().enumerate().map(backend).collect();
+    let luns = (0..disks.len()).map(|lun| format!("{lun}: disk{lun}"));
     let portals = ["srp", "iser", "iscsi"]
         .map(|protocol| format!("{{ protocol: {protocol}, listen: {LISTEN} }}"));
     format!(
@@ -277,8 +299,8 @@ mod tests {
 
     #[test]
     fn target_has_unit_per_file() {
-        let images = ["/a", "/b"].map(PathBuf::from);
-        let text = configuration("shm", &images, Path::new("/scratch"));
+        let disks = ["/a", "/b"].map(|path| format!("{{ kind: file, path: {path} }}"));
+        let text = configuration("shm", &disks, Path::new("/scratch"));
         for part in [
             "disk1: { kind: file, path: /b }",
             "luns: { 0: disk0, 1: disk1 }",

@@ -114,6 +114,9 @@ pub struct Outcome {
     /// Name of the RDMA device used for the connection, including the provider. This makes sure
     /// that results for shared memory can't be mistaken for network results.
     pub device: Option<String>,
+    /// Type of the protection information that was transferred with the data. Results with and
+    /// without it can't be compared.
+    pub protection: Option<u8>,
     /// Options with names and values in fio's format, e.g. `("bs", "4k")`.
     pub options: Vec<(String, String)>,
     /// Start time of the measurement.
@@ -150,10 +153,10 @@ impl Measured {
 }
 
 impl Outcome {
-    /// Returns the disk and the RDMA device used for the connection.
+    /// Returns the disk, the RDMA device used for the connection, and the protection.
     #[must_use]
     pub fn disk(&self) -> String {
-        show_disk(&self.address, self.device.as_deref())
+        show_disk(&self.address, self.device.as_deref(), self.protection)
     }
 
     /// Returns the results for one kind of operation.
@@ -179,11 +182,15 @@ impl Outcome {
     }
 }
 
-/// Formats a disk and the RDMA device used for the connection.
+/// Formats a disk, the RDMA device used for the connection, and the type of protection.
 #[must_use]
-pub fn show_disk(address: &str, device: Option<&str>) -> String {
-    match device {
-        Some(device) => format!("{address} over {device}"),
-        None => address.to_owned(),
+pub fn show_disk(address: &str, device: Option<&str>, protection: Option<u8>) -> String {
+    let mut text = address.to_owned();
+    if let Some(device) = device {
+        text += &format!(" over {device}");
     }
+    if let Some(protection) = protection {
+        text += &format!(" with protection type {protection}");
+    }
+    text
 }

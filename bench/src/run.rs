@@ -244,6 +244,7 @@ impl Running {
             name: job.name.clone(),
             address: task.address.clone(),
             device: task.rdma_device.clone(),
+            protection: task.protection,
             options: job.options(),
             started: begun.unwrap_or(SystemTime::UNIX_EPOCH),
             runtime,

@@ -14,6 +14,8 @@ pub struct Task<D> {
     pub address: String,
     /// Name of the RDMA device used for the connection, included in the result.
     pub rdma_device: Option<String>,
+    /// Type of the protection information that is transferred with the data, included in the result.
+    pub protection: Option<u8>,
     /// Name of the device for state files. This is the same for all its addresses, if possible.
     pub identity: String,
     /// The device, with at least one connection. Clones are distributed over the connections.

@@ -42,6 +42,7 @@ fn run_on(device: &Arc<MemoryDevice>, job: Job) -> Result<Outcome, BenchError> {
         job,
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "mem".into(),
         devices: vec![device.clone()],
     };
@@ -415,6 +416,7 @@ fn error_stops_jobs_awaiting_arrivals() {
         job,
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "mem".into(),
         devices: vec![device.clone()],
     };
@@ -480,6 +482,7 @@ fn runs_write_different_contents() {
                 job: job.clone(),
                 address: "mem".into(),
                 rdma_device: None,
+                protection: None,
                 identity: "mem".into(),
                 devices: vec![device.clone()],
             };
@@ -522,6 +525,7 @@ fn concurrent_clones_and_jobs_write_different_contents() {
             job,
             address: "mem".into(),
             rdma_device: None,
+            protection: None,
             identity: "mem".into(),
             devices: vec![device.clone()],
         };
@@ -546,6 +550,7 @@ fn concurrent_jobs_have_separate_outcomes() {
         job,
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "mem".into(),
         devices: vec![device.clone(), device.clone()],
     };
@@ -589,6 +594,7 @@ fn concurrent_jobs_plan_different_operations() {
         },
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "mem".into(),
         devices: vec![device()],
     };
@@ -718,6 +724,7 @@ fn state_file_requires_same_layout() {
         job: write(4096),
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "another".into(),
         devices: vec![device],
     };
@@ -768,6 +775,7 @@ fn conflicting_jobs_leave_no_state_file() {
         },
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "mem".into(),
         devices: vec![device.clone()],
     };
@@ -817,6 +825,7 @@ fn state_file_check_uses_available_buffers() {
         },
         address: "mem".into(),
         rdma_device: None,
+        protection: None,
         identity: "mem".into(),
         devices: vec![device],
     };

@@ -183,6 +183,7 @@ mod tests {
             name: "job".into(),
             address: "mem".into(),
             device: None,
+            protection: None,
             options: Vec::new(),
             started: SystemTime::UNIX_EPOCH,
             runtime: Duration::from_secs(seconds),

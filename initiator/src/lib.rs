@@ -36,6 +36,7 @@
 //! - [`scsi`]: commands and response parsing.
 //! - [`srp`], [`iscsi`]: sans-I/O implementation of the protocols. [`session`], [`request`]: shared
 //!   by both protocols.
+//! - [`protection`]: protection information of blocks (T10 DIF).
 //! - [`paths`]: multiple paths to the same unit. [`mod@unit`]: detects a replaced unit or lost
 //!   writes.
 //! - [`url`]: parses target addresses.
@@ -44,6 +45,7 @@ pub mod engine;
 pub mod iscsi;
 pub mod lun;
 pub mod paths;
+pub mod protection;
 pub mod request;
 pub mod scsi;
 pub mod session;

@@ -9,8 +9,8 @@
 //! attentions that may indicate a different unit (29h of any kind, CAPACITY DATA HAS CHANGED,
 //! INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or a different cache mode (MODE
 //! PARAMETERS CHANGED). Its serial number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8)
-//! must be the original ones. Its block size must be the same, and its capacity must not have
-//! decreased; if it has grown, the original capacity is used. A unit without a serial number and
+//! must be the original ones. Its block size and type of protection must be the same, and its
+//! capacity must not have decreased; if it has grown, the original capacity is used. A unit without a serial number and
 //! designators must have the same vendor, product and size; its replacement by another such unit is
 //! not detected. Note that if a unit changes during a session, we cannot stop commands that were
 //! already sent.
@@ -112,7 +112,9 @@ impl Snapshot {
             return Err(Down::OtherUnit);
         }
         match (&self.capacity, &found.capacity) {
-            (Some(was), Some(is)) if was.block_size != is.block_size => Err(Down::OtherUnit),
+            (Some(was), Some(is)) if (was.block_size, was.p_type) != (is.block_size, is.p_type) => {
+                Err(Down::OtherUnit)
+            }
             (Some(was), Some(is)) if is.blocks < was.blocks => Err(Down::Shrunk),
             _ => Ok(()),
         }
@@ -578,6 +580,8 @@ mod tests {
                 physical_exponent: 0,
                 provisioning: false,
                 reads_zeroes: false,
+                p_type: None,
+                p_i_exponent: 0,
             }),
             cache: None,
             write_cache: None,
@@ -593,6 +597,10 @@ mod tests {
         assert_eq!(unit.compare(&disk("B", 100)), Err(Down::OtherUnit));
         assert_eq!(unit.compare(&disk("", 100)), Err(Down::NoIdentity));
         assert_eq!(unit.compare(&Snapshot::default()), Err(Down::NoIdentity));
+        let mut formatted = disk("A", 100);
+        formatted.capacity.as_mut().unwrap().p_type = Some(0);
+        assert_eq!(unit.compare(&formatted), Err(Down::OtherUnit));
+        assert_eq!(formatted.compare(&formatted), Ok(()));
         let mut named = disk("A", 100);
         named.identity.naa = Some("6001".into());
         assert_eq!(named.compare(&unit), Err(Down::NoIdentity));

@@ -112,9 +112,17 @@ mod tests {
             device: Some("shm-127.0.0.1".into()),
             ..sample::mixed("a", 1)
         };
-        let rows = rows(&[shared]);
+        let protected = Outcome {
+            protection: Some(1),
+            ..shared.clone()
+        };
+        let rows = rows(&[shared, protected]);
         assert_eq!(rows[0][12], "disk");
-        assert_eq!(rows[1][12], "srp://127.0.0.1/0 over shm-127.0.0.1");
+        let disks: Vec<_> = rows[1..].iter().map(|row| row[12].as_str()).collect();
+        let shared = "srp://127.0.0.1/0 over shm-127.0.0.1";
+        assert!(disks.contains(&shared));
+        let protected = format!("{shared} with protection type 1");
+        assert!(disks.contains(&protected.as_str()));
     }
 
     #[test]

@@ -74,6 +74,7 @@ fn outcome(name: &str, seed: u64, loads: &[Load], open_loop: bool) -> Outcome {
         name: name.into(),
         address: "srp://127.0.0.1/disk/0".into(),
         device: None,
+        protection: None,
         options: Vec::new(),
         started: UNIX_EPOCH + Duration::from_secs(STARTED),
         runtime: Duration::from_millis(1010),

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::protection::ProtectionMode;
 use crate::session::Timing;
 
 /// Configuration of a [`Client`](super::Client).
@@ -18,6 +19,7 @@ pub struct ClientBuilder {
     pub(super) guid: Option<u64>,
     pub(super) recovers: bool,
     pub(super) noted: Option<[u8; 16]>,
+    pub(super) protection: ProtectionMode,
 }
 
 impl Default for ClientBuilder {
@@ -34,6 +36,7 @@ impl Default for ClientBuilder {
             guid: None,
             recovers: false,
             noted: None,
+            protection: ProtectionMode::default(),
         }
     }
 }
@@ -117,6 +120,15 @@ impl ClientBuilder {
     #[must_use]
     pub fn noted_cache(mut self, generation: Option<[u8; 16]>) -> Self {
         self.noted = generation;
+        self
+    }
+
+    /// Sets whether protection information of units is transferred and verified. If it is, a
+    /// quarter of the pool is reserved for it, up to 16 MiB, when the first protected unit is
+    /// opened. Default: [`ProtectionMode::Auto`].
+    #[must_use]
+    pub fn protection(mut self, mode: ProtectionMode) -> Self {
+        self.protection = mode;
         self
     }
 }

@@ -1,7 +1,7 @@
 //! Handle of an engine: its buffers, clock and shutdown.
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -135,6 +135,8 @@ impl DeviceInfo {
 pub(super) struct Shared {
     pub(super) mailbox: Arc<Mailbox<Message>>,
     pub(super) pool: BufferPool,
+    /// Part of the pool for data with protection information, from the first protected unit on.
+    pub(super) protection_pool: OnceLock<BufferPool>,
     pub(super) device: DeviceInfo,
     /// Random number generator for sessions.
     pub(super) random: Mutex<Rng>,

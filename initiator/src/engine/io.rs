@@ -13,6 +13,7 @@ use riser_scsi::srp::TaskAttr;
 
 use super::hostname::HostName;
 use crate::paths::PathIndex;
+use crate::protection::ProtectedData;
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::unit::FlushMark;
@@ -54,6 +55,8 @@ pub enum IoData {
     One(Buffer),
     /// Several buffers in order.
     Many(Vec<Buffer>),
+    /// Blocks of a protected unit with their tuples.
+    Protected(Box<ProtectedData>),
 }
 
 impl IoData {
@@ -76,6 +79,7 @@ impl IoData {
             Self::None => &[],
             Self::One(buffer) => std::slice::from_ref(buffer),
             Self::Many(buffers) => buffers,
+            Self::Protected(data) => std::slice::from_ref(data.interleaved()),
         }
     }
 

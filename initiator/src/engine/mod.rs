@@ -48,7 +48,9 @@ pub use env::Env;
 pub use io::{IoCompletion, IoData, ScsiIo, WorkQueue, Workload};
 pub use session::{IoFuture, Session};
 pub use start::Engine;
-pub use status::{LinkReport, LinkState, PathReport, Pending, SessionReport, SessionStatus};
+pub use status::{
+    LinkReport, LinkState, PathReport, Pending, ProtectionErrors, SessionReport, SessionStatus,
+};
 pub use timer::{Elapsed, Timeout};
 
 use crate::session::Down;

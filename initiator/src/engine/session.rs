@@ -1,13 +1,14 @@
 //! User handle of a session: commands, workloads and shutdown.
 
 use std::future::Future;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use riser_block::Buffer;
 use riser_block::oneshot::{Receiver, oneshot};
+use riser_block::{Buffer, BufferPool};
 use riser_scsi::lun::LunId;
 
 use super::EngineError;
@@ -16,10 +17,14 @@ use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
 use super::io::{IoCompletion, IoData, ScsiIo, Workload};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
+use crate::protection::ProtectionMode;
 use crate::request::RequestError;
 use crate::scsi::CachingPage;
 use crate::unit::{Losses, Snapshot};
 use crate::url::TargetUrl;
+
+/// Minimum and maximum length of the pool for data with protection information, in bytes.
+const PROTECTION_POOL: Range<usize> = 64 << 10..16 << 20;
 
 pub(super) struct SessionHandle {
     pub(super) guard: SessionGuard,
@@ -84,6 +89,26 @@ impl Session {
                     .await
             }
         }
+    }
+
+    /// Returns whether protection information of units is transferred.
+    pub(crate) fn protection_mode(&self) -> ProtectionMode {
+        self.handle.client.0.config.protection
+    }
+
+    /// Returns the client's pool for data with protection information. The first call takes its
+    /// memory from the client's buffers.
+    pub(crate) async fn protection_pool(&self) -> Result<BufferPool, Elapsed> {
+        let shared = &self.handle.client.0;
+        if let Some(pool) = shared.protection_pool.get() {
+            return Ok(pool.clone());
+        }
+        let len = (shared.pool.size() / 4).clamp(PROTECTION_POOL.start, PROTECTION_POOL.end);
+        let part = self.buffer(len).await?;
+        let pool = shared
+            .protection_pool
+            .get_or_init(|| shared.pool.split(part));
+        Ok(pool.clone())
     }
 
     /// Returns the state and history of the session.

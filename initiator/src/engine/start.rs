@@ -1,7 +1,7 @@
 //! Starting an engine: on a dedicated thread, or without a thread in a simulation.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use fastrand::Rng;
@@ -107,6 +107,7 @@ impl ClientBuilder {
         let client = Client(Arc::new(Shared {
             mailbox,
             pool,
+            protection_pool: OnceLock::new(),
             device,
             extension: self.port.unwrap_or_else(|| random.u64(..)),
             random: Mutex::new(random),

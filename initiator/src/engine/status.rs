@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use riser_scsi::protection::ProtectionError;
 use serde::{Deserialize, Serialize};
 
 use crate::paths::{PathState, PathView};
@@ -29,6 +30,7 @@ pub struct SessionStatus {
     state: AtomicU8,
     reconnects: AtomicU64,
     stale: AtomicU64,
+    protection: [AtomicU64; 3],
     details: Mutex<Details>,
     /// The state or the details changed.
     changed: Condvar,
@@ -83,6 +85,34 @@ pub struct LinkReport {
     /// Capacity in bytes of a logical unit that has grown since it was attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grown: Option<u64>,
+    /// Failed checks of protection information.
+    #[serde(default, skip_serializing_if = "ProtectionErrors::is_empty")]
+    pub protection_errors: ProtectionErrors,
+}
+
+/// Numbers of failed checks of protection information, by the target or the session.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProtectionErrors {
+    /// Damaged blocks.
+    pub guard: u64,
+    /// Blocks with an unexpected application tag.
+    pub application_tag: u64,
+    /// Blocks of a different address.
+    pub reference_tag: u64,
+}
+
+impl ProtectionErrors {
+    /// Returns whether no check has failed.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Returns the sum.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.guard + self.application_tag + self.reference_tag
+    }
 }
 
 /// State of a path to a unit.
@@ -129,6 +159,32 @@ impl SessionStatus {
         self.stale.fetch_add(1, Ordering::Relaxed) + 1
     }
 
+    /// Returns the number of failed checks of protection information.
+    #[must_use]
+    pub fn protection_errors(&self) -> ProtectionErrors {
+        let [guard, application_tag, reference_tag] = &self.protection;
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        ProtectionErrors {
+            guard: count(guard),
+            application_tag: count(application_tag),
+            reference_tag: count(reference_tag),
+        }
+    }
+
+    /// Counts a failed check of protection information; returns the new value.
+    pub(crate) fn count_protection_error(&self, check: ProtectionError) -> u64 {
+        let counter = match check {
+            ProtectionError::Guard => 0,
+            ProtectionError::ApplicationTag => 1,
+            ProtectionError::ReferenceTag => 2,
+        };
+        let before = self.protection[counter].fetch_add(1, Ordering::Relaxed);
+        // Lock it, so that a waiter is either notified or has not compared the report yet.
+        drop(self.lock());
+        self.changed.notify_all();
+        before + 1
+    }
+
     /// Returns the reason for the last outage.
     #[must_use]
     pub fn last_down(&self) -> Option<Down> {
@@ -161,6 +217,7 @@ impl SessionStatus {
                 last_error: details.last.map(|why| why.to_string()),
                 pending: (self.link() == LinkState::Reconnecting).then_some(details.pending),
                 grown: details.grown,
+                protection_errors: self.protection_errors(),
             },
             paths: details.paths.clone(),
             cache: details.cache,
@@ -278,6 +335,27 @@ mod tests {
         let status = SessionStatus::default();
         assert_eq!([status.count_stale(), status.count_stale()], [1, 2]);
         assert_eq!(status.stale(), 2);
+    }
+
+    #[test]
+    fn failed_checks_change_report() {
+        let status = SessionStatus::default();
+        let before = status.report();
+        assert!(before.link.protection_errors.is_empty());
+        assert_eq!(status.count_protection_error(ProtectionError::Guard), 1);
+        assert_eq!(status.count_protection_error(ProtectionError::Guard), 2);
+        status.count_protection_error(ProtectionError::ApplicationTag);
+        status.count_protection_error(ProtectionError::ReferenceTag);
+        let found = status
+            .wait_for_change(&before)
+            .unwrap()
+            .link
+            .protection_errors;
+        assert_eq!(
+            (found.guard, found.application_tag, found.reference_tag),
+            (2, 1, 1)
+        );
+        assert_eq!(found.total(), 4);
     }
 
     #[test]

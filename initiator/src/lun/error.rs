@@ -1,10 +1,12 @@
 //! Errors of operations on logical units.
 
 use riser_block::BlockError;
+use riser_scsi::protection::ProtectionError;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 use riser_scsi::step::Status;
 
 use crate::engine::{Elapsed, IoCompletion, IoData};
+use crate::protection::PiError;
 use crate::request::{CommandResponse, RequestError};
 use crate::scsi::CapacityError;
 
@@ -34,6 +36,12 @@ pub enum LunError {
         /// Additional sense code and qualifier.
         additional: AdditionalSense,
     },
+    /// A check of protection information failed.
+    #[error(transparent)]
+    Protection(#[from] PiError),
+    /// Protection information is required, but is not available.
+    #[error("cannot use protection information: {0}")]
+    Unprotected(&'static str),
     /// A status other than GOOD, or CHECK CONDITION without sense data.
     #[error("status {0:#04x}")]
     Status(u8),
@@ -141,6 +149,7 @@ impl From<LunError> for BlockError {
                 (SenseKey::IllegalRequest, LBA_OUT_OF_RANGE) => Self::OutOfRange,
                 _ => Self::Io(text),
             },
+            LunError::Protection(error) => Self::Protection(error.to_string()),
             LunError::Status(RESERVATION_CONFLICT) => Self::ReservationConflict,
             LunError::OutOfRange => Self::OutOfRange,
             LunError::Unsupported => Self::Unsupported,
@@ -155,13 +164,24 @@ pub(super) fn check_response(response: &CommandResponse) -> Result<(), LunError>
         return Ok(());
     }
     match response.sense() {
-        Some(Sense {
-            key, additional, ..
-        }) if response.status == CHECK_CONDITION => Err(match (key, additional.code) {
-            (SenseKey::IllegalRequest, LOGICAL_UNIT_NOT_SUPPORTED) => LunError::NoUnit,
-            _ => LunError::Check { key, additional },
-        }),
+        Some(sense) if response.status == CHECK_CONDITION => Err(check_error(&sense)),
         _ => Err(LunError::Status(response.status)),
+    }
+}
+
+/// Returns the error for the sense data of a CHECK CONDITION.
+fn check_error(sense: &Sense) -> LunError {
+    let (key, additional) = (sense.key, sense.additional);
+    if let Some(check) = ProtectionError::from_additional_sense(additional) {
+        return LunError::Protection(PiError {
+            check,
+            lba: sense.information,
+            is_by_target: true,
+        });
+    }
+    match (key, additional.code) {
+        (SenseKey::IllegalRequest, LOGICAL_UNIT_NOT_SUPPORTED) => LunError::NoUnit,
+        _ => LunError::Check { key, additional },
     }
 }
 
@@ -202,6 +222,37 @@ mod tests {
             check_response(&response),
             Err(LunError::Check { .. })
         ));
+    }
+
+    #[test]
+    fn sense_names_failed_check_and_block() {
+        // Fixed format with VALID: ABORTED COMMAND, LOGICAL BLOCK REFERENCE TAG CHECK FAILED.
+        let mut sense = [0u8; 18];
+        (sense[0], sense[2], sense[7]) = (0xf0, 0x0b, 10);
+        sense[3..7].copy_from_slice(&[0, 1, 2, 3]);
+        for (qualifier, check) in [
+            (1, ProtectionError::Guard),
+            (2, ProtectionError::ApplicationTag),
+            (3, ProtectionError::ReferenceTag),
+        ] {
+            (sense[12], sense[13]) = (0x10, qualifier);
+            let response = CommandResponse {
+                status: 0x02,
+                sense: Some(sense.into()),
+                transferred: 0,
+                overflow: 0,
+            };
+            let error = PiError {
+                check,
+                lba: Some(0x01_0203),
+                is_by_target: true,
+            };
+            let found = check_response(&response).unwrap_err();
+            assert_eq!(found, LunError::Protection(error));
+            let error = BlockError::from(found);
+            assert!(error.to_string().contains("at LBA 66051"), "{error}");
+            assert_eq!(error.errno(), libc::EILSEQ);
+        }
     }
 
     #[test]

@@ -4,13 +4,16 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use riser_block::{Geometry, MAX_TRANSFER};
-use riser_scsi::data::{luns, vpd};
+use riser_scsi::config::ProtectionType;
+use riser_scsi::data::{luns, mode, vpd};
 use riser_scsi::lun::LunId;
 use riser_scsi::sense::SenseKey;
 
 use super::error::check_response;
+use super::transfer::Prot;
 use super::{Lun, LunError, LunShared};
 use crate::engine::{IoData, ScsiIo, Session};
+use crate::protection::{PiFormat, PiSupport, ProtectionMode};
 use crate::request::DataLen;
 use crate::request::RequestError;
 use crate::scsi::{
@@ -37,6 +40,8 @@ pub struct LunInfo {
     pub caching: CachingPage,
     /// Supported form of READ and WRITE.
     pub cdb_size: CdbSize,
+    /// Protection information of its medium, if any; also if it is not transferred.
+    pub protection: Option<PiSupport>,
     /// Generation of the volatile cache, if available; see [`crate::unit`].
     pub cache_generation: Option<[u8; 16]>,
 }
@@ -100,14 +105,16 @@ fn whole(len: u64, block: u32) -> u32 {
 
 impl LunInfo {
     /// Returns the maximum transfer length for a command in bytes; longer transfers are split.
-    pub(super) fn max_command(&self, pool: usize) -> u32 {
-        transfers(&self.limits, self.capacity.block_size, pool).0
+    fn max_command(&self, pool: usize, prot: Option<&Prot>) -> u32 {
+        let (max, _) = transfers(&self.limits, self.capacity.block_size, pool);
+        max.min(prot.map_or(u32::MAX, Prot::max_command))
     }
 
-    fn geometry(&self, pool: usize) -> Geometry {
+    fn geometry(&self, pool: usize, prot: Option<&Prot>) -> Geometry {
         let block = self.capacity.block_size;
         let (max_discard, max_write_zeroes) = ranges(&self.limits, &self.provisioning, block);
-        let (_, optimal_transfer) = transfers(&self.limits, block, pool);
+        let (_, optimal) = transfers(&self.limits, block, pool);
+        let optimal_transfer = optimal.min(self.max_command(pool, prot));
         let max_transfer = longest(block, pool);
         Geometry {
             block_size: block,
@@ -174,6 +181,18 @@ impl Session {
         self.fetch(lun, Command::vpd(page)).await
     }
 
+    /// Returns the protection information of a logical unit; `None` if its medium is not protected.
+    ///
+    /// # Errors
+    /// [`LunError`].
+    pub async fn protection(&self, lun: LunId) -> Result<Option<PiSupport>, LunError> {
+        let inquiry = self.inquiry(lun).await?;
+        let (capacity, _) = self.capacity(lun).await?;
+        let pages = self.page(lun, vpd::SUPPORTED_PAGES).await?;
+        let pages = pages.unwrap_or_default();
+        self.pi_support(lun, &inquiry, &capacity, &pages).await
+    }
+
     /// Opens a disk of the target.
     ///
     /// # Errors
@@ -182,7 +201,9 @@ impl Session {
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
         let info = self.discover_at_once(lun).await?;
-        let pool = self.client().buffers().size();
+        let prot = self.prot(&info).await?;
+        let reserved = prot.as_ref().map_or(0, |prot| prot.pool.size());
+        let pool = self.client().buffers().size() - reserved;
         let losses = Arc::new(Losses::default());
         let unit = Snapshot {
             inquiry: Some(info.inquiry.clone()),
@@ -196,13 +217,82 @@ impl Session {
         Ok(Lun {
             session: self.clone(),
             shared: Arc::new(LunShared {
-                geometry: info.geometry(pool),
-                max_command: info.max_command(pool),
+                geometry: info.geometry(pool, prot.as_ref()),
+                max_command: info.max_command(pool, prot.as_ref()),
+                prot,
                 info,
                 writes_same: AtomicBool::new(true),
                 losses,
             }),
         })
+    }
+
+    /// Returns the transfer of protection information for a unit; `None` if it is not transferred.
+    async fn prot(&self, info: &LunInfo) -> Result<Option<Prot>, LunError> {
+        let mode = self.protection_mode();
+        let format = match (info.protection, mode) {
+            (_, ProtectionMode::Off) | (None, ProtectionMode::Auto) => return Ok(None),
+            (None, ProtectionMode::Require) => Err("the medium is not protected"),
+            (Some(found), _) => found.format(info.capacity.block_size),
+        };
+        let why = match format {
+            Err(why) => why,
+            Ok(format) => match self.test_prot(info, format).await? {
+                None => "the target does not transfer it",
+                prot => return Ok(prot),
+            },
+        };
+        if mode == ProtectionMode::Require {
+            return Err(LunError::Unprotected(why));
+        }
+        let lun = info.lun.number();
+        tracing::warn!(
+            lun,
+            "reading and writing without protection information: {why}"
+        );
+        Ok(None)
+    }
+
+    /// Returns the transfer of protection information if the target supports it.
+    async fn test_prot(&self, info: &LunInfo, format: PiFormat) -> Result<Option<Prot>, LunError> {
+        let cdb_size = match format.protection_type {
+            ProtectionType::Type2 => CdbSize::ThirtyTwo,
+            ProtectionType::Type1 | ProtectionType::Type3 => info.cdb_size,
+        };
+        let command = Command::read_nothing_protected(cdb_size);
+        let read = ScsiIo::new(info.lun, command, IoData::None, self.timeout());
+        match check_response(&self.submit(read).await.result?) {
+            Err(error) if error.is_unsupported() => return Ok(None),
+            result => result?,
+        }
+        Ok(Some(Prot {
+            format,
+            cdb_size,
+            pool: self.protection_pool().await?,
+        }))
+    }
+
+    /// Queries the protection information of a unit; `None` if its medium is not protected.
+    async fn pi_support(
+        &self,
+        lun: LunId,
+        inquiry: &Inquiry,
+        capacity: &Capacity,
+        pages: &[u8],
+    ) -> Result<Option<PiSupport>, LunError> {
+        if !inquiry.protect || capacity.p_type.is_none() {
+            return Ok(None);
+        }
+        let extended = match pages.contains(&vpd::EXTENDED_INQUIRY) {
+            true => self.vpd(lun, vpd::EXTENDED_INQUIRY).await?,
+            false => Vec::new(),
+        };
+        let extended = vpd::received(&extended, vpd::EXTENDED_INQUIRY).unwrap_or(&[]);
+        let control = match self.fetch(lun, Command::mode_sense(mode::CONTROL)).await {
+            Err(LunError::Check { .. }) => Vec::new(),
+            data => data?,
+        };
+        Ok(PiSupport::parse(inquiry, capacity, extended, &control))
     }
 
     /// Discovers a unit without a reconnect in between. Responses from before and after a reconnect
@@ -263,6 +353,7 @@ impl Session {
             }
         }
         let (capacity, cdb_size) = self.capacity(lun).await?;
+        let protection = self.pi_support(lun, &inquiry, &capacity, &pages).await?;
         // If a unit does not report this, assume a volatile cache: an unnecessary flush does no
         // harm.
         let unknown = CachingPage {
@@ -284,6 +375,7 @@ impl Session {
             provisioning: Provisioning::parse(&provisioning),
             caching,
             cdb_size,
+            protection,
             cache_generation: generation.as_deref().and_then(vpd::cache_generation),
         })
     }

@@ -11,6 +11,7 @@
 
 mod error;
 mod info;
+mod transfer;
 mod workload;
 
 use std::future::Future;
@@ -21,17 +22,18 @@ use std::task::Waker;
 use std::time::Duration;
 
 use riser_block::{
-    BlockDevice, BlockError, Buffer, BufferPool, Extent, ExtentKind, Geometry, Service,
-    SharedBuffer, Workload, ZeroOptions,
+    BlockDevice, BlockError, Buffer, BufferPool, Extent, ExtentKind, Geometry, Service, Workload,
+    ZeroOptions,
 };
 use riser_scsi::data::lba_status;
 
 pub use self::error::LunError;
-use self::error::{check_response, check_whole};
+use self::error::check_response;
 pub use self::info::LunInfo;
+use self::transfer::Prot;
 use crate::engine::{IoCompletion, IoData, IoFuture, ScsiIo, Session};
-use crate::request::{Cdb, DataLen};
-use crate::request::{RequestError, Retry};
+use crate::protection::PiFormat;
+use crate::request::{Cdb, DataLen, Retry};
 use crate::scsi::{BlockRange, Command, unmap_list};
 use crate::unit::Losses;
 
@@ -45,17 +47,12 @@ struct LunShared {
     geometry: Geometry,
     /// Maximum transfer length for a command in bytes.
     max_command: u32,
+    /// Protection information is transferred.
+    prot: Option<Prot>,
     /// WRITE SAME was not rejected yet.
     writes_same: AtomicBool,
     /// While this exists, the session ensures that the unit does not change.
     losses: Arc<Losses>,
-}
-
-/// Direction of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Transfer {
-    Read,
-    Write { fua: bool },
 }
 
 /// A disk of a target. Clones share the disk.
@@ -70,6 +67,13 @@ impl Lun {
     #[must_use]
     pub fn info(&self) -> &LunInfo {
         &self.shared.info
+    }
+
+    /// Returns the format of the transferred protection information, if there is any. The target
+    /// may be protected even if there is none; see [`LunInfo::protection`].
+    #[must_use]
+    pub fn protection(&self) -> Option<PiFormat> {
+        self.shared.prot.as_ref().map(|prot| prot.format)
     }
 
     /// Returns its session.
@@ -114,113 +118,6 @@ impl Lun {
             return Err(LunError::OutOfRange);
         }
         self.blocks(offset, len as u64)
-    }
-
-    /// Returns the command that transfers a whole buffer.
-    fn transfer_io(
-        &self,
-        transfer: Transfer,
-        offset: u64,
-        buffer: Buffer,
-    ) -> Result<ScsiIo, LunError> {
-        if buffer.len() > self.shared.max_command as usize {
-            return Err(LunError::OutOfRange);
-        }
-        let range = self.check_transfer(offset, buffer.len())?;
-        let (size, len) = (self.shared.info.cdb_size, buffer.len() as u32);
-        let command = match transfer {
-            Transfer::Read => Command::read_by(size, range, len),
-            Transfer::Write { fua } => Command::write_by(size, range, len, fua),
-        };
-        Ok(self.io(command, IoData::One(buffer)))
-    }
-
-    /// Returns a READ for the whole buffer, ready to submit.
-    ///
-    /// # Errors
-    /// [`LunError::OutOfRange`], also if the buffer exceeds the maximum for a single command.
-    pub fn read_io(&self, offset: u64, buffer: Buffer) -> Result<ScsiIo, LunError> {
-        self.transfer_io(Transfer::Read, offset, buffer)
-    }
-
-    /// Returns a WRITE for the whole buffer, ready to submit, with FUA if supported by the unit.
-    ///
-    /// # Errors
-    /// [`LunError::OutOfRange`], also if the buffer exceeds the maximum for a single command.
-    pub fn write_io(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<ScsiIo, LunError> {
-        let fua = fua && self.shared.info.caching.has_fua;
-        self.transfer_io(Transfer::Write { fua }, offset, buffer)
-    }
-
-    /// Returns the buffer of a successful transfer, for example of [`Self::write_io`].
-    ///
-    /// # Errors
-    /// [`LunError`].
-    pub fn completed_buffer(end: IoCompletion) -> Result<Buffer, LunError> {
-        let data = check_whole(end)?;
-        data.into_one().ok_or(RequestError::Closed.into())
-    }
-
-    /// Transfers a buffer with as many commands as required by the unit's limit.
-    async fn transfer(
-        &self,
-        transfer: Transfer,
-        offset: u64,
-        buffer: Buffer,
-    ) -> Result<Buffer, LunError> {
-        let most = self.shared.max_command as usize;
-        if buffer.len() <= most {
-            let io = self.transfer_io(transfer, offset, buffer)?;
-            return Self::completed_buffer(self.session.submit(io).await);
-        }
-        self.check_transfer(offset, buffer.len())?;
-        let whole = SharedBuffer::new(buffer);
-        let mut at = offset;
-        let mut ends = Vec::new();
-        for piece in whole.pieces(most) {
-            let len = piece.len() as u64;
-            ends.push(self.session.submit(self.transfer_io(transfer, at, piece)?));
-            at += len;
-        }
-        let mut result = Ok(());
-        for end in ends {
-            let ended = Self::completed_buffer(end.await).map(drop);
-            result = result.and(ended);
-        }
-        result?;
-        whole.into_whole().ok_or(RequestError::Closed.into())
-    }
-
-    /// Reads into the buffer, starting at `offset`.
-    ///
-    /// # Errors
-    /// [`LunError`].
-    pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, LunError> {
-        if buffer.is_empty() {
-            return Ok(buffer);
-        }
-        self.transfer(Transfer::Read, offset, buffer).await
-    }
-
-    /// Writes the buffer at `offset`. With `fua`, it is on the medium afterwards. If the unit does
-    /// not support FUA, flushes it even without a volatile cache, because a cache may have been
-    /// enabled since.
-    ///
-    /// # Errors
-    /// [`LunError`].
-    pub async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, LunError> {
-        if buffer.is_empty() {
-            return Ok(buffer);
-        }
-        let has_fua = self.shared.info.caching.has_fua;
-        let write = Transfer::Write {
-            fua: fua && has_fua,
-        };
-        let buffer = self.transfer(write, offset, buffer).await?;
-        if fua && !has_fua {
-            self.flush().await?;
-        }
-        Ok(buffer)
     }
 
     /// Flushes all acknowledged writes to the medium.
@@ -439,7 +336,8 @@ impl BlockDevice for Lun {
     }
 
     fn buffer_bytes(&self) -> u64 {
-        self.buffers().size() as u64
+        let protected = self.shared.prot.as_ref().map_or(0, |prot| prot.pool.size());
+        (self.buffers().size() - protected) as u64
     }
 
     fn wake_when_free(&self, waker: &Waker) {

@@ -1,12 +1,14 @@
 //! Adapter from a block device's workload to a workload of the engine.
 
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use riser_block::{BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload};
 use rustc_hash::FxHashMap;
 
 use super::error::check_response;
-use super::{Lun, LunError, Transfer};
+use super::transfer::Transfer;
+use super::{Lun, LunError};
 use crate::engine::{self, IoCompletion, IoData, ScsiIo, WorkQueue};
 use crate::request::RequestError;
 use crate::scsi::{BlockRange, Command, unmap_list};
@@ -20,6 +22,10 @@ const PIECE: u64 = 3 << 32;
 /// The flush at the end of such an operation.
 const FINAL_FLUSH: u64 = 4 << 32;
 
+/// Interval for retrying a transfer without a buffer for its protection information while this
+/// workload has no command in flight: other users own all buffers.
+const RETRY: Duration = Duration::from_millis(1);
+
 /// Sends a workload to the engine's thread, if it has one.
 pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
     if !lun.session.client().has_thread() {
@@ -30,6 +36,8 @@ pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dy
         workload,
         submissions: Submissions::default(),
         composites: FxHashMap::default(),
+        waiting: VecDeque::new(),
+        retry: None,
     };
     // If the engine was shut down, it drops the workload, as for a shutdown during the work.
     let _ = lun.session.run(Box::new(work));
@@ -43,6 +51,19 @@ struct LunWorkload {
     submissions: Submissions,
     /// Operations with several commands, by tag.
     composites: FxHashMap<u32, Composite>,
+    /// Transfers without a buffer for their protection information, in order of submission. Bound:
+    /// the operations of the workload.
+    waiting: VecDeque<WaitingTransfer>,
+    /// Time of the next retry of the first one.
+    retry: Option<Instant>,
+}
+
+/// A checked transfer of a command.
+struct WaitingTransfer {
+    token: u64,
+    transfer: Transfer,
+    offset: u64,
+    buffer: Buffer,
 }
 
 /// An operation with several commands: a transfer beyond the unit's limit, or a write to stable
@@ -90,7 +111,8 @@ impl LunWorkload {
                 if self.is_long(&buffer) {
                     return self.submit_pieces(tag, Transfer::Read, (offset, buffer), false, queue);
                 }
-                (TRANSFER, lun.transfer_io(Transfer::Read, offset, buffer)?)
+                let token = u64::from(tag) | TRANSFER;
+                return self.submit_transfer(token, Transfer::Read, (offset, buffer), queue);
             }
             Operation::Write {
                 offset,
@@ -104,7 +126,8 @@ impl LunWorkload {
                 if then_flush || self.is_long(&buffer) {
                     return self.submit_pieces(tag, write, (offset, buffer), then_flush, queue);
                 }
-                (TRANSFER, lun.transfer_io(write, offset, buffer)?)
+                let token = u64::from(tag) | TRANSFER;
+                return self.submit_transfer(token, write, (offset, buffer), queue);
             }
             Operation::Flush => (FLUSH, lun.flush_io()),
             Operation::Discard(range) => {
@@ -117,6 +140,49 @@ impl LunWorkload {
         };
         queue.submit(u64::from(tag) | kind, io);
         Ok(())
+    }
+
+    /// Submits a transfer, or queues it until there is a buffer for its protection information.
+    fn submit_transfer(
+        &mut self,
+        token: u64,
+        transfer: Transfer,
+        (offset, buffer): (u64, Buffer),
+        queue: &mut WorkQueue,
+    ) -> Result<(), LunError> {
+        let lun = &self.lun;
+        let wire = match self.waiting.is_empty() {
+            true => lun.try_wire(buffer.len()),
+            false => Err(LunError::NoMemory),
+        };
+        match wire {
+            Ok(wire) => queue.submit(token, lun.transfer_io(transfer, offset, buffer, wire)?),
+            Err(_) => {
+                lun.check_transfer(offset, buffer.len())?;
+                self.waiting.push_back(WaitingTransfer {
+                    token,
+                    transfer,
+                    offset,
+                    buffer,
+                });
+                self.retry = Some(Instant::now() + RETRY);
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits waiting transfers for which there are buffers.
+    fn submit_waiting(&mut self, queue: &mut WorkQueue) {
+        while let Some(first) = self.waiting.front()
+            && let Ok(wire) = self.lun.try_wire(first.buffer.len())
+            && let Some(first) = self.waiting.pop_front()
+        {
+            let io = self
+                .lun
+                .transfer_io(first.transfer, first.offset, first.buffer, wire);
+            queue.submit(first.token, io.expect("checked before it was queued"));
+        }
+        self.retry = (!self.waiting.is_empty()).then(|| Instant::now() + RETRY);
     }
 
     /// Returns whether a buffer exceeds the maximum for a single command.
@@ -132,16 +198,13 @@ impl LunWorkload {
         then_flush: bool,
         queue: &mut WorkQueue,
     ) -> Result<(), LunError> {
-        let lun = &self.lun;
-        lun.check_transfer(offset, buffer.len())?;
+        self.lun.check_transfer(offset, buffer.len())?;
+        let most = self.lun.shared.max_command as usize;
         let whole = SharedBuffer::new(buffer);
         let (mut at, mut left) = (offset, 0);
-        for piece in whole.pieces(lun.shared.max_command as usize) {
+        for piece in whole.pieces(most) {
             let len = piece.len() as u64;
-            queue.submit(
-                u64::from(tag) | PIECE,
-                lun.transfer_io(transfer, at, piece)?,
-            );
+            self.submit_transfer(u64::from(tag) | PIECE, transfer, (at, piece), queue)?;
             (at, left) = (at + len, left + 1);
         }
         let composite = Composite {
@@ -164,7 +227,7 @@ impl LunWorkload {
         queue: &mut WorkQueue,
     ) -> Option<Completion> {
         let result = match kind {
-            PIECE => Lun::completed_buffer(end).map(drop),
+            PIECE => self.lun.complete(end).map(drop),
             _ => self.lun.check_flush(end),
         };
         let composite = self.composites.get_mut(&tag)?;
@@ -187,7 +250,7 @@ impl LunWorkload {
 
     fn check_completion(&self, kind: u64, end: IoCompletion) -> Completion {
         let result = match kind {
-            TRANSFER => Lun::completed_buffer(end).map(Some),
+            TRANSFER => self.lun.complete(end).map(Some),
             FLUSH => self.lun.check_flush(end).map(|()| None),
             _ => end
                 .result
@@ -234,14 +297,23 @@ impl engine::Workload for LunWorkload {
             self.workload
                 .complete(tag, completion, &mut self.submissions);
         }
+        if !self.waiting.is_empty() {
+            self.submit_waiting(queue);
+        }
         self.forward(queue);
     }
 
     fn due(&self) -> Option<Instant> {
-        self.workload.due()
+        [self.workload.due(), self.retry]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn wake(&mut self, queue: &mut WorkQueue) {
+        if !self.waiting.is_empty() {
+            self.submit_waiting(queue);
+        }
         self.workload.submit(&mut self.submissions);
         self.forward(queue);
     }

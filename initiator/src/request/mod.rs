@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::RejectReason;
 use riser_scsi::lun::WireLun;
+use riser_scsi::protection::ProtectionError;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 use riser_scsi::srp::{RspCode, TaskAttr};
 
@@ -284,10 +285,12 @@ pub(crate) fn plan_verdict(response: &CommandResponse) -> Verdict {
                 key: SenseKey::UnitAttention,
                 ..
             }) => Verdict::Again,
+            // Failed checks of protection information are reported, as Linux does.
             Some(Sense {
                 key: SenseKey::AbortedCommand,
+                additional,
                 ..
-            }) => Verdict::Later,
+            }) if ProtectionError::from_additional_sense(additional).is_none() => Verdict::Later,
             Some(Sense {
                 key: SenseKey::NotReady,
                 additional:
@@ -310,5 +313,31 @@ pub(crate) fn plan_verdict(response: &CommandResponse) -> Verdict {
             _ => Verdict::Report,
         },
         _ => Verdict::Report,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failed_protection_check_is_not_retried() {
+        let verdict = |code, qualifier| {
+            // Fixed format, ABORTED COMMAND.
+            let mut sense = [0u8; 18];
+            (sense[0], sense[2], sense[7]) = (0x70, 0x0b, 10);
+            (sense[12], sense[13]) = (code, qualifier);
+            plan_verdict(&CommandResponse {
+                status: CHECK_CONDITION,
+                sense: Some(sense.into()),
+                transferred: 0,
+                overflow: 0,
+            })
+        };
+        for qualifier in 1..=3 {
+            assert_eq!(verdict(0x10, qualifier), Verdict::Report);
+        }
+        assert_eq!(verdict(0x10, 0), Verdict::Later);
+        assert_eq!(verdict(0x47, 0x05), Verdict::Later);
     }
 }

@@ -10,6 +10,7 @@ use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use riser_bench::Job;
 use riser_bench::job::Units;
+use riser_initiator::protection::ProtectionMode;
 use riser_transport::roce::RoceFaults;
 
 use super::address::Address;
@@ -175,6 +176,28 @@ pub enum ProviderChoice {
     Auto,
 }
 
+/// Transfer of protection information.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ProtectionChoice {
+    /// If the logical unit has it
+    #[default]
+    Auto,
+    /// Never
+    Off,
+    /// Always: a logical unit without it is rejected
+    Require,
+}
+
+impl From<ProtectionChoice> for ProtectionMode {
+    fn from(choice: ProtectionChoice) -> Self {
+        match choice {
+            ProtectionChoice::Auto => Self::Auto,
+            ProtectionChoice::Off => Self::Off,
+            ProtectionChoice::Require => Self::Require,
+        }
+    }
+}
+
 /// Options for the connection to a target.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Connection options")]
@@ -196,6 +219,10 @@ pub struct ConnectOptions {
     /// Set the number of channels per SRP session, if supported by the target [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub channels: Option<u8>,
+    /// Transfer protection information (T10 DIF) with the data: generate it for writes, and verify
+    /// it for reads
+    #[arg(long, value_enum, value_name = "WHEN", default_value = "auto")]
+    pub protection: ProtectionChoice,
     /// Inject faults into the software NIC for tests: a comma-separated list of loss, duplication,
     /// corruption and reorder, each as a percentage of packets sent and received, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT")]

@@ -151,6 +151,9 @@ pub struct Attachment {
     /// Name of the RDMA device used for the connection, including the provider.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
+    /// Type of the protection information that is transferred with the data, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protection: Option<u8>,
     /// Log file of the process, unless it logs to a terminal.
     pub log: Option<PathBuf>,
     /// State of the session, if there is one.

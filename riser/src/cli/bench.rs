@@ -126,6 +126,7 @@ fn tasks(
             job: job.clone(),
             identity: identity::of(&address, devices.first()),
             rdma_device: devices.first().and_then(|disk| disk.device()),
+            protection: devices.first().and_then(|disk| disk.protection()),
             address: address.to_string(),
             devices,
         })
@@ -522,8 +523,9 @@ fn buffers(groups: &[Vec<Job>], jobs: &[&Job], sessions: u32) -> u64 {
         bytes.fold(0, u64::saturating_add)
     };
     let need = groups.iter().map(of_group).max().unwrap_or(0);
-    // Reserve additional memory for internal commands of the session.
-    need.saturating_add(1 << 20).clamp(BUFFERS, MAX_BUFFERS)
+    // Reserve additional memory for internal commands of the session and for protection
+    // information.
+    need.saturating_add(17 << 20).clamp(BUFFERS, MAX_BUFFERS)
 }
 
 fn title(group: &[Task<Disk>], number: usize, count: usize) -> String {

@@ -265,6 +265,7 @@ mod tests {
             block_size: 512,
             read_only: false,
             device: None,
+            protection: None,
             log: None,
             unit: None,
             link: None,

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use riser_block::task;
 use riser_initiator::engine::{Client, EngineError, Session};
 use riser_initiator::lun::{LunError, LunInfo};
+use riser_initiator::protection::PiSupport;
 use riser_initiator::request::RequestError;
 use riser_initiator::session::{ConnectError, Down};
 use riser_initiator::srp::discovery::{DiscoveryError, plan_logins};
@@ -51,6 +52,9 @@ struct Unit {
     capacity: Option<u64>,
     block_size: Option<u32>,
     read_only: Option<bool>,
+    /// Protection information of the medium, if it has any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    protection: Option<PiSupport>,
     /// Reason why the unit can't be used.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
@@ -223,6 +227,9 @@ fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
                 };
                 let what = format!("{} {}", unit.vendor, unit.product);
                 write!(out, "  {size:>11}  {}  {}", what.trim(), unit.url)?;
+                if let Some(protection) = &unit.protection {
+                    write!(out, "  protection type {}", protection.protection_type)?;
+                }
                 match &unit.error {
                     Some(error) => writeln!(out, "  {error}")?,
                     None => writeln!(out)?,
@@ -287,6 +294,7 @@ fn describe_unit(session: &Session, id: LunId) -> Result<Unit, LunError> {
         capacity: None,
         block_size: None,
         read_only: None,
+        protection: None,
         error: None,
         exit: None,
     };
@@ -299,11 +307,15 @@ fn describe_unit(session: &Session, id: LunId) -> Result<Unit, LunError> {
     match description {
         Ok(lun) => {
             let LunInfo {
-                capacity, caching, ..
+                capacity,
+                caching,
+                protection,
+                ..
             } = lun.info();
             unit.capacity = Some(capacity.blocks * u64::from(capacity.block_size));
             unit.block_size = Some(capacity.block_size);
             unit.read_only = Some(caching.write_protected);
+            unit.protection = *protection;
         }
         // Tapes, enclosures and well-known units are included without a size.
         Err(LunError::NotADisk(_)) => {}

@@ -20,6 +20,7 @@ use riser_exports::nbd::NbdUri;
 use riser_exports::nbd::client::HandshakeError;
 use riser_initiator::engine::{Client, ClientBuilder, EngineError, Session, SessionStatus};
 use riser_initiator::lun::{Lun, LunError, LunInfo};
+use riser_initiator::protection::PiFormat;
 use riser_initiator::request::RequestError;
 use riser_initiator::session::{ConnectError, Down, SrpLoginError, Timing};
 use riser_initiator::url::TargetUrl;
@@ -32,7 +33,7 @@ use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::CmError;
 
 use super::address::Address;
-use super::args::{ConnectOptions, ProviderChoice};
+use super::args::{ConnectOptions, ProtectionChoice, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::shared;
 
@@ -226,7 +227,9 @@ fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
         login: timeout.min(ATTEMPT),
         ..Timing::default()
     };
-    let mut builder = Client::builder().timing(timing);
+    let mut builder = Client::builder()
+        .timing(timing)
+        .protection(link.protection.into());
     if let Some(bytes) = link.buffers {
         builder = builder.pool(usize::try_from(bytes).unwrap_or(usize::MAX));
     }
@@ -408,7 +411,10 @@ pub(super) fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
 /// Converts an error of a logical unit, including its exit status.
 pub(super) fn lun_failed(what: String, error: LunError) -> CliError {
     let exit = match &error {
-        LunError::NoUnit | LunError::NotADisk(_) | LunError::Number(_) => Exit::NotFound,
+        LunError::NoUnit
+        | LunError::NotADisk(_)
+        | LunError::Number(_)
+        | LunError::Unprotected(_) => Exit::NotFound,
         LunError::Request(RequestError::TimedOut) => Exit::Timeout,
         _ => Exit::Failure,
     };
@@ -484,6 +490,10 @@ fn refuse_link(link: &ConnectOptions, what: &str) -> Result<(), CliError> {
         (link.addr.is_some(), "--addr"),
         (link.channels.is_some(), "--channels"),
         (link.inject.is_some(), "--inject"),
+        (
+            link.protection != ProtectionChoice::default(),
+            "--protection",
+        ),
     ];
     match given.iter().find(|(is_given, _)| *is_given) {
         None => Ok(()),
@@ -582,8 +592,21 @@ impl Disk {
             Kind::Thread(disk) => disk.description().to_owned(),
             Kind::Lun(lun) => {
                 let inquiry = &lun.info().inquiry;
-                format!("{} {}", inquiry.vendor.trim(), inquiry.product.trim())
+                let name = format!("{} {}", inquiry.vendor.trim(), inquiry.product.trim());
+                match self.protection() {
+                    Some(number) => format!("{name}, protection type {number}"),
+                    None => name,
+                }
             }
+        }
+    }
+
+    /// Returns the type of the protection information that is transferred with the data, if any.
+    #[must_use]
+    pub fn protection(&self) -> Option<u8> {
+        match &self.kind {
+            Kind::Memory(_) | Kind::Thread(_) => None,
+            Kind::Lun(lun) => lun.protection().map(PiFormat::type_number),
         }
     }
 

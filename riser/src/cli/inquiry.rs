@@ -5,6 +5,7 @@ use std::time::Duration;
 use riser_block::task;
 use riser_initiator::engine::{IoData, ScsiIo, Session};
 use riser_initiator::lun::LunError;
+use riser_initiator::protection::PiSupport;
 use riser_initiator::request::RequestError;
 use riser_initiator::scsi::{Command, INQUIRY_LEN};
 use riser_scsi::data::{inquiry, vpd};
@@ -15,7 +16,7 @@ use super::args::{Global, TargetArgs};
 use super::disk::{connect, lun_failed};
 use super::exit::{CliError, Exit};
 use super::output;
-use crate::inquiry::{Fields, page, page_name, standard, supported_pages};
+use crate::inquiry::{Fields, Value, page, page_name, standard, supported_pages};
 
 #[derive(Serialize)]
 struct Page {
@@ -30,6 +31,10 @@ struct Document {
     lun: u32,
     standard: Fields,
     pages: Vec<Page>,
+    /// Protection information of its medium, from READ CAPACITY (16), page 86h and the Control mode
+    /// page.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    protection: Option<PiSupport>,
 }
 
 pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
@@ -56,6 +61,7 @@ pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
         lun: number,
         standard: standard(&data).map_err(malformed)?,
         pages: Vec::new(),
+        protection: None,
     };
     for code in supported_pages(&fetch(vpd::SUPPORTED_PAGES)?).map_err(malformed)? {
         document.pages.push(Page {
@@ -63,6 +69,9 @@ pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
             name: page_name(code),
             fields: page(code, &fetch(code)?).map_err(malformed)?,
         });
+    }
+    if inquiry::PROTECT.get(&data) == Some(true) {
+        document.protection = task::block_on(session.protection(lun)).map_err(failed)?;
     }
     task::block_on(session.close());
     output::result(&document, global, |out| {
@@ -72,8 +81,42 @@ pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
             writeln!(out, "\npage {} {}\n", page.code, page.name)?;
             write!(out, "{}", indent(&page.fields))?;
         }
+        if let Some(protection) = &document.protection {
+            writeln!(out, "\nprotection information\n")?;
+            write!(out, "{}", indent(&protection_fields(protection)))?;
+        }
         Ok(())
     })
+}
+
+fn protection_fields(found: &PiSupport) -> Fields {
+    Fields(vec![
+        (
+            "protection_type",
+            Value::Number(found.protection_type.into()),
+        ),
+        (
+            "interval_exponent",
+            Value::Number(found.interval_exponent.into()),
+        ),
+        ("guard_check", Value::Flag(found.guard_check)),
+        (
+            "application_tag_check",
+            Value::Flag(found.application_tag_check),
+        ),
+        (
+            "reference_tag_check",
+            Value::Flag(found.reference_tag_check),
+        ),
+        (
+            "application_tag_owner",
+            Value::Flag(found.application_tag_owner),
+        ),
+        (
+            "disables_zero_check",
+            Value::Flag(found.disables_zero_check),
+        ),
+    ])
 }
 
 fn indent(fields: &Fields) -> String {

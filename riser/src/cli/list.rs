@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use riser_initiator::engine::{LinkState, PathReport};
+use riser_initiator::engine::{LinkState, PathReport, ProtectionErrors};
 use riser_initiator::paths::PathState;
 use riser_transport::shm::PROVIDER;
 
@@ -30,7 +30,7 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
         for a in &attachments {
             writeln!(
                 out,
-                "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} {}, {}{}",
+                "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} {}, {}{}{}",
                 a.id,
                 kind(a),
                 state(a),
@@ -39,7 +39,8 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                 since(now.saturating_sub(a.since)),
                 a.export.path().display(),
                 a.url,
-                over(a)
+                over(a),
+                protection(a)
             )?;
             // Additional lines are indented and only used if there is more to report. A healthy
             // attachment only uses a single line, which can be parsed by scripts.
@@ -60,6 +61,10 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                     "       grown to {size}: detach and attach it again to use the new size"
                 )?;
             }
+            let errors = a.link.as_ref().map(|link| link.protection_errors);
+            if let Some(line) = errors.and_then(show_failed_checks) {
+                writeln!(out, "       {line}")?;
+            }
             for path in &a.paths {
                 writeln!(out, "       {}", show_path(path))?;
             }
@@ -75,6 +80,27 @@ fn over(attachment: &Attachment) -> &'static str {
         true => " over shared memory",
         false => "",
     }
+}
+
+/// Returns the protection of an attachment's data.
+fn protection(attachment: &Attachment) -> String {
+    let protection = attachment.protection;
+    protection.map_or_else(String::new, |number| format!(", protection type {number}"))
+}
+
+/// Describes the failed checks of protection information, if there are any.
+fn show_failed_checks(errors: ProtectionErrors) -> Option<String> {
+    let counts = [
+        (errors.guard, "guard"),
+        (errors.application_tag, "application tag"),
+        (errors.reference_tag, "reference tag"),
+    ];
+    let counts = counts.iter().filter(|(count, _)| *count > 0);
+    let counts: Vec<_> = counts.map(|(n, what)| format!("{n} {what}")).collect();
+    (!counts.is_empty()).then(|| {
+        let counts = counts.join(", ");
+        format!("failed checks of protection information: {counts}; see the log for the blocks")
+    })
 }
 
 fn show_path(path: &PathReport) -> String {
@@ -159,6 +185,15 @@ fn since(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failed_checks_are_listed_by_kind() {
+        let mut errors = ProtectionErrors::default();
+        assert_eq!(show_failed_checks(errors), None);
+        (errors.guard, errors.reference_tag) = (2, 1);
+        let line = show_failed_checks(errors).unwrap();
+        assert!(line.contains(": 2 guard, 1 reference tag;"), "{line}");
+    }
 
     #[test]
     fn unusable_path_is_lost() {

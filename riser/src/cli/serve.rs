@@ -212,6 +212,7 @@ impl Ready<'_> {
             read_only: geometry.read_only,
             unit: disk.unit(),
             device: disk.device(),
+            protection: disk.protection(),
             log: self.args.supervised.clone(),
             link: report.as_ref().map(|report| report.link.clone()),
             cache: report.as_ref().and_then(|report| report.cache),

@@ -359,6 +359,7 @@ pub(super) mod fixture {
             block_size: 512,
             read_only: false,
             device: None,
+            protection: None,
             log: None,
             unit: None,
             link: None,
@@ -370,7 +371,9 @@ pub(super) mod fixture {
 
 #[cfg(test)]
 mod tests {
-    use riser_initiator::engine::{LinkReport, LinkState, PathReport, SessionReport};
+    use riser_initiator::engine::{
+        LinkReport, LinkState, PathReport, ProtectionErrors, SessionReport,
+    };
 
     use super::fixture::attachment;
     use super::*;
@@ -398,6 +401,10 @@ mod tests {
                 last_error: Some("connection lost".into()),
                 pending: None,
                 grown: Some(1 << 30),
+                protection_errors: ProtectionErrors {
+                    guard: 2,
+                    ..ProtectionErrors::default()
+                },
             },
             paths,
             cache: Some([0xa5; 16]),
@@ -479,6 +486,7 @@ mod tests {
                 last_error: None,
                 pending: None,
                 grown: None,
+                protection_errors: ProtectionErrors::default(),
             },
             paths: Vec::new(),
             cache: None,

@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "a test")]
 
 mod iser;
+mod protection;
 mod srp;
 mod tcp;
 
@@ -20,6 +21,8 @@ use riser_tests::rig::{
     wait_for_writes,
 };
 use riser_transport::roce::fault::FaultConfig;
+
+use self::protection::{damage_is_detected_with_its_block, protected_data_round_trips};
 
 /// Runs tests with protocols. Each uses a network number.
 macro_rules! scripts {
@@ -43,6 +46,8 @@ scripts! {
     6 many_sessions_share_server: srp iser tcp,
     7 portal_lists_targets: iser tcp,
     8 session_requires_mutual_authentication: iser tcp,
+    41 protected_data_round_trips: srp iser tcp,
+    42 damage_is_detected_with_its_block: srp iser tcp,
 }
 
 /// Reads a block beyond the end of the disk.

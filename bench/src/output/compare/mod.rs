@@ -520,6 +520,14 @@ mod tests {
         };
         let comparison = compare(&summaries(&[run(one, 0), shared]), &third, MatchBy::Options);
         assert!(comparison.cases.is_empty(), "rounds of two disks");
+        // The same applies to results with protection information.
+        let protected = Outcome {
+            protection: Some(1),
+            ..run(one, 20)
+        };
+        let rounds = summaries(&[run(one, 0), protected]);
+        let comparison = compare(&rounds, &third, MatchBy::Options);
+        assert!(comparison.cases.is_empty(), "with and without protection");
         // If there is only one disk on each side, we can always compare them.
         let comparison = compare(&rounds_at(one, &both), &third, MatchBy::Options);
         assert_eq!(comparison.cases[0].rounds, (4, 1));

@@ -100,6 +100,7 @@ struct Flushes {
 struct Extra<'a> {
     address: &'a str,
     device: Option<&'a str>,
+    protection: Option<u8>,
     started_ms: u64,
     open_loop: bool,
     mean_in_flight: f64,
@@ -313,6 +314,7 @@ fn extra(outcome: &Outcome) -> Extra<'_> {
     Extra {
         address: &outcome.address,
         device: outcome.device.as_deref(),
+        protection: outcome.protection,
         started_ms: millis(since_epoch(outcome.started)),
         open_loop: outcome.measured.iter().any(|m| m.response.is_some()),
         // Little's law: the sum of all latencies divided by the measurement time.

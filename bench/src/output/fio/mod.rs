@@ -26,8 +26,8 @@
 //! options.
 //!
 //! Additional values are in objects named `riser`. The one at the top level describes the machine.
-//! For each job, it contains the address, the RDMA device, CPU time and context switches on both
-//! sides, holes, the number of verified and torn blocks, whether flushes were requested but are not
+//! For each job, it contains the address, the RDMA device, the type of protection information, CPU
+//! time and context switches on both sides, holes, the number of verified and torn blocks, whether flushes were requested but are not
 //! supported by the disk (`unstable`), the number of planned operations that were not started, the
 //! mean number of operations in flight, notes shown on a terminal, and results over time.
 

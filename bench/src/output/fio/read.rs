@@ -86,7 +86,7 @@ pub struct RunSummary {
     /// Options of the job, including global options that are not overridden. The name is not
     /// included.
     pub options: Vec<(String, String)>,
-    /// The disk and the RDMA device used for the connection. Only available in Riser's documents.
+    /// The disk, the RDMA device used for the connection, and the protection. Only available in Riser's documents.
     pub disk: Option<String>,
     /// Kinds of operations used by the job.
     pub kinds: Vec<KindSummary>,
@@ -196,7 +196,13 @@ fn read_job(job: &Node<'_>, global: Option<&Map<String, Value>>) -> Result<RunSu
         options: options(job.value.get("job options"), global),
         disk: ours.and_then(|ours| {
             let device = ours.get("device").and_then(Value::as_str);
-            Some(show_disk(ours.get("address")?.as_str()?, device))
+            let protection = ours.get("protection").and_then(Value::as_u64);
+            let protection = protection.and_then(|number| u8::try_from(number).ok());
+            Some(show_disk(
+                ours.get("address")?.as_str()?,
+                device,
+                protection,
+            ))
         }),
         kinds,
         client: match side("client") {

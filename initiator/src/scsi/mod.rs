@@ -11,315 +11,18 @@
 
 #![forbid(unsafe_code)]
 
+mod command;
+
 use riser_scsi::data::capacity::{capacity_10, capacity_16};
-use riser_scsi::data::cdb::{
-    block_10, block_16, get_lba_status, inquiry, mode_sense_6, read_capacity_16, report_luns,
-    report_target_port_groups, unmap, write_same_16,
-};
 use riser_scsi::data::designator::{self, EUI_64, LOGICAL_UNIT, NAA, SCSI_NAME_STRING, T10_VENDOR};
 use riser_scsi::data::field::Field;
 use riser_scsi::data::vpd::{block_limits, provisioning};
-use riser_scsi::data::{inquiry as standard, luns, mode, unmap as list};
-use riser_scsi::opcode::{Kind, Opcode};
+use riser_scsi::data::{inquiry as standard, mode};
 
-use crate::request::Effect;
-use crate::request::{Cdb, DataLen};
-
-/// Allocation length for standard INQUIRY data, in bytes.
-pub const INQUIRY_LEN: u16 = standard::LEN as u16;
-/// Allocation length for vital product data, in bytes.
-pub const VPD_LEN: u16 = 1024;
-/// READ CAPACITY (16) data length, in bytes.
-pub const CAPACITY_LEN: u32 = capacity_16::LEN as u32;
-/// Allocation length for REPORT LUNS: 1024 logical units.
-pub const REPORT_LUNS_LEN: u32 = (luns::HEADER_LEN + luns::LUN_LEN * 1024) as u32;
-/// Allocation length for MODE SENSE (6) data, in bytes.
-pub const MODE_SENSE_LEN: u8 = 192;
-/// UNMAP parameter list length with one descriptor, in bytes.
-pub const UNMAP_LIST_LEN: u16 = (list::HEADER_LEN + list::DESCRIPTOR_LEN) as u16;
-
-/// Range of logical blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockRange {
-    /// First logical block address.
-    pub lba: u64,
-    /// Length in logical blocks.
-    pub blocks: u32,
-}
-
-/// CDB length for READ and WRITE.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum CdbSize {
-    /// READ (10) and WRITE (10), for units without (16) support: 2^32 blocks, max 65535 per
-    /// command.
-    Ten,
-    /// READ (16) and WRITE (16).
-    #[default]
-    Sixteen,
-}
-
-impl BlockRange {
-    /// Creates a CDB with the requested length for these blocks, using the opcode table.
-    ///
-    /// # Panics
-    /// If the range doesn't fit into a 10-byte CDB.
-    fn cdb_of(self, size: CdbSize, ten: &Opcode, sixteen: &Opcode) -> riser_scsi::cdb::Cdb {
-        match size {
-            CdbSize::Sixteen => self.cdb(sixteen),
-            CdbSize::Ten => {
-                let lba = u32::try_from(self.lba).expect("an address of 32 bits");
-                let blocks = u16::try_from(self.blocks).expect("65535 blocks at most");
-                ten.cdb()
-                    .with(block_10::LOGICAL_BLOCK_ADDRESS, lba)
-                    .with(block_10::TRANSFER_LENGTH, blocks)
-            }
-        }
-    }
-
-    /// Creates a 16-byte CDB for these blocks.
-    fn cdb(self, row: &Opcode) -> riser_scsi::cdb::Cdb {
-        row.cdb()
-            .with(block_16::LOGICAL_BLOCK_ADDRESS, self.lba)
-            .with(block_16::TRANSFER_LENGTH, self.blocks)
-    }
-
-    fn effect(self) -> Effect {
-        Effect::Blocks {
-            start: self.lba,
-            end: self.end_lba(),
-        }
-    }
-
-    /// First block after the range.
-    fn end_lba(self) -> u64 {
-        self.lba.saturating_add(self.blocks.into())
-    }
-}
-
-/// Command for a logical unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Command {
-    /// Command descriptor block to send.
-    pub cdb: Cdb,
-    /// Data direction and length.
-    pub len: DataLen,
-    /// Changes made to the unit.
-    pub effect: Effect,
-}
-
-impl Command {
-    fn new(cdb: riser_scsi::cdb::Cdb, len: DataLen, effect: Effect) -> Self {
-        Self {
-            cdb: Cdb::new(cdb.as_bytes()).expect("a CDB of legal length"),
-            len,
-            effect,
-        }
-    }
-
-    fn data_in(cdb: riser_scsi::cdb::Cdb, len: impl Into<u32>) -> Self {
-        Self::new(cdb, DataLen::In(len.into()), Effect::None)
-    }
-
-    /// TEST UNIT READY, no data.
-    #[must_use]
-    pub fn test_unit_ready() -> Self {
-        const ROW: &Opcode = Opcode::named("TEST UNIT READY");
-        Self::new(ROW.cdb(), DataLen::None, Effect::None)
-    }
-
-    /// INQUIRY for standard data.
-    #[must_use]
-    pub fn inquiry() -> Self {
-        Self::inquiry_of(None, INQUIRY_LEN)
-    }
-
-    /// INQUIRY for a vital product data page.
-    #[must_use]
-    pub fn vpd(page: u8) -> Self {
-        Self::inquiry_of(Some(page), VPD_LEN)
-    }
-
-    /// INQUIRY for a VPD page or standard data, with allocation length in bytes.
-    #[must_use]
-    pub fn inquiry_of(page: Option<u8>, len: u16) -> Self {
-        const ROW: &Opcode = Opcode::named("INQUIRY");
-        let cdb = ROW
-            .cdb()
-            .with(inquiry::EVPD, page.is_some())
-            .with(inquiry::PAGE_CODE, page.unwrap_or(0))
-            .with(inquiry::ALLOCATION_LENGTH, len);
-        Self::data_in(cdb, len)
-    }
-
-    /// REPORT LUNS for addressable units.
-    #[must_use]
-    pub fn report_luns() -> Self {
-        const ROW: &Opcode = Opcode::named("REPORT LUNS");
-        let cdb = ROW
-            .cdb()
-            .with(report_luns::ALLOCATION_LENGTH, REPORT_LUNS_LEN);
-        Self::data_in(cdb, REPORT_LUNS_LEN)
-    }
-
-    /// READ CAPACITY (16) with all parameter data.
-    #[must_use]
-    pub fn read_capacity() -> Self {
-        Self::read_capacity_of(CAPACITY_LEN)
-    }
-
-    /// READ CAPACITY (16) with allocation length in bytes.
-    #[must_use]
-    pub fn read_capacity_of(len: u32) -> Self {
-        const ROW: &Opcode = Opcode::named("READ CAPACITY (16)");
-        Self::data_in(
-            ROW.cdb().with(read_capacity_16::ALLOCATION_LENGTH, len),
-            len,
-        )
-    }
-
-    /// READ CAPACITY (10), for units which don't support (16).
-    #[must_use]
-    pub fn read_capacity_10() -> Self {
-        const ROW: &Opcode = Opcode::named("READ CAPACITY (10)");
-        Self::data_in(ROW.cdb(), capacity_10::LEN as u32)
-    }
-
-    /// REPORT TARGET PORT GROUPS with allocation length in bytes.
-    #[must_use]
-    pub fn report_target_port_groups(len: u32) -> Self {
-        const ROW: &Opcode = Opcode::named("REPORT TARGET PORT GROUPS");
-        let cdb = ROW
-            .cdb()
-            .with(report_target_port_groups::ALLOCATION_LENGTH, len);
-        Self::data_in(cdb, len)
-    }
-
-    /// MODE SENSE (6) for the caching page, block descriptors disabled.
-    #[must_use]
-    pub fn mode_sense_caching() -> Self {
-        const ROW: &Opcode = Opcode::named("MODE SENSE (6)");
-        let cdb = ROW
-            .cdb()
-            .with(mode_sense_6::DBD, true)
-            .with(mode_sense_6::PAGE_CODE, mode::CACHING)
-            .with(mode_sense_6::ALLOCATION_LENGTH, MODE_SENSE_LEN);
-        Self::data_in(cdb, MODE_SENSE_LEN)
-    }
-
-    /// READ (16) for `len` bytes.
-    #[must_use]
-    pub fn read(range: BlockRange, len: u32) -> Self {
-        Self::read_by(CdbSize::Sixteen, range, len)
-    }
-
-    /// READ for `len` bytes, using this CDB size.
-    ///
-    /// # Panics
-    /// If the range doesn't fit into the CDB.
-    #[must_use]
-    pub fn read_by(size: CdbSize, range: BlockRange, len: u32) -> Self {
-        const TEN: &Opcode = Opcode::named("READ (10)");
-        const SIXTEEN: &Opcode = Opcode::named("READ (16)");
-        let effect = Effect::Read {
-            start: range.lba,
-            end: range.end_lba(),
-        };
-        let cdb = range.cdb_of(size, TEN, SIXTEEN);
-        Self::new(cdb, DataLen::In(len), effect)
-    }
-
-    /// READ (16) for zero blocks, used to check if the unit supports this command.
-    #[must_use]
-    pub fn read_nothing() -> Self {
-        const ROW: &Opcode = Opcode::named("READ (16)");
-        Self::new(ROW.cdb(), DataLen::None, Effect::None)
-    }
-
-    /// WRITE (16). If `fua` is set, data must be on the medium before the response.
-    #[must_use]
-    pub fn write(range: BlockRange, len: u32, fua: bool) -> Self {
-        Self::write_by(CdbSize::Sixteen, range, len, fua)
-    }
-
-    /// WRITE using this CDB size. If `fua` is set, data must be on the medium before the response.
-    ///
-    /// # Panics
-    /// If the range doesn't fit into the CDB.
-    #[must_use]
-    pub fn write_by(size: CdbSize, range: BlockRange, len: u32, fua: bool) -> Self {
-        const TEN: &Opcode = Opcode::named("WRITE (10)");
-        const SIXTEEN: &Opcode = Opcode::named("WRITE (16)");
-        // The bit position is the same in both.
-        let cdb = range.cdb_of(size, TEN, SIXTEEN).with(block_16::FUA, fua);
-        Self::new(cdb, DataLen::Out(len), range.effect())
-    }
-
-    /// SYNCHRONIZE CACHE (10) for the whole medium, regardless of size. Linux and QEMU send this
-    /// form, so targets are more likely to support it than the (16) form.
-    #[must_use]
-    pub fn synchronize_cache() -> Self {
-        const ROW: &Opcode = Opcode::named("SYNCHRONIZE CACHE (10)");
-        Self::new(ROW.cdb(), DataLen::None, Effect::Medium)
-    }
-
-    /// UNMAP with one descriptor; see [`unmap_list`] for the parameter list.
-    #[must_use]
-    pub fn unmap(range: BlockRange) -> Self {
-        const ROW: &Opcode = Opcode::named("UNMAP");
-        let cdb = ROW.cdb().with(unmap::PARAMETER_LIST_LENGTH, UNMAP_LIST_LEN);
-        Self::new(cdb, DataLen::Out(UNMAP_LIST_LEN.into()), range.effect())
-    }
-
-    /// WRITE SAME (16) with a single block of `block_size` bytes. If `unmap` is set, the target may
-    /// deallocate.
-    #[must_use]
-    pub fn write_same(range: BlockRange, block_size: u32, unmap: bool) -> Self {
-        const ROW: &Opcode = Opcode::named("WRITE SAME (16)");
-        let cdb = range.cdb(ROW).with(write_same_16::UNMAP, unmap);
-        Self::new(cdb, DataLen::Out(block_size), range.effect())
-    }
-
-    /// GET LBA STATUS starting at `lba`, with allocation length in bytes.
-    #[must_use]
-    pub fn lba_status(lba: u64, len: u32) -> Self {
-        const ROW: &Opcode = Opcode::named("GET LBA STATUS");
-        let cdb = ROW
-            .cdb()
-            .with(get_lba_status::STARTING_LBA, lba)
-            .with(get_lba_status::ALLOCATION_LENGTH, len);
-        Self {
-            effect: Effect::Read {
-                start: lba,
-                end: u64::MAX,
-            },
-            ..Self::data_in(cdb, len)
-        }
-    }
-
-    /// Any other command. The effect is based on the opcode table: we never retry a command unless
-    /// we know it doesn't change anything, and a command which reads blocks might read any block.
-    #[must_use]
-    pub fn raw(cdb: Cdb, len: DataLen) -> Self {
-        const LBA_STATUS: &Opcode = Opcode::named("GET LBA STATUS");
-        let row = Opcode::sent(cdb.as_bytes());
-        let reads = matches!(row.kind, Kind::Read | Kind::Compare) || row.is(LBA_STATUS);
-        let effect = match row.changes_nothing() {
-            true if reads => Effect::Read {
-                start: 0,
-                end: u64::MAX,
-            },
-            true => Effect::None,
-            false => Effect::Other,
-        };
-        Self { cdb, len, effect }
-    }
-}
-
-/// UNMAP parameter list with one descriptor (SBC-3 clause 5.28).
-#[must_use]
-pub fn unmap_list(range: BlockRange) -> [u8; UNMAP_LIST_LEN as usize] {
-    list::encode_one(range.lba, range.blocks)
-}
+pub use self::command::{
+    BlockRange, CAPACITY_LEN, CdbSize, Command, INQUIRY_LEN, MODE_SENSE_LEN, REPORT_LUNS_LEN,
+    UNMAP_LIST_LEN, VPD_LEN, unmap_list,
+};
 
 /// ASCII string from a target, padding removed; non-printable characters are replaced by `?`.
 fn text(bytes: &[u8]) -> String {
@@ -348,19 +51,24 @@ pub struct Inquiry {
     pub product: String,
     /// PRODUCT REVISION LEVEL, padding removed.
     pub revision: String,
+    /// PROTECT: protection information is supported.
+    pub protect: bool,
 }
 
 impl Inquiry {
     /// Parses received data; returns `None` if there are less than 36 bytes.
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
-        use standard::{PERIPHERAL_DEVICE_TYPE, PERIPHERAL_QUALIFIER, PRODUCT, REVISION, VENDOR};
+        use standard::{
+            PERIPHERAL_DEVICE_TYPE, PERIPHERAL_QUALIFIER, PRODUCT, PROTECT, REVISION, VENDOR,
+        };
         Some(Self {
             qualifier: PERIPHERAL_QUALIFIER.get(data)?,
             device_type: PERIPHERAL_DEVICE_TYPE.get(data)?,
             vendor: text(VENDOR.get(data)?),
             product: text(PRODUCT.get(data)?),
             revision: text(REVISION.get(data)?),
+            protect: PROTECT.get(data)?,
         })
     }
 
@@ -384,6 +92,10 @@ pub struct Capacity {
     pub provisioning: bool,
     /// LBPRZ: deallocated blocks are read as zeroes.
     pub reads_zeroes: bool,
+    /// P_TYPE: type of protection, starting at 0 for type 1; `None` without protection (PROT_EN).
+    pub p_type: Option<u8>,
+    /// P_I_EXPONENT: protection information intervals per block, as a power of two.
+    pub p_i_exponent: u8,
 }
 
 /// Error for an unusable capacity.
@@ -413,13 +125,17 @@ impl Capacity {
     /// # Errors
     /// Returns [`CapacityError`] if the capacity is not usable.
     pub fn parse(data: &[u8]) -> Result<Self, CapacityError> {
-        use capacity_16::{BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, PHYSICAL_EXPONENT};
+        use capacity_16::{
+            BLOCK_LENGTH, LAST_LBA, LBPME, LBPRZ, P_I_EXPONENT, P_TYPE, PHYSICAL_EXPONENT, PROT_EN,
+        };
         let sizes = LAST_LBA.get(data).zip(BLOCK_LENGTH.get(data));
         let (last_lba, block_size) = sizes.ok_or(CapacityError::Short(data.len()))?;
         Ok(Self {
             physical_exponent: PHYSICAL_EXPONENT.get(data).unwrap_or(0),
             provisioning: LBPME.get(data) == Some(true),
             reads_zeroes: LBPRZ.get(data) == Some(true),
+            p_type: P_TYPE.get(data).filter(|_| PROT_EN.get(data) == Some(true)),
+            p_i_exponent: P_I_EXPONENT.get(data).unwrap_or(0),
             ..Self::new(last_lba, block_size)?
         })
     }
@@ -461,6 +177,8 @@ impl Capacity {
             physical_exponent: 0,
             provisioning: false,
             reads_zeroes: false,
+            p_type: None,
+            p_i_exponent: 0,
         })
     }
 }
@@ -590,9 +308,8 @@ impl CachingPage {
     #[must_use]
     pub fn parse(data: &[u8]) -> Option<Self> {
         let write_protected = mode::header_6::WP.get(data)?;
-        let descriptors = mode::header_6::BLOCK_DESCRIPTOR_LENGTH.get(data)?;
-        let page = data.get(mode::header_6::LEN + usize::from(descriptors)..);
-        let caching = page.filter(|page| mode::PAGE_CODE.get(page) == Some(mode::CACHING));
+        mode::header_6::BLOCK_DESCRIPTOR_LENGTH.get(data)?;
+        let caching = mode_page(data, mode::CACHING);
         Some(Self {
             write_cache: caching.and_then(|page| mode::caching::WCE.get(page)) == Some(true),
             has_fua: mode::header_6::DPOFUA.get(data) == Some(true),
@@ -601,11 +318,19 @@ impl CachingPage {
     }
 }
 
+/// Returns a page from MODE SENSE (6) data with only this page; `None` if it is missing.
+pub(crate) fn mode_page(data: &[u8], code: u8) -> Option<&[u8]> {
+    let descriptors = mode::header_6::BLOCK_DESCRIPTOR_LENGTH.get(data)?;
+    let page = data.get(mode::header_6::LEN + usize::from(descriptors)..)?;
+    (mode::PAGE_CODE.get(page) == Some(code)).then_some(page)
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::request::{Cdb, DataLen, Effect};
 
     const RANGE: BlockRange = BlockRange {
         lba: 0x0102_0304_0506_0708,
@@ -620,7 +345,7 @@ mod tests {
     #[test]
     fn cdbs_match_standard() {
         #[rustfmt::skip]
-        let cases: [(Command, &[u8]); 14] = [
+        let cases: [(Command, &[u8]); 19] = [
             (Command::test_unit_ready(), &[0, 0, 0, 0, 0, 0]),
             (Command::inquiry(), &[0x12, 0, 0, 0, 96, 0]),
             (Command::vpd(0xb0), &[0x12, 1, 0xb0, 4, 0, 0]),
@@ -635,6 +360,23 @@ mod tests {
             (Command::read_nothing(), &[0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
             (Command::read_by(CdbSize::Ten, SHORT, 512), &[0x28, 0, 1, 2, 3, 4, 0, 5, 6, 0]),
             (Command::write_by(CdbSize::Ten, SHORT, 512, true), &[0x2a, 8, 1, 2, 3, 4, 0, 5, 6, 0]),
+            (Command::mode_sense(0x0a), &[0x1a, 8, 0x0a, 0, 192, 0]),
+            (Command::read_protected(CdbSize::Ten, SHORT, 520), &[0x28, 0x20, 1, 2, 3, 4, 0, 5, 6, 0]),
+            (Command::write_protected(CdbSize::Sixteen, RANGE, 520, true), &[0x8a, 0x28, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 0]),
+            (
+                Command::read_protected(CdbSize::ThirtyTwo, RANGE, 520),
+                &[
+                    0x7f, 0, 0, 0, 0, 0, 0, 0x18, 0, 0x09, 0x20, 0, 1, 2, 3, 4,
+                    5, 6, 7, 8, 5, 6, 7, 8, 0, 0, 0, 0, 9, 10, 11, 12,
+                ],
+            ),
+            (
+                Command::write_protected(CdbSize::ThirtyTwo, RANGE, 520, true),
+                &[
+                    0x7f, 0, 0, 0, 0, 0, 0, 0x18, 0, 0x0b, 0x28, 0, 1, 2, 3, 4,
+                    5, 6, 7, 8, 5, 6, 7, 8, 0, 0, 0, 0, 9, 10, 11, 12,
+                ],
+            ),
         ];
         for (command, cdb) in cases {
             assert_eq!(command.cdb.as_bytes(), cdb);
@@ -747,7 +489,7 @@ mod tests {
             let _ = Provisioning::parse(&data);
             let _ = Identity::parse(Some(&data), Some(&data));
             let _ = CachingPage::parse(&data);
-            let _ = luns::parse(&data);
+            let _ = riser_scsi::data::luns::parse(&data);
             let _ = riser_scsi::data::lba_status::parse(&data);
             let _ = riser_scsi::data::vpd::body(&data, 0x83);
         }

@@ -236,6 +236,16 @@ mod tests {
         assert_eq!(guard(&[]), 0x0000);
     }
 
+    /// Known answers of `crct10dif` in Linux (`crypto/testmgr.h`).
+    #[test]
+    fn guard_matches_linux() {
+        let digits = b"1234567890".repeat(32);
+        assert_eq!(guard(b"abc"), 0x443b);
+        assert_eq!(guard(&digits[..79]), 0x4b70);
+        assert_eq!(guard(&[b"abc".as_slice(), &[b'd'; 53]].concat()), 0x9ce3);
+        assert_eq!(guard(&digits[..319]), 0x44c6);
+    }
+
     /// Calculates the CRC bit by bit.
     #[test]
     fn guard_matches_polynomial_division() {

@@ -410,7 +410,7 @@ fn port_attr(context: &Context, port: u8) -> Result<ibv_port_attr, Errno> {
         max_mtu: ours.max_mtu.code().into(),
         active_mtu: ours.active_mtu.code().into(),
         gid_tbl_len: ours.gid_table_len.into(),
-        port_cap_flags: 1 << 16,
+        port_cap_flags: ours.capabilities.bits(),
         max_msg_sz: ours.max_msg_size,
         pkey_tbl_len: ours.pkey_table_len,
         lid: lid(),

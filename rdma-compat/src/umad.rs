@@ -278,7 +278,7 @@ fn describe_port(device: &Device) -> Result<Port, Errno> {
         state: if is_active { 4 } else { 1 },
         phys_state: if is_active { 5 } else { 2 },
         rate: RATE,
-        capmask: (1u32 << 16).to_be(),
+        capmask: attr.capabilities.bits().to_be(),
         gid_prefix,
         port_guid,
         pkeys_size: 1,

@@ -25,7 +25,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::config::PORT;
 use super::tables::check_port;
-use super::{Device, Nic, NicCounters, Wire};
+use super::{Device, Nic, NicCounters};
 use crate::verbs::{Gid, PKey, PortState, VerbsError};
 use crate::wire::mad::{
     BASE_VERSION, ClassPortInfo, Mad, MadClass, MadHeader, MadMethod, MadStatus, RESPONSE,
@@ -41,9 +41,6 @@ const MAX_SENT: usize = 256;
 
 /// The response time is 4.096 µs × 2^18, about a second, since the device owner may be busy.
 const RESPONSE_TIME: u8 = 18;
-
-/// CapabilityMask of the port: communication management is supported (IBTA table 146).
-const HAS_CM: u32 = 1 << 16;
 
 /// A single lane of 2.5 Gbit/s, which is the minimum value: a socket doesn't have a link speed.
 const SLOWEST: u8 = 1;
@@ -436,11 +433,7 @@ fn port_info(device: &Device) -> smp::PortInfo {
     let (state, physical) = if is_active { (4, 5) } else { (1, 2) };
     smp::PortInfo {
         gid_prefix: U64::new(gid_halves(device).0),
-        capabilities: U32::new(if device.config.wire == Wire::Network {
-            HAS_CM
-        } else {
-            0
-        }),
+        capabilities: U32::new(device.port.capabilities().bits()),
         local_port: PORT,
         link_width_enabled: SLOWEST,
         link_width_supported: SLOWEST,

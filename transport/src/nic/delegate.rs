@@ -9,6 +9,7 @@ macro_rules! forward_verbs {
             $mode $field;
             ref device_attr [device_attr] () -> &$crate::verbs::DeviceAttr;
             @live ref query_port [query_port] (port: u8) -> Result<$crate::verbs::PortAttr, $crate::verbs::VerbsError>;
+            @live mut modify_port [port.modify] (port: u8, set: $crate::verbs::PortCapabilities, clear: $crate::verbs::PortCapabilities) -> Result<(), $crate::verbs::VerbsError>;
             @live ref query_gid [port.query_gid] (port: u8, index: u16) -> Result<$crate::verbs::Gid, $crate::verbs::VerbsError>;
             @live ref query_pkey [port.query_pkey] (port: u8, index: u16) -> Result<$crate::verbs::PKey, $crate::verbs::VerbsError>;
             mut poll_async_event [events.poll] () -> Option<$crate::verbs::AsyncEvent>;

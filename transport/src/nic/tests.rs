@@ -12,8 +12,9 @@ use super::tables::PORTS_PER_QP;
 use super::*;
 use crate::nic::batch::{Group, Offered, SendOutcome, TxBatch};
 use crate::verbs::{
-    Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
-    RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, SrqId, UdDest, VerbsError, WrId,
+    Access, AhAttr, Gid, Mtu, PortCapabilities, PortSpace, QKey, QpAttr, QpCap, QpInitAttr,
+    QpState, QpType, RKey, RecvOrder, RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, SrqId,
+    UdDest, VerbsError, WrId,
 };
 use crate::wire::mad::MadClass;
 use crate::wire::{
@@ -1352,6 +1353,15 @@ fn local_mad_returns_node_and_port_info() {
     );
     assert_eq!(port[28..38], [1, 1, 1, 1, 0x14, 0x52, 0, 0x11, 0x50, 0x10]);
     assert_eq!((port[41], port[43], port[50], port[52]), (5, 0x10, 1, 18));
+    // A program registers an agent for device management.
+    nic.modify_port(
+        1,
+        PortCapabilities::DEVICE_MANAGEMENT,
+        PortCapabilities::empty(),
+    )
+    .unwrap();
+    let (_, port) = query_local(&mut nic, &get(0x15, 0)).unwrap();
+    assert_eq!(port[20..24], [0, 9, 0, 0]);
     let (status, keys) = query_local(&mut nic, &get(0x16, 0)).unwrap();
     assert_eq!((status, &keys[..4]), (0, &[0xff, 0xff, 0, 0][..]));
     // Directed route with zero hops, so the response is already on its way back.

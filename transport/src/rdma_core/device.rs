@@ -105,8 +105,20 @@ impl Verbs for RdmaCoreDevice {
             max_msg_size: theirs.max_msg_sz,
             gid_table_len: u16::try_from(theirs.gid_tbl_len).unwrap_or(0),
             pkey_table_len: theirs.pkey_tbl_len,
+            capabilities: PortCapabilities::from_bits_retain(theirs.port_cap_flags),
             addr: self.addr,
         })
+    }
+
+    fn modify_port(
+        &mut self,
+        port: u8,
+        _set: PortCapabilities,
+        _clear: PortCapabilities,
+    ) -> Result<(), VerbsError> {
+        self.port_attr(port)?;
+        // libibverbs has no function for this: only the kernel's own agents change the mask.
+        Err(VerbsError::Unsupported("port capabilities"))
     }
 
     fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError> {

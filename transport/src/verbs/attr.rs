@@ -188,6 +188,30 @@ pub enum PortState {
     Active,
 }
 
+bitflags! {
+    /// CapabilityMask of a port (IBTA 14.2.5.6).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct PortCapabilities: u32 {
+        /// IsCommunicationManagementSupported: the port handles MADs of the CM.
+        const COMMUNICATION_MANAGEMENT = 1 << 16;
+        /// IsSNMPTunnelingSupported: a program handles MADs of the SNMP tunneling class.
+        const SNMP_TUNNELING = 1 << 17;
+        /// IsDeviceManagementSupported: a program handles MADs of the device management class.
+        const DEVICE_MANAGEMENT = 1 << 19;
+        /// IsVendorClassSupported: a program handles MADs of a vendor class.
+        const VENDOR_CLASS = 1 << 20;
+        /// Capabilities of other devices.
+        const _ = !0;
+    }
+}
+
+impl PortCapabilities {
+    /// Capabilities provided by programs, which can be set and cleared.
+    pub const OF_PROGRAMS: Self = Self::SNMP_TUNNELING
+        .union(Self::DEVICE_MANAGEMENT)
+        .union(Self::VENDOR_CLASS);
+}
+
 /// Port attributes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PortAttr {
@@ -203,6 +227,8 @@ pub struct PortAttr {
     pub gid_table_len: u16,
     /// Number of entries in the P_Key table.
     pub pkey_table_len: u16,
+    /// CapabilityMask of the port.
+    pub capabilities: PortCapabilities,
     /// Port IP address.
     pub addr: IpAddr,
 }

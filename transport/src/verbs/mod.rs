@@ -73,6 +73,20 @@ pub trait Verbs {
     /// [`VerbsError::InvalidPort`].
     fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError>;
 
+    /// Sets and clears port capabilities. A capability that is in both masks is cleared. The change
+    /// is visible in [`Self::query_port`] and in the PortInfo of the port.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidParameter`] for a capability that is not in
+    /// [`PortCapabilities::OF_PROGRAMS`], or [`VerbsError::Unsupported`]. If it fails, no capability
+    /// is changed.
+    fn modify_port(
+        &mut self,
+        port: u8,
+        set: PortCapabilities,
+        clear: PortCapabilities,
+    ) -> Result<(), VerbsError>;
+
     /// Returns an entry in the GID table.
     ///
     /// # Errors

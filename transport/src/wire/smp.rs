@@ -90,9 +90,11 @@ pub struct PortInfo {
     pub(crate) m_key: U64,
     /// High half of the port GIDs.
     pub gid_prefix: U64,
-    pub(crate) lid: U16,
-    pub(crate) master_sm_lid: U16,
-    /// Port capabilities: bit 16 is communication management.
+    /// Base LID of the port; 0 on RoCE.
+    pub lid: U16,
+    /// LID of the subnet manager; 0 on RoCE.
+    pub master_sm_lid: U16,
+    /// Port capabilities ([`PortCapabilities`](crate::verbs::PortCapabilities)).
     pub capabilities: U32,
     pub(crate) diag_code: U16,
     pub(crate) m_key_lease_period: U16,

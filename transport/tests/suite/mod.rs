@@ -18,7 +18,8 @@ pub(crate) mod world;
 macro_rules! suite_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            objects: device_reports_attributes objects_in_use_are_busy limits_hold
+            objects: device_reports_attributes port_capabilities_are_set_and_cleared
+                objects_in_use_are_busy limits_hold
                 qp_transitions_through_states datagrams multicast;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
                 chain_posts_until_first_bad_request fast_registration_and_remote_invalidation
@@ -102,7 +103,8 @@ macro_rules! two_address_names {
 macro_rules! stream_names {
     ($then:ident, $given:tt) => {
         $crate::$then! { $given
-            objects: device_reports_attributes objects_in_use_are_busy limits_hold;
+            objects: device_reports_attributes port_capabilities_are_set_and_cleared
+                objects_in_use_are_busy limits_hold;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
                 chain_posts_until_first_bad_request fast_registration_and_remote_invalidation
                 keys_rights_and_ranges bad_local_key_completes_with_error message_exceeding_receive_fails

@@ -4,9 +4,9 @@ use std::net::IpAddr;
 
 use riser_memory::Memory;
 use riser_transport::verbs::{
-    Access, AhAttr, AhId, Completion, CqId, GRH_LEN, Gid, Mr, Mtu, PKey, PdId, PortState,
-    PostReason, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr, RouteHeader,
-    SendOp, SendWr, Sge, UdDest, VerbsError, WcOpcode, WcStatus, WrId,
+    Access, AhAttr, AhId, Completion, CqId, GRH_LEN, Gid, Mr, Mtu, PKey, PdId, PortCapabilities,
+    PortState, PostReason, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr,
+    RouteHeader, SendOp, SendWr, Sge, UdDest, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 use riser_transport::verbs::Verbs as _;
@@ -42,6 +42,38 @@ pub(crate) fn device_reports_attributes<W: World>(mut w: W) {
     ));
     assert_eq!(p.query_pkey(1, 0), Ok(PKey::DEFAULT));
     assert_eq!(p.query_pkey(0, 0), Err(VerbsError::InvalidPort(0)));
+}
+
+pub(crate) fn port_capabilities_are_set_and_cleared<W: World>(mut w: W) {
+    let p = w.provider(End::A);
+    let before = p.query_port(1).unwrap().capabilities;
+    let (none, dm, vendor) = (
+        PortCapabilities::empty(),
+        PortCapabilities::DEVICE_MANAGEMENT,
+        PortCapabilities::VENDOR_CLASS,
+    );
+    assert_eq!(p.modify_port(2, dm, none), Err(VerbsError::InvalidPort(2)));
+    match p.modify_port(1, dm, none) {
+        // Adapters, and iWARP devices, which have no management datagrams.
+        Err(VerbsError::Unsupported(_)) => {
+            assert_eq!(p.query_port(1).unwrap().capabilities, before);
+            return;
+        }
+        result => result.unwrap(),
+    }
+    let now = |p: &W::P| p.query_port(1).unwrap().capabilities - before;
+    assert_eq!(now(p), dm);
+    p.modify_port(1, vendor, dm).unwrap();
+    assert_eq!(now(p), vendor);
+    // Clearing has priority.
+    p.modify_port(1, dm | vendor, vendor).unwrap();
+    assert_eq!(now(p), dm);
+    // Capabilities of the port itself do not depend on programs.
+    let refused = p.modify_port(1, vendor, PortCapabilities::COMMUNICATION_MANAGEMENT);
+    assert!(matches!(refused, Err(VerbsError::InvalidParameter(_))));
+    assert_eq!(now(p), dm);
+    p.modify_port(1, none, dm).unwrap();
+    assert_eq!(p.query_port(1).unwrap().capabilities, before);
 }
 
 pub(crate) fn objects_in_use_are_busy<W: World>(mut w: W) {

@@ -1,8 +1,8 @@
 //! Behaviour specific to iWARP devices.
 
 use riser_transport::verbs::{
-    AsyncEvent, CmError, CmEventKind, PortSpace, PostReason, QpAttr, QpInitAttr, QpState, QpType,
-    RemoteAddr, SendOp, SendWr, VerbsError, WcOpcode, WcStatus,
+    AsyncEvent, CmError, CmEventKind, PortCapabilities, PortSpace, PostReason, QpAttr, QpInitAttr,
+    QpState, QpType, RemoteAddr, SendOp, SendWr, VerbsError, WcOpcode, WcStatus,
 };
 
 use riser_transport::verbs::{RdmaCm as _, Verbs as _};
@@ -33,6 +33,11 @@ pub(crate) fn unsupported_iwarp_calls_are_rejected<W: World>(mut w: W) {
     }
     is_unsupported(p.open_xrcd());
     is_unsupported(p.local_mad(1, &[0; 256]));
+    is_unsupported(p.modify_port(
+        1,
+        PortCapabilities::DEVICE_MANAGEMENT,
+        PortCapabilities::empty(),
+    ));
     assert_eq!(p.device_attr().max_mcast_grp, 0);
     // A queue pair can only reach RTS through its connection.
     let qp = p.create_qp(&init_attr(pd, cq, &wants)).unwrap();

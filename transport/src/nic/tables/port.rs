@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use crate::nic::config::{NicConfig, PORT, Wire};
-use crate::verbs::{AhAttr, Gid, Mtu, PKey, PortAttr, PortState, VerbsError};
+use crate::verbs::{AhAttr, Gid, Mtu, PKey, PortAttr, PortCapabilities, PortState, VerbsError};
 use crate::wire::ROCE_PORT;
 
 pub(in crate::nic) fn check_port(port: u8) -> Result<(), VerbsError> {
@@ -30,6 +30,7 @@ pub(crate) struct Port {
     /// Device addresses in GID table order.
     addrs: Box<[SocketAddr]>,
     state: PortState,
+    capabilities: PortCapabilities,
     wire: Wire,
 }
 
@@ -42,6 +43,10 @@ impl Port {
                 .map(|addr| SocketAddr::new(addr, ROCE_PORT))
                 .collect(),
             state: PortState::Active,
+            capabilities: match config.wire {
+                Wire::Network => PortCapabilities::COMMUNICATION_MANAGEMENT,
+                Wire::Links | Wire::Streams => PortCapabilities::empty(),
+            },
             wire: config.wire,
         }
     }
@@ -68,6 +73,28 @@ impl Port {
         std::mem::replace(&mut self.state, state) != state
     }
 
+    pub(in crate::nic) fn capabilities(&self) -> PortCapabilities {
+        self.capabilities
+    }
+
+    /// Sets and clears capabilities. See [`Verbs::modify_port`](crate::verbs::Verbs::modify_port).
+    pub(crate) fn modify(
+        &mut self,
+        port: u8,
+        set: PortCapabilities,
+        clear: PortCapabilities,
+    ) -> Result<(), VerbsError> {
+        check_port(port)?;
+        if self.wire == Wire::Streams {
+            return Err(VerbsError::Unsupported("port capabilities"));
+        }
+        if !PortCapabilities::OF_PROGRAMS.contains(set | clear) {
+            return Err(VerbsError::InvalidParameter("port capabilities"));
+        }
+        self.capabilities = (self.capabilities | set) - clear;
+        Ok(())
+    }
+
     pub(in crate::nic) fn query(&self, port: u8, mtu: Mtu) -> Result<PortAttr, VerbsError> {
         check_port(port)?;
         Ok(PortAttr {
@@ -77,6 +104,7 @@ impl Port {
             max_msg_size: crate::rc::MAX_MESSAGE,
             gid_table_len: self.addrs.len() as u16,
             pkey_table_len: 1,
+            capabilities: self.capabilities,
             addr: self.addr().ip(),
         })
     }

@@ -19,15 +19,17 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use riser_transport::verbs::Gid;
+use riser_transport::verbs::{Gid, PortCapabilities};
 use riser_transport::wire::mad::{MadClass, MadMethod, MadStatus, RESPONSE};
 use riser_transport::wire::{Mad, TransactionId};
 use thiserror::Error;
-use zerocopy::big_endian::{U16, U64};
+use zerocopy::FromZeros as _;
+use zerocopy::big_endian::{U16, U32, U64};
 
 use super::rmpp::{self, Received, Receiver};
 use super::wire::inform::{InformInfo, Notice};
 use super::wire::mcmember::{McMemberMask, McMemberRecord};
+use super::wire::node::{PortInfoMask, PortInfoRecord};
 use super::wire::path::{PathMask, PathRecord, REVERSIBLE};
 use super::wire::service::{ServiceMask, ServiceRecord};
 use super::wire::{DATA_LEN, Record, SaHeader, SaMethod};
@@ -166,6 +168,16 @@ impl Request {
     #[must_use]
     pub fn inform(info: &InformInfo) -> Self {
         Self::new(SaMethod::Set, 0, info)
+    }
+
+    /// Creates a request that registers the capabilities of the requesting port. The registration
+    /// must be repeated, because the administrator forgets it after five minutes. The response
+    /// contains the LID of the port.
+    #[must_use]
+    pub fn set_port(capabilities: PortCapabilities) -> Self {
+        let mut record = PortInfoRecord::new_zeroed();
+        record.info.capabilities = U32::new(capabilities.bits());
+        Self::new(SaMethod::Set, PortInfoMask::CAPABILITIES.bits(), &record)
     }
 
     /// Builds the MAD with a transaction identifier.

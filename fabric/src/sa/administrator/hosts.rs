@@ -41,8 +41,13 @@ const MAX_WAITING: usize = 8;
 /// Maximum number of restored requests per host, which exceeds the limit of stored records.
 const MAX_RESTORED: usize = 128;
 
+/// Unicast LIDs (IBTA 4.1.3).
+const LIDS: std::ops::Range<u16> = 1..0xc000;
+
 struct Host {
     gid: Gid,
+    /// LID of its port; 0 until it has responded to a probe.
+    lid: u16,
     /// Time of the last datagram from this address.
     last_seen: Instant,
     /// Time of the last probe response, if any.
@@ -60,6 +65,7 @@ impl Host {
     fn new(gid: Gid, now: Instant) -> Self {
         Self {
             gid,
+            lid: 0,
             last_seen: now,
             responded: None,
             unanswered: 0,
@@ -72,6 +78,12 @@ impl Host {
     fn is_awaited(&self) -> bool {
         !self.restored.is_empty()
     }
+}
+
+/// Returns the low bits of a GID, or the first LID if they are not a unicast LID.
+fn wished_lid(gid: Gid) -> u16 {
+    let low = u16::from_be_bytes([gid.0[14], gid.0[15]]);
+    if LIDS.contains(&low) { low } else { LIDS.start }
 }
 
 /// Requests to execute after a probe response.
@@ -137,6 +149,32 @@ impl Hosts {
         self.all.iter().any(is_it)
     }
 
+    /// Returns the LID of a port, or 0 if its host is not present.
+    pub(super) fn lid(&self, gid: Gid) -> u16 {
+        if gid == self.own {
+            return wished_lid(gid);
+        }
+        let host = self.all.iter().find(|host| host.gid == gid);
+        host.map_or(0, |host| host.lid)
+    }
+
+    /// Returns the port with a LID.
+    pub(super) fn with_lid(&self, lid: u16) -> Option<Gid> {
+        if lid == self.lid(self.own) {
+            return Some(self.own);
+        }
+        let host = self.all.iter().find(|host| host.lid == lid)?;
+        (lid != 0).then_some(host.gid)
+    }
+
+    /// Returns an unused LID for a port: preferably the low bits of its GID, so that it does not
+    /// depend on the order of the hosts. There are always fewer hosts than LIDs.
+    fn free_lid(&self, gid: Gid) -> u16 {
+        let mut all = std::iter::once(wished_lid(gid)).chain(LIDS);
+        all.find(|lid| self.with_lid(*lid).is_none())
+            .unwrap_or_default()
+    }
+
     /// Returns all present hosts.
     pub(super) fn present(&self) -> impl Iterator<Item = Gid> {
         let present = self.all.iter().filter(|host| host.responded.is_some());
@@ -179,6 +217,7 @@ impl Hosts {
         }
         self.swept.get_or_insert(now);
         self.all.push(Host {
+            lid: if gid == self.own { self.lid(gid) } else { 0 },
             responded: (gid == self.own).then_some(now),
             ..Host::new(gid, now)
         });
@@ -252,8 +291,12 @@ impl Hosts {
         if transaction != self.challenge(from) {
             return None;
         }
+        let lid = self.free_lid(from);
         let host = self.find(from)?;
         let is_new = host.responded.is_none();
+        if is_new {
+            host.lid = lid;
+        }
         (host.last_seen, host.responded, host.unanswered) = (now, Some(now), 0);
         Some(ProbeResponse {
             is_new,

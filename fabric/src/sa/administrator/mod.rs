@@ -2,8 +2,12 @@
 //!
 //! On RoCE an address is a GID, so every path can be computed. The administrator stores only the
 //! state that hosts register: services with their leases ([`services`]), multicast groups with
-//! their members ([`groups`]), and subscriptions to notices ([`notices`]). A host may only register
-//! its own GID, from queue pair 1 to queue pair 1.
+//! their members ([`groups`]), subscriptions to notices ([`notices`]), and the capabilities of their
+//! ports ([`ports`]). A host may only register its own GID, from queue pair 1 to queue pair 1.
+//!
+//! RoCE does not use LIDs, but programs written for InfiniBand select nodes, ports and paths by
+//! LID. The administrator therefore assigns a LID to each present host: the low 16 bits of its GID
+//! if they are an unused unicast LID, or the first unused one. Paths selected by GIDs contain none.
 //!
 //! The source of a datagram can be forged. State is therefore stored only after the host has
 //! responded to a probe ([`hosts`]), and only while it keeps responding. An attacker that forges
@@ -15,21 +19,18 @@ mod groups;
 mod hosts;
 mod notices;
 mod paths;
+mod ports;
 mod services;
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use riser_transport::nic::device_guid;
 use riser_transport::verbs::{Gid, Mtu};
-use riser_transport::wire::mad::{
-    BASE_VERSION, ClassPortInfo, MadClass, MadMethod, MadStatus, RESPONSE,
-};
-use riser_transport::wire::smp::{self, NodeInfo, PortInfo};
+use riser_transport::wire::mad::{ClassPortInfo, MadClass, MadMethod, MadStatus, RESPONSE};
 use riser_transport::wire::{Mad, TransactionId};
 use rustc_hash::FxHashSet;
-use zerocopy::big_endian::{U16, U32, U64};
+use zerocopy::big_endian::U16;
 
 use super::rmpp::{MAX_LEN, Progress, Sender};
 use super::wire::inform::{InformInfo, InformInfoRecord, InformMask, Trap};
@@ -41,6 +42,7 @@ use super::wire::{CLASS_VERSION, DATA_LEN, Record, SaHeader, SaMethod, SaStatus,
 use groups::Groups;
 use hosts::{HostSlot, Hosts};
 use notices::Notices;
+use ports::Ports;
 use services::Services;
 
 /// Maximum number of queued responses. Further requests are dropped like lost datagrams.
@@ -49,8 +51,9 @@ const MAX_RESPONSES: usize = 256;
 /// Time after which a multi-packet response may be evicted by a new one if the table is full.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// CapabilityMask of the class: IsUDMulticastSupported (IBTA table 158).
-const UD_MULTICAST: u16 = 1 << 9;
+/// CapabilityMask of the class: IsUDMulticastSupported and IsPortInfoCapMaskMatchSupported (IBTA
+/// table 158).
+const CAPABILITIES: u16 = 1 << 9 | 1 << 13;
 
 /// Response time: 4.096 µs × 2^18, about a second.
 const RESPONSE_TIME: u8 = 18;
@@ -177,6 +180,8 @@ pub struct Usage {
     pub members: usize,
     /// Subscriptions to notices.
     pub subscriptions: usize,
+    /// Ports with registered capabilities.
+    pub ports: usize,
     /// Multi-packet responses in flight.
     pub transfers: usize,
 }
@@ -188,6 +193,7 @@ pub struct Administrator {
     services: Services,
     groups: Groups,
     notices: Notices,
+    ports: Ports,
     responses: VecDeque<(Gid, Mad)>,
     transfers: Vec<(Gid, Sender)>,
     changes: u64,
@@ -212,6 +218,7 @@ impl Administrator {
             services: Services::new(limits.services),
             groups: Groups::new(limits.groups, limits.members),
             notices: Notices::new(config.gid, limits.subscriptions, config.secret),
+            ports: Ports::default(),
             responses: VecDeque::new(),
             transfers: Vec::new(),
             changes: 0,
@@ -228,6 +235,7 @@ impl Administrator {
             groups: self.groups.len(),
             members: self.groups.members(),
             subscriptions: self.notices.len(),
+            ports: self.ports.len(),
             transfers: self.transfers.len(),
         }
     }
@@ -300,6 +308,7 @@ impl Administrator {
         let services = self.services.requests(now);
         let (groups, notices) = (self.groups.requests(), self.notices.requests());
         let kept = services.chain(groups).chain(notices);
+        let kept = kept.chain(self.ports.requests());
         // Restored requests of hosts that have not responded yet must survive this administrator
         // too.
         kept.chain(self.hosts.restored()).collect()
@@ -440,8 +449,9 @@ impl Administrator {
 
     /// Records that a host was heard; returns whether it has a slot.
     fn note(&mut self, now: Instant, gid: Gid) -> bool {
-        let (services, groups, notices) = (&self.services, &self.groups, &self.notices);
-        let keepers = || keepers(services, groups, notices);
+        let (services, groups) = (&self.services, &self.groups);
+        let (notices, ports) = (&self.notices, &self.ports);
+        let keepers = || keepers(services, groups, notices, ports);
         match self.hosts.note(now, gid, keepers) {
             HostSlot::Taken { left } => {
                 if let Some(left) = left {
@@ -458,13 +468,14 @@ impl Administrator {
         self.changes += 1;
         self.services.remove(gid);
         self.notices.remove(gid);
+        self.ports.remove(gid);
         for mgid in self.groups.remove(gid) {
             self.notices.raise(now, Trap::GroupDeleted, mgid);
         }
     }
 
     fn sweep(&mut self, now: Instant) {
-        let keepers = keepers(&self.services, &self.groups, &self.notices);
+        let keepers = keepers(&self.services, &self.groups, &self.notices, &self.ports);
         let silent = self.hosts.sweep(now, &keepers);
         for (gid, was_present) in silent.gone {
             self.remove(now, gid);
@@ -511,25 +522,35 @@ impl Administrator {
             }
             (NodeRecord::ATTRIBUTE, SaMethod::Get | SaMethod::GetTable) => {
                 let (mask, wanted) = (NodeMask::from_bits_retain(mask), read(data)?);
-                let all = self.gids(from).map(node_record);
+                let all = self
+                    .gids(from)
+                    .map(|gid| ports::node_record(gid, self.hosts.lid(gid)));
                 Ok(Records::of(all.filter(|node| node.matches(mask, &wanted))))
             }
             (PortInfoRecord::ATTRIBUTE, SaMethod::Get | SaMethod::GetTable) => {
                 let (mask, wanted) = (PortInfoMask::from_bits_retain(mask), read(data)?);
                 let modifier = header.mad.modifier();
-                let all = self
-                    .gids(from)
-                    .map(|gid| port_info_record(gid, self.config.mtu));
+                let all = self.gids(from).map(|gid| self.port_info_record(gid));
                 let all = all.filter(|port| port.matches(mask, &wanted, modifier));
                 Ok(Records::of(all))
             }
+            (PortInfoRecord::ATTRIBUTE, SaMethod::Set) => {
+                let mask = PortInfoMask::from_bits_retain(mask);
+                self.ports.register(now, from, mask, &read(data)?)?;
+                Ok(Records::of([self.port_info_record(from)]))
+            }
             (ClassPortInfo::ATTRIBUTE, SaMethod::Get) => Ok(Records::of([ClassPortInfo::new(
                 CLASS_VERSION,
-                UD_MULTICAST,
+                CAPABILITIES,
                 RESPONSE_TIME,
             )])),
             _ => Err(MadStatus::UnsupportedAttribute.into()),
         }
+    }
+
+    fn port_info_record(&self, gid: Gid) -> PortInfoRecord {
+        let lids = [gid, self.config.gid].map(|gid| self.hosts.lid(gid));
+        ports::port_info_record(gid, lids, self.config.mtu, self.ports.capabilities(gid))
     }
 
     /// Returns the GIDs of present hosts: the administrator, the requester and all remaining hosts.
@@ -547,22 +568,38 @@ impl Administrator {
         mask: PathMask,
         wanted: &PathRecord,
     ) -> Result<Records, Refusal> {
-        let sgid = if mask.contains(PathMask::SGID) {
-            wanted.sgid()
-        } else {
-            from
+        let is_set = |gid, lid, value: U16| match mask {
+            mask if mask.contains(gid) => End::Gid,
+            mask if mask.contains(lid) && value.get() != 0 => End::Lid,
+            _ => End::Any,
         };
-        let given = mask.contains(PathMask::DGID).then(|| wanted.dgid());
-        if given.is_none() && method == SaMethod::Get {
+        let source = is_set(PathMask::SGID, PathMask::SLID, wanted.slid);
+        let destination = is_set(PathMask::DGID, PathMask::DLID, wanted.dlid);
+        if destination == End::Any && method == SaMethod::Get {
             return Err(SaStatus::InsufficientComponents.into());
         }
-        let all = given
-            .is_none()
-            .then(|| self.gids(from))
-            .into_iter()
-            .flatten();
-        let paths = given.into_iter().chain(all).filter_map(|dgid| {
-            let path = self.path(sgid, dgid)?;
+        let sgid = match source {
+            End::Gid => Some(wanted.sgid()),
+            // A requester that has not responded to a probe yet has no LID.
+            End::Lid if !self.hosts.is_present(from) => Some(from),
+            End::Lid => self.hosts.with_lid(wanted.slid.get()),
+            End::Any => Some(from),
+        };
+        let given = match destination {
+            End::Gid => Some(wanted.dgid()),
+            End::Lid => self.hosts.with_lid(wanted.dlid.get()),
+            End::Any => None,
+        };
+        let all = (destination == End::Any).then(|| self.gids(from));
+        let all = given.into_iter().chain(all.into_iter().flatten());
+        let paths = all.filter_map(|dgid| {
+            let mut path = self.path(sgid?, dgid)?;
+            if source == End::Lid {
+                path.slid = wanted.slid;
+            }
+            if destination == End::Lid {
+                path.dlid = wanted.dlid;
+            }
             paths::fit(path, mask, wanted)
         });
         let most = match mask.contains(PathMask::NUMB_PATH) {
@@ -590,6 +627,7 @@ impl Administrator {
             self.hosts.deadline(),
             self.services.deadline(),
             self.notices.deadline(),
+            self.ports.deadline(),
         ];
         transfers.chain(others.into_iter().flatten()).min()
     }
@@ -597,6 +635,7 @@ impl Administrator {
     /// Removes expired leases, unacknowledged responses and unresponsive hosts.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.services.handle_timeout(now);
+        self.ports.handle_timeout(now);
         self.transfers
             .retain_mut(|(_, sender)| sender.handle_timeout(now) != Progress::Failed);
         self.notices.handle_timeout(now);
@@ -607,9 +646,14 @@ impl Administrator {
 }
 
 /// Returns all hosts with stored state.
-fn keepers(services: &Services, groups: &Groups, notices: &Notices) -> FxHashSet<Gid> {
+fn keepers(
+    services: &Services,
+    groups: &Groups,
+    notices: &Notices,
+    ports: &Ports,
+) -> FxHashSet<Gid> {
     let hosts = services.hosts().chain(groups.hosts());
-    hosts.chain(notices.hosts()).collect()
+    hosts.chain(notices.hosts()).chain(ports.hosts()).collect()
 }
 
 /// Builds a request that sets a record.
@@ -633,64 +677,15 @@ fn read<R: Record>(data: &[u8]) -> Result<R, Refusal> {
     R::read(data).ok_or_else(|| MadStatus::InvalidField.into())
 }
 
-/// Returns the high and low half of a GID.
-fn halves(gid: Gid) -> (u64, u64) {
-    let gid = u128::from_be_bytes(gid.0);
-    ((gid >> 64) as u64, gid as u64)
-}
-
-fn node_record(gid: Gid) -> NodeRecord {
-    const CHANNEL_ADAPTER: u8 = 1;
-    let guid = U64::new(device_guid(gid.ip()));
-    let mut description = [0; 64];
-    let name = gid.ip().to_string();
-    description[..name.len()].copy_from_slice(name.as_bytes());
-    NodeRecord {
-        lid: U16::ZERO,
-        reserved: U16::ZERO,
-        info: NodeInfo {
-            base_version: BASE_VERSION,
-            class_version: smp::CLASS_VERSION,
-            node_type: CHANNEL_ADAPTER,
-            ports: 1,
-            system_image_guid: guid,
-            node_guid: guid,
-            port_guid: U64::new(halves(gid).1),
-            partition_cap: U16::new(1),
-            device_id: U16::ZERO,
-            revision: U32::ZERO,
-            port_and_vendor: U32::new(1 << 24),
-        },
-        description,
-    }
-}
-
-fn port_info_record(gid: Gid, mtu: Mtu) -> PortInfoRecord {
-    /// Active and linked; one lane of 2.5 Gbit/s, the lowest encodable value.
-    const ACTIVE: u8 = 4;
-    const LINKED: u8 = 5;
-    let mut info = PortInfo::default();
-    info.gid_prefix = U64::new(halves(gid).0);
-    info.capabilities = U32::new(1 << 16);
-    info.local_port = 1;
-    info.link_width_enabled = 1;
-    info.link_width_supported = 1;
-    info.link_width_active = 1;
-    info.speed_supported_and_state = 1 << 4 | ACTIVE;
-    info.physical_state = LINKED << 4 | 2;
-    info.speed_active_and_enabled = 1 << 4 | 1;
-    info.neighbor_mtu = mtu.code() << 4;
-    info.vl_cap = 1 << 4;
-    info.mtu_cap = mtu.code();
-    info.operational_vls = 1 << 4;
-    info.guid_cap = 1;
-    info.response_time = RESPONSE_TIME;
-    PortInfoRecord {
-        lid: U16::ZERO,
-        port: 1,
-        options: 0,
-        info,
-    }
+/// Component that selects an end of a path.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// GID, which has priority.
+    Gid,
+    /// LID.
+    Lid,
+    /// None.
+    Any,
 }
 
 #[cfg(test)]

@@ -6,8 +6,12 @@ use super::super::wire::inform::{InformInfoRecord, InformMask, Notice};
 use super::super::wire::mcmember::{McMemberMask, join_state};
 use super::super::wire::service::ServiceMask;
 use super::hosts::{FORGETTING, SWEEP};
+use super::ports::{LIFETIME, node_record};
 use super::*;
+use riser_transport::verbs::PortCapabilities;
 use riser_transport::wire::TransactionId;
+use zerocopy::FromZeros as _;
+use zerocopy::big_endian::U32;
 
 fn gid(last: u8) -> Gid {
     IpAddr::from([10, 0, 0, last]).into()
@@ -251,7 +255,7 @@ fn path_table_contains_all_known_hosts() {
         .query(0, Request::new(SaMethod::GetTable, mask, &wanted))
         .unwrap();
     assert_eq!(response.records::<PathRecord>().count(), 3);
-    let node = node_record(gid(7));
+    let node = node_record(gid(7), 7);
     let response = fabric
         .query(0, Request::new(SaMethod::GetTable, 0, &node))
         .unwrap();
@@ -261,7 +265,7 @@ fn path_table_contains_all_known_hosts() {
         .query(0, Request::new(SaMethod::Get, mask, &node))
         .unwrap();
     assert_eq!(response.record(), Some(node));
-    let port = port_info_record(gid(7), Mtu::Mtu4096);
+    let port = fabric.administrator.port_info_record(gid(7));
     let response = fabric
         .query(0, Request::new(SaMethod::GetTable, 0, &port))
         .unwrap();
@@ -840,7 +844,7 @@ fn notices_after_restart_are_not_duplicates() {
 #[test]
 fn ports_match_by_capabilities() {
     let mut fabric = Fabric::new(1);
-    let mut wanted = port_info_record(gid(2), Mtu::Mtu4096);
+    let mut wanted = fabric.administrator.port_info_record(gid(2));
     let mut count = |bits: u32, modifier: u32| {
         wanted.info.capabilities = U32::new(bits);
         let mut mad = Request::new(SaMethod::GetTable, 1 << 7, &wanted).emit(TransactionId(1));
@@ -860,6 +864,129 @@ fn ports_match_by_capabilities() {
     // `saquery -s` looks up subnet managers this way.
     assert_eq!(count(1 << 1, 1 << 31), 0);
     assert_eq!(count(1 << 10 | 1 << 16, 1 << 31), 0);
+}
+
+/// Queries the LIDs of the ports with a capability like srp_daemon: mask and modifier of its query
+/// for device management.
+fn lids_with(fabric: &mut Fabric, capability: PortCapabilities) -> Vec<u16> {
+    let mut wanted = PortInfoRecord::new_zeroed();
+    wanted.info.capabilities = U32::new(capability.bits());
+    let mut mad = Request::new(SaMethod::GetTable, 1 << 7, &wanted).emit(TransactionId(1));
+    mad[20] = 0x80;
+    fabric.administrator.handle_mad(fabric.now, gid(2), &mad);
+    let response = std::iter::from_fn(|| fabric.administrator.poll_transmit(fabric.now))
+        .find(|(_, mad)| mad[1] == 3)
+        .unwrap();
+    let len = u32::from_be_bytes(response.1[32..36].try_into().unwrap()) as usize - 20;
+    let records = response.1[56..56 + len].chunks(72);
+    records.map(|r| u16::from_be_bytes([r[0], r[1]])).collect()
+}
+
+#[test]
+fn registered_capabilities_expire_without_renewal() {
+    let mut fabric = Fabric::new(2);
+    let dm = PortCapabilities::DEVICE_MANAGEMENT;
+    assert!(lids_with(&mut fabric, dm).is_empty());
+    let both = PortCapabilities::COMMUNICATION_MANAGEMENT | dm;
+    let port: PortInfoRecord = fabric
+        .query(1, Request::set_port(both))
+        .unwrap()
+        .record()
+        .unwrap();
+    assert_eq!((port.lid.get(), port.info.lid.get()), (3, 3));
+    assert_eq!(port.info.master_sm_lid.get(), 1);
+    assert_eq!(port.info.capabilities.get(), 0x9_0000);
+    assert_eq!(lids_with(&mut fabric, dm), [3]);
+    // A renewal replaces the registration, and it is restored after a restart.
+    fabric.pass(LIFETIME - Duration::from_secs(1));
+    fabric.query(1, Request::set_port(both)).unwrap();
+    assert_eq!(fabric.administrator.usage().ports, 1);
+    assert_eq!(fabric.restart_with_state().len(), 1);
+    fabric.pass(LIFETIME - Duration::from_secs(1));
+    assert_eq!(lids_with(&mut fabric, dm), [3]);
+    fabric.pass(Duration::from_secs(1));
+    assert_eq!(fabric.administrator.usage().ports, 0);
+    assert!(lids_with(&mut fabric, dm).is_empty());
+}
+
+#[test]
+fn port_registration_only_contains_capabilities() {
+    let mut fabric = Fabric::new(1);
+    let port = fabric.administrator.port_info_record(gid(2));
+    for (mask, expected) in [
+        (0, SaStatus::InsufficientComponents),
+        (1, SaStatus::InsufficientComponents),
+        (1 << 7 | 1, SaStatus::ReqInvalid),
+    ] {
+        let result = fabric.query(0, Request::new(SaMethod::Set, mask, &port));
+        assert_eq!(status(result), expected as u16, "{mask:#x}");
+    }
+    assert_eq!(fabric.administrator.usage().ports, 0);
+}
+
+#[test]
+fn nodes_and_paths_are_found_by_lids() {
+    let mut fabric = Fabric::new(3);
+    for client in 0..3 {
+        let request = Request::path(gid(2), gid(3), None, None);
+        let path: PathRecord = fabric.query(client, request).unwrap().record().unwrap();
+        assert_eq!((path.dlid.get(), path.slid.get()), (0, 0));
+    }
+    let node = |lid: u16| NodeRecord {
+        lid: U16::new(lid),
+        ..NodeRecord::new_zeroed()
+    };
+    for lid in 1..=4 {
+        let request = Request::new(SaMethod::Get, NodeMask::LID.bits(), &node(lid));
+        let found: NodeRecord = fabric.query(0, request).unwrap().record().unwrap();
+        assert_eq!(found, node_record(gid(lid as u8), lid));
+    }
+    let request = Request::new(SaMethod::Get, NodeMask::LID.bits(), &node(5));
+    assert_eq!(status(fabric.query(0, request)), SaStatus::NoRecords as u16);
+    // srp_daemon: DLID, SLID and P_Key.
+    let path = |slid: u16, dlid: u16| {
+        let record = PathRecord {
+            slid: U16::new(slid),
+            dlid: U16::new(dlid),
+            pkey: U16::new(0xffff),
+            ..PathRecord::default()
+        };
+        Request::new(SaMethod::Get, 1 << 4 | 1 << 5 | 1 << 13, &record)
+    };
+    let found: PathRecord = fabric.query(0, path(2, 4)).unwrap().record().unwrap();
+    assert_eq!((found.sgid(), found.dgid()), (gid(2), gid(4)));
+    assert_eq!((found.slid.get(), found.dlid.get()), (2, 4));
+    assert_eq!(found.pkey.get(), 0xffff);
+    for (slid, dlid) in [(9, 4), (2, 9), (2, 0xc000)] {
+        let result = fabric.query(0, path(slid, dlid));
+        assert_eq!(status(result), SaStatus::NoRecords as u16, "{slid} {dlid}");
+    }
+}
+
+#[test]
+fn used_lid_is_not_assigned_again() {
+    let mut fabric = Fabric::new(0);
+    let gids = [
+        "fd00::1:2",
+        "fd00::2:2",
+        "fd00::2",
+        "fd00::ffff",
+        "10.0.0.1",
+    ];
+    let gids = gids.map(|text| Gid::from(text.parse::<IpAddr>().unwrap()));
+    for gid in gids {
+        let client = SaClient::new(ClientConfig::new(self::gid(1)), 1);
+        fabric.clients.push((gid, client));
+        let at = fabric.clients.len() - 1;
+        let mask = NodeMask::PORT_GUID.bits();
+        let wanted = node_record(gid, 0);
+        let _ = fabric.query(at, Request::new(SaMethod::GetTable, mask, &wanted));
+    }
+    // The administrator has LID 1.
+    let lids = gids.map(|gid| fabric.administrator.hosts.lid(gid));
+    assert_eq!(lids, [2, 3, 4, 5, 1]);
+    let found = lids.map(|lid| fabric.administrator.hosts.with_lid(lid));
+    assert_eq!(found, gids.map(Some));
 }
 
 #[test]
@@ -899,7 +1026,7 @@ fn state_of_forged_host_is_not_stored() {
     );
     // Nor does it occur in a table or a notice.
     assert_eq!(fabric.notices(0), []);
-    let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
+    let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2), 2));
     let nodes = fabric.query(0, nodes).unwrap();
     assert_eq!(nodes.records::<NodeRecord>().count(), 2);
     fabric.pass(FORGETTING + SWEEP);
@@ -922,7 +1049,7 @@ fn forged_hosts_do_not_evict_present_hosts() {
         fabric.administrator.handle_mad(fabric.now, gid(last), &mad);
         fabric.deliver();
     }
-    let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2)));
+    let nodes = Request::new(SaMethod::GetTable, 0, &node_record(gid(2), 2));
     let nodes = fabric.query(0, nodes).unwrap();
     assert_eq!(nodes.records::<NodeRecord>().count(), 4);
 }

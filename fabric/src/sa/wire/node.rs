@@ -14,7 +14,7 @@ use super::{Record, all_match, attribute};
 )]
 #[repr(C)]
 pub struct NodeRecord {
-    /// LID of the port; 0 on RoCE.
+    /// LID of the port, assigned by the administrator.
     pub lid: U16,
     /// Zero on the wire.
     pub reserved: U16,
@@ -32,7 +32,7 @@ const _: () = assert!(size_of::<NodeRecord>() == 108);
 )]
 #[repr(C)]
 pub struct PortInfoRecord {
-    /// LID of the port; 0 on RoCE.
+    /// LID of the port, assigned by the administrator.
     pub lid: U16,
     /// Port number.
     pub port: u8,

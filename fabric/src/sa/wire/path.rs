@@ -29,9 +29,9 @@ pub struct PathRecord {
     pub dgid: [u8; 16],
     /// GID of the source.
     pub sgid: [u8; 16],
-    /// LID of the destination; 0 on RoCE.
+    /// LID of the destination; on RoCE, 0 unless it was requested by LID.
     pub dlid: U16,
-    /// LID of the source.
+    /// LID of the source; on RoCE, 0 unless it was requested by LID.
     pub slid: U16,
     /// RawTraffic, flow label (20 bits) and hop limit (8 bits). On InfiniBand a hop limit of at
     /// most 1 indicates a path without GRH.

@@ -715,6 +715,8 @@ pub struct Transport {
     /// If set, initiators on this host can use memory shared with the daemon, in addition to the
     /// portal devices.
     pub shm: bool,
+    /// Subnet administrator where the ports of the software NIC are registered.
+    pub administrator: Option<IpAddr>,
     /// Injected link faults, for tests.
     pub faults: Option<LinkFaults>,
 }

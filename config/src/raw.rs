@@ -626,6 +626,11 @@ pub(super) struct Transport {
     /// their portal.
     #[schemars(extend("default" = false))]
     pub(super) shm: Option<bool>,
+    /// IP address of a subnet administrator (`riser-sa`), where the software NIC registers its
+    /// ports, so that `srp_daemon` finds them.
+    ///
+    /// It must be of the same IP version as the portals. By default, ports are not registered.
+    pub(super) administrator: Option<Located<String>>,
     /// Injected link faults, for tests.
     pub(super) faults: Option<Faults>,
 }

@@ -251,6 +251,7 @@ fn transport(transport: &Transport) -> raw::Transport {
         mtu: located(transport.mtu.map(|mtu| Count(Some(mtu.into())))),
         on_link: unless(transport.on_link, false),
         shm: unless(transport.shm, false),
+        administrator: located(transport.administrator.map(|addr| addr.to_string())),
         faults: transport.faults.as_ref().map(faults),
     }
 }

@@ -1,6 +1,6 @@
 //! Checks for daemon-wide settings: workers, limits, transport, log, metrics, directories.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -118,6 +118,7 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         let useless = [
             ("mtu", mtu.is_some()),
             ("on_link", raw.on_link == Some(true)),
+            ("administrator", raw.administrator.is_some()),
             ("faults", raw.faults.is_some()),
             ("shm", raw.shm == Some(true) && !is_iwarp),
         ];
@@ -135,6 +136,15 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
             return Err(Mistake::new(provider.at, "transport.provider", message));
         }
     }
+    let is_rdma_core = |p: &&Located<Provider>| p.value == Provider::RdmaCore;
+    if let (Some(provider), Some(_)) = (
+        raw.provider.as_ref().filter(is_rdma_core),
+        &raw.administrator,
+    ) {
+        let message = "provider rdma_core cannot register ports; `administrator` only applies to the software NIC";
+        return Err(Mistake::new(provider.at, "transport.provider", message));
+    }
+    let administrator = raw.administrator.as_ref().map(administrator).transpose()?;
     let share = |share: Option<Percent>| share.unwrap_or(Percent::ZERO);
     let faults = raw.faults.map(|faults| LinkFaults {
         loss: share(faults.loss),
@@ -149,8 +159,22 @@ pub(super) fn transport(raw: raw::Transport) -> Checked<Transport> {
         mtu,
         on_link: raw.on_link.unwrap_or(false),
         shm: raw.shm.unwrap_or(false),
+        administrator,
         faults,
     })
+}
+
+fn administrator(raw: &Located<String>) -> Checked<IpAddr> {
+    let mistake = |what| {
+        let message = format!("`{}` is not {what}", raw.value);
+        Mistake::new(raw.at, "transport.administrator", message)
+    };
+    let addr: IpAddr = raw.value.parse().map_err(|_| mistake("an IP address"))?;
+    let is_broadcast = addr == IpAddr::from(Ipv4Addr::BROADCAST);
+    if addr.is_unspecified() || addr.is_multicast() || is_broadcast {
+        return Err(mistake("the address of a host"));
+    }
+    Ok(addr)
 }
 
 /// Checks RDMA portals whose port numbers are also used for TCP.

@@ -604,6 +604,23 @@ fn errors_have_position() {
              the other providers",
         ),
         (
+            rest("transport: { provider: iwarp, administrator: 10.0.0.1 }\n"),
+            "6:24: transport.provider: provider iwarp uses TCP; `administrator` only applies to RoCE packets",
+        ),
+        (
+            rest("transport: { provider: rdma_core, administrator: 10.0.0.1 }\n"),
+            "6:24: transport.provider: provider rdma_core cannot register ports; `administrator` only \
+             applies to the software NIC",
+        ),
+        (
+            rest("transport: { administrator: sa.example }\n"),
+            "6:29: transport.administrator: `sa.example` is not an IP address",
+        ),
+        (
+            rest("transport: { administrator: 239.0.0.1 }\n"),
+            "6:29: transport.administrator: `239.0.0.1` is not the address of a host",
+        ),
+        (
             rest("transport: { faults: { loss: 101 } }\n"),
             "6:30: transport.faults.loss: `101` is not a percentage from 0 to 100",
         ),

@@ -233,6 +233,7 @@ fn any_config(seed: u64) -> String {
         "transport: { provider: auto, mtu: 1024 }",
         "transport: { on_link: true }",
         "transport: { shm: true }",
+        "transport: { administrator: 'fd00::1' }",
         "transport: { provider: shm }",
         "transport: { provider: rdma_core, faults: { loss: 0.1%, duplicate: 12.5, seed: 0 } }",
         "admin: { socket: none }",

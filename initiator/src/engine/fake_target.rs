@@ -172,9 +172,7 @@ impl Gsi {
                 }
                 .emit()
                 .to_vec(),
-                _ => {
-                    ServiceEntry::emit_list(&[ServiceEntry::srp(0x52, 0x0106_0000 | 5555)]).to_vec()
-                }
+                _ => ServiceEntry::emit_list(&[ServiceEntry::srp_at_port(0x52, 5555)]).to_vec(),
             };
             let reply = DmHeader {
                 method: Method::GetResp,

@@ -9,8 +9,8 @@
 use std::time::{Duration, Instant};
 
 use riser_transport::wire::dm::{
-    Attribute, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD, ServiceEntry,
-    Status,
+    Attribute, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, RDMA_CM_SERVICE,
+    SERVICES_PER_MAD, ServiceEntry, Status,
 };
 
 /// Maximum number of controllers to query.
@@ -21,9 +21,6 @@ const PATIENCE: Duration = Duration::from_millis(400);
 
 /// Maximum number of attempts per query.
 const TRIES: u8 = 4;
-
-/// Service ID of the RDMA CM, without the port.
-const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
 
 /// An SRP target port of an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -308,7 +305,7 @@ mod tests {
 
     #[test]
     fn discovery_finds_all_controller_services() {
-        let service = |i: u64| ServiceEntry::srp(i, RDMA_CM_SERVICE | (5000 + i));
+        let service = |i: u64| ServiceEntry::srp_at_port(i, 5000 + i as u16);
         let units = [
             (7, (0..6).map(service).collect::<Vec<_>>()),
             (8, Vec::new()),

@@ -557,6 +557,7 @@ impl Builder {
             connections: config.limits.connections_per_session,
             recovery_level: config.limits.error_recovery_level,
             discovery,
+            administrator: config.transport.administrator,
             targets,
             unit_stores: self.unit_stores.clone(),
             units: self.numbered.clone(),

@@ -38,6 +38,8 @@ pub struct Catalog {
     pub recovery_level: u32,
     /// Authentication required for discovery.
     pub discovery: Auth,
+    /// Subnet administrator where the ports of the software NIC are registered.
+    pub administrator: Option<IpAddr>,
     /// Targets with their units and portals.
     pub targets: Vec<TargetDef>,
     /// The backend of each unit, by unit number. This is an index in `stores`.

@@ -484,7 +484,12 @@ impl Devices {
             // A removed device is not polled. Otherwise, its deadline would stay in the past and
             // the worker could not sleep.
             State::Open { is_gone: true, .. } | State::Vacant => None,
-            State::Open { device, .. } => device.deadline(),
+            State::Open {
+                device, discovery, ..
+            } => {
+                let registration = discovery.as_ref().and_then(DiscoveryAgent::deadline);
+                device.deadline().into_iter().chain(registration).min()
+            }
             State::Closed { reopen, look_at } => {
                 reopen.as_ref().filter(|_| looks).map(|_| *look_at)
             }
@@ -575,19 +580,47 @@ impl Devices {
                 tracing::warn!(%error, ip = %addr, "cannot start discovery; hosts cannot discover targets");
             })
             .ok();
+        if let Some(agent) = discovery {
+            agent.register(
+                device.as_ref(),
+                administrator(device.as_ref(), *addr, catalog),
+            );
+        }
     }
 
     /// Updates the discovery agents with a new catalog.
     pub(super) fn follow_discovery(&mut self, catalog: &Catalog) {
         for Slot { addr, state, .. } in &mut self.slots {
             if let State::Open {
+                device,
                 discovery: Some(agent),
                 ..
             } = state
             {
                 agent.follow(IoUnit::new(&catalog.targets, *addr, catalog.limits.login));
+                agent.register(
+                    device.as_ref(),
+                    administrator(device.as_ref(), *addr, catalog),
+                );
             }
         }
+    }
+
+    /// Sends pending requests to subnet administrators. Returns the number of requests. This must
+    /// be called in each round after discovery could have been started.
+    pub(super) fn poll_registrations(&mut self, now: Instant) -> usize {
+        let mut sent = 0;
+        for slot in &mut self.slots {
+            if let State::Open {
+                device,
+                discovery: Some(agent),
+                is_gone: false,
+            } = &mut slot.state
+            {
+                sent += usize::from(agent.poll_registration(device.as_mut(), now));
+            }
+        }
+        sent
     }
 
     /// Responds to discovery requests, if this completion queue belongs to an agent. Calls `report`
@@ -596,6 +629,7 @@ impl Devices {
         &mut self,
         device: usize,
         cq: CqId,
+        now: Instant,
         mut report: impl FnMut(IpAddr, IpAddr, usize),
     ) {
         let Slot { addr, state, .. } = &mut self.slots[device];
@@ -606,7 +640,7 @@ impl Devices {
         } = state
         {
             let mut begun = Vec::new();
-            agent.poll(device.as_mut(), cq, &mut |peer, found| {
+            agent.poll(device.as_mut(), cq, now, &mut |peer, found| {
                 begun.push((peer, found));
             });
             for (peer, found) in begun {
@@ -695,6 +729,13 @@ impl Devices {
             watch.is_armed = false;
         }
     }
+}
+
+/// Returns the subnet administrator where a device at this address should be registered. Hosts can't
+/// reach a device that shares memory by its address.
+fn administrator(device: &dyn Device, addr: IpAddr, catalog: &Catalog) -> Option<IpAddr> {
+    let is_reachable = |to: &IpAddr| !device.has_own_mads() && to.is_ipv4() == addr.is_ipv4();
+    catalog.administrator.filter(is_reachable)
 }
 
 impl Index<usize> for Devices {

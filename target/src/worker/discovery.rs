@@ -1,19 +1,23 @@
 //! Device-management agent. Used by initiators to find targets in a network without a subnet
-//! manager. There is a slot for each I/O controller, and a service for each of its portals.
+//! manager. There is a slot for each I/O controller, and a service for each of its portals. Hosts
+//! that only know a subnet administrator find the port there ([`Registration`]).
 
 use std::net::IpAddr;
+use std::time::Instant;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CmError, CqId, Gid, LKey, MrId, Notify, PdId, PollContext, Provider, QKey,
-    QpCap, QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError,
-    WrId, make_gsi_ready,
+    Access, AhAttr, CmError, CqId, Gid, LKey, MrId, Notify, PdId, PollContext, PortCapabilities,
+    Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge,
+    UdDest, VerbsError, WrId, make_gsi_ready,
 };
+use riser_transport::wire::Qpn;
 use riser_transport::wire::dm::{
     Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD,
     ServiceEntry, Status,
 };
 
+use super::registration::Registration;
 use crate::sessions::catalog::TargetDef;
 
 /// Maximum number of pending requests.
@@ -24,9 +28,6 @@ const GRH: usize = 40;
 
 /// Number of slots in our I/O unit.
 const SLOTS: u8 = 16;
-
-/// Prefix of RDMA CM service IDs, followed by the port.
-const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
 
 /// I/O controller and its services.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,9 +52,10 @@ impl IoUnit {
         let mut controllers: Vec<Controller> = Vec::new();
         for target in targets {
             for portal in target.portals.iter().filter(|p| p.listen.ip() == ip) {
-                let port = u64::from(portal.listen.port());
-                let services = [RDMA_CM_SERVICE | port, portal.service_id]
-                    .map(|id| ServiceEntry::srp(portal.id_ext, id));
+                let services = [
+                    ServiceEntry::srp_at_port(portal.id_ext, portal.listen.port()),
+                    ServiceEntry::srp(portal.id_ext, portal.service_id),
+                ];
                 // Portals with the same GUID are added to the same controller as different
                 // services.
                 let known = controllers
@@ -146,12 +148,22 @@ pub(super) struct DiscoveryAgent {
     cq: CqId,
     qp: QpId,
     lkey: LKey,
-    /// Memory for receives, followed by a send buffer for each of them.
+    /// Memory for receives, followed by a send buffer for each of them and for the registration.
     memory: MemSlice,
+    /// Registration with a subnet administrator, if there is one.
+    registration: Option<Registration>,
+    /// A request of the registration is being sent.
+    is_registering: bool,
 }
 
 const RECV_LEN: usize = GRH + MAD_LEN;
 const SEND_BASE: usize = DEPTH as usize * RECV_LEN;
+
+/// Slot of the registration, which has no receive.
+const REGISTRATION: usize = DEPTH as usize;
+
+/// Maximum number of pending sends.
+const SENDS: u32 = DEPTH + 1;
 
 /// Objects created before an error.
 #[derive(Debug, Default)]
@@ -172,15 +184,20 @@ impl Made {
         let mr = dev.reg_mr(pd, memory, Access::LOCAL_WRITE)?;
         self.mr = Some(mr.id);
         // All receives and sends can complete before we poll the queue.
-        let cq = dev.create_cq(2 * DEPTH)?;
+        let cq = dev.create_cq(DEPTH + SENDS)?;
         self.cq = Some(cq);
         let qp = dev.create_qp(&QpInitAttr {
             sq_sig_all: true,
-            ..QpInitAttr::new(pd, cq, QpType::Gsi, QpCap::new(DEPTH, DEPTH))
+            ..QpInitAttr::new(pd, cq, QpType::Gsi, QpCap::new(SENDS, DEPTH))
         })?;
         self.qp = Some(qp);
         make_gsi_ready(dev, qp)?;
         dev.req_notify_cq(cq, Notify::Next)?;
+        dev.modify_port(
+            1,
+            PortCapabilities::DEVICE_MANAGEMENT,
+            PortCapabilities::empty(),
+        )?;
         Ok((cq, qp, mr.lkey))
     }
 
@@ -205,7 +222,7 @@ impl DiscoveryAgent {
     /// # Errors
     /// Returns an error if the device can't create the objects.
     pub(super) fn start(dev: &mut dyn Provider, unit: IoUnit) -> Result<Self, CmError> {
-        let len = SEND_BASE + DEPTH as usize * MAD_LEN;
+        let len = SEND_BASE + SENDS as usize * MAD_LEN;
         let memory = Memory::new(len)
             .map_err(|e| VerbsError::Os(e.raw_os_error().unwrap_or(0)))?
             .whole();
@@ -226,6 +243,8 @@ impl DiscoveryAgent {
             qp,
             lkey,
             memory,
+            registration: None,
+            is_registering: false,
         };
         for slot in 0..DEPTH as usize {
             agent.post_recv(dev, slot);
@@ -236,6 +255,42 @@ impl DiscoveryAgent {
     /// Updates the I/O unit.
     pub(super) fn follow(&mut self, unit: IoUnit) {
         self.unit = unit;
+    }
+
+    /// Registers the port with a subnet administrator, or with none. The registration with a
+    /// previous administrator expires.
+    pub(super) fn register(&mut self, dev: &dyn Provider, administrator: Option<IpAddr>) {
+        let current = self.registration.as_ref().map(Registration::administrator);
+        if current == administrator {
+            return;
+        }
+        self.registration = administrator.and_then(|administrator| {
+            let mut first = [0; 4];
+            getrandom::fill(&mut first).expect("the system has random numbers");
+            let capabilities = dev.query_port(1).ok()?.capabilities;
+            let first = u32::from_ne_bytes(first);
+            Some(Registration::new(administrator, capabilities, first))
+        });
+    }
+
+    /// Returns the time of the next call to [`Self::poll_registration`].
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        // The completion of a send wakes the worker.
+        let registration = self.registration.as_ref().filter(|_| !self.is_registering);
+        registration.and_then(Registration::deadline)
+    }
+
+    /// Sends the next request of the registration. Returns true if there was one.
+    pub(super) fn poll_registration(&mut self, dev: &mut dyn Provider, now: Instant) -> bool {
+        let Some(registration) = self.registration.as_mut().filter(|_| !self.is_registering) else {
+            return false;
+        };
+        let administrator = registration.administrator();
+        let Some(mad) = registration.poll(now) else {
+            return false;
+        };
+        self.is_registering = self.send(dev, REGISTRATION, administrator.into(), Qpn::GSI, &mad);
+        true
     }
 
     fn sge(&self, offset: usize, len: usize) -> [Sge; 1] {
@@ -264,6 +319,7 @@ impl DiscoveryAgent {
         &mut self,
         dev: &mut dyn Provider,
         cq: CqId,
+        now: Instant,
         report: &mut dyn FnMut(IpAddr, usize),
     ) {
         if cq != self.cq {
@@ -275,6 +331,10 @@ impl DiscoveryAgent {
             let n = PollContext::Workqueue.poll(dev, self.cq, &mut completions);
             for completion in &completions {
                 let slot = completion.wr_id.0 as usize;
+                if slot == REGISTRATION {
+                    self.is_registering = false;
+                    continue;
+                }
                 let responded = completion.opcode.is_recv()
                     && completion.status.is_ok()
                     && self.respond(
@@ -282,6 +342,7 @@ impl DiscoveryAgent {
                         slot,
                         completion.byte_len as usize,
                         completion.src_qp,
+                        now,
                         report,
                     );
                 if !responded {
@@ -298,11 +359,12 @@ impl DiscoveryAgent {
 
     /// Sends a response to a request. Returns false if there is none.
     fn respond(
-        &self,
+        &mut self,
         dev: &mut dyn Provider,
         slot: usize,
         len: usize,
         src_qp: u32,
+        now: Instant,
         report: &mut dyn FnMut(IpAddr, usize),
     ) -> bool {
         let mut bytes = [0; RECV_LEN];
@@ -310,17 +372,31 @@ impl DiscoveryAgent {
         let Some(mad) = bytes.get(GRH..len.clamp(GRH, RECV_LEN)) else {
             return false;
         };
+        let source = source_gid(&bytes[..GRH]);
+        if let Some(registration) = &mut self.registration {
+            registration.handle_mad(now, source, mad);
+        }
         let Some(reply) = self.unit.response_to(mad) else {
             return false;
         };
-        let source = source_gid(&bytes[..GRH]);
         if is_first_question(mad) {
             report(source.ip(), self.unit.controllers.len());
         }
+        self.send(dev, slot, source, Qpn::new(src_qp), &reply)
+    }
+
+    /// Sends a MAD from the buffer of a slot. Returns false if this is not possible.
+    fn send(
+        &self,
+        dev: &mut dyn Provider,
+        slot: usize,
+        to: Gid,
+        qpn: Qpn,
+        mad: &[u8; MAD_LEN],
+    ) -> bool {
         let at = SEND_BASE + slot * MAD_LEN;
-        self.memory.write(at, &reply);
-        let attr = AhAttr::new(source);
-        let Ok(ah) = dev.create_ah(self.pd, attr) else {
+        self.memory.write(at, mad);
+        let Ok(ah) = dev.create_ah(self.pd, AhAttr::new(to)) else {
             return false;
         };
         let wr = SendWr {
@@ -332,7 +408,7 @@ impl DiscoveryAgent {
             flags: SendFlags::SIGNALED,
             ud: Some(UdDest {
                 ah,
-                qpn: src_qp,
+                qpn: qpn.value(),
                 qkey: QKey::GSI,
             }),
         };
@@ -368,6 +444,20 @@ mod tests {
     use riser_transport::loopback::{Fabric, FabricConfig};
 
     use super::*;
+
+    #[test]
+    fn agent_sets_port_capability() {
+        let fabric = Fabric::new(FabricConfig::default());
+        let mut dev = fabric.endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
+        let has_agent = |dev: &dyn Provider| {
+            let port = dev.query_port(1).unwrap();
+            port.capabilities
+                .contains(PortCapabilities::DEVICE_MANAGEMENT)
+        };
+        assert!(!has_agent(&dev));
+        DiscoveryAgent::start(&mut dev, IoUnit::default()).unwrap();
+        assert!(has_agent(&dev));
+    }
 
     #[test]
     fn failed_start_leaves_device_unchanged() {

@@ -155,7 +155,7 @@ impl Worker {
         let (audit, now) = (&mut self.group.logins.audit, self.group.now);
         self.group
             .devices
-            .poll_discovery(device, cq, |peer, portal, found| {
+            .poll_discovery(device, cq, now, |peer, portal, found| {
                 let who = Who {
                     protocol: Protocol::Srp,
                     peer: peer.to_string(),

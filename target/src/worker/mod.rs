@@ -37,6 +37,7 @@
 //! - `formats`: changes of the protection type by FORMAT UNIT.
 //! - `reservations`: changes of reservations that have to be saved, or that abort commands.
 //! - `discovery`: device-management agent.
+//! - `registration`: registration of a port with a subnet administrator.
 //! - `mail`: messages between workers.
 //! - `park`: sleeping. `slots`: use of the ring.
 //! - `removal`: hot removal of devices. `device_slots`: which devices are open, and how all workers
@@ -72,6 +73,7 @@ mod park;
 pub mod portals;
 mod queue;
 mod rdma;
+mod registration;
 mod removal;
 mod reservations;
 mod slots;
@@ -443,6 +445,7 @@ impl Worker {
         self.poll_unwanted();
         self.poll_phase();
         self.group.logins.audit.poll(now);
+        work += self.group.devices.poll_registrations(now);
         // Send everything that was generated in this round instead of waiting for the next one.
         if work > 0 {
             for device in self.group.devices.open_mut() {

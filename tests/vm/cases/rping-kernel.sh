@@ -25,7 +25,27 @@ as_server() { # our address, size, count
     ended $server
 }
 
+# Prints a CM counter of the kernel: cm_count GROUP MESSAGE
+cm_count() {
+    cat "/sys/class/infiniband/rxe0/ports/1/$1/$2"
+}
+mras=$(cm_count cm_tx_msgs mra)
+
 for size in 64:10000 65535:100; do
     at_once "as_client 10.99.0.1 10.99.0.2 ${size/:/ }" "as_server 10.99.0.3 ${size/:/ }" \
         "as_client fd99::1 fd99::2 ${size/:/ }" "as_server fd99::3 ${size/:/ }"
 done
+
+# The kernel sends an MRA for each REQ of our four clients, unless rping accepts it first, and for each
+# REP of our four servers.
+mras=$(($(cm_count cm_tx_msgs mra) - mras))
+[ $mras -gt 4 ] || fail "the kernel sent $mras MRAs"
+end_capture
+# Prints the number of captured MRAs for a message: CM MADs (class 7) with attribute 0x11, over IPv4.
+captured_mras() {
+    tcpdump -r "$KEEP/packets.pcap" "src 10.99.0.1 and udp[29] = 7 and udp[44:2] = 0x11 and udp[60] & 0xc0 = $1" \
+        2>/dev/null | wc -l
+}
+req=$(captured_mras 0) rep=$(captured_mras 0x40)
+[ "$req" -ge 1 ] && [ "$rep" -ge 1 ] || fail "captured MRAs: $req for REQ, $rep for REP"
+echo "result: the kernel sent $mras MRAs"

@@ -435,8 +435,8 @@ impl IocProfile {
 /// Entry in ServiceEntries (IBTA 16.3.3.5, SRP r16a table B.8).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// Service name, up to 40 bytes of ASCII: `SRP.T10:` followed by the identifier extension in
-    /// hexadecimal.
+    /// Service name, up to 40 bytes of ASCII: [`SRP_SERVICE_PREFIX`] or [`RDMA_CM_SERVICE_PREFIX`],
+    /// followed by the identifier extension in hexadecimal.
     pub name: String,
     /// Service ID to connect to.
     pub service_id: u64,
@@ -444,6 +444,13 @@ pub struct ServiceEntry {
 
 /// Prefix for SRP service names (SRP annex B).
 pub const SRP_SERVICE_PREFIX: &str = "SRP.T10:";
+
+/// Prefix for the names of SRP services that require the private data of the RDMA CM. Programs such
+/// as `srp_daemon`, which log in without it, don't know this name.
+pub const RDMA_CM_SERVICE_PREFIX: &str = "SRP.RDMA_CM:";
+
+/// Service ID of the RDMA CM for TCP port 0 (annex A11).
+pub const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
 
 impl ServiceEntry {
     const LEN: usize = 48;
@@ -457,10 +464,20 @@ impl ServiceEntry {
         }
     }
 
+    /// Creates the service entry for an SRP target port that listens on a port of the RDMA CM.
+    #[must_use]
+    pub fn srp_at_port(extension: u64, port: u16) -> Self {
+        Self {
+            name: format!("{RDMA_CM_SERVICE_PREFIX}{extension:016x}"),
+            service_id: RDMA_CM_SERVICE | u64::from(port),
+        }
+    }
+
     /// Returns the identifier extension if this is an SRP service.
     #[must_use]
     pub fn srp_extension(&self) -> Option<u64> {
-        let digits = self.name.strip_prefix(SRP_SERVICE_PREFIX)?;
+        let mut prefixes = [SRP_SERVICE_PREFIX, RDMA_CM_SERVICE_PREFIX].into_iter();
+        let digits = prefixes.find_map(|prefix| self.name.strip_prefix(prefix))?;
         // We need this check because `from_str_radix` also accepts a sign.
         let plain = digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit());
         plain.then(|| u64::from_str_radix(digits, 16).ok())?
@@ -580,6 +597,10 @@ mod tests {
         let entry = ServiceEntry::srp(0xabc, 0x0106_12b7);
         assert_eq!(entry.name, "SRP.T10:0000000000000abc");
         assert_eq!(entry.srp_extension(), Some(0xabc));
+        let at_port = ServiceEntry::srp_at_port(0xabc, 5555);
+        assert_eq!(at_port.name, "SRP.RDMA_CM:0000000000000abc");
+        assert_eq!(at_port.service_id, 0x0106_15b3);
+        assert_eq!(at_port.srp_extension(), Some(0xabc));
         let list = ServiceEntry::emit_list(std::slice::from_ref(&entry));
         assert_eq!(ServiceEntry::parse_list(&list, 1), [entry]);
         let other = ServiceEntry {

@@ -16,7 +16,7 @@ discoverable() {
         echo "targets:"
         echo "  - { name: first, portals: [{ protocol: srp, listen: 'fd99::3', ioc_guid: 0x$FIRST }],"
         echo "      luns: { 0: disk1 }, access: open }"
-        echo "  - { name: second, portals: [{ protocol: srp, listen: 'fd99::3', ioc_guid: 0x$SECOND }],"
+        echo "  - { name: second, portals: [{ protocol: srp, listen: '[fd99::3]:5556', ioc_guid: 0x$SECOND }],"
         echo "      luns: { 0: disk2 }, access: open }"
         echo "transport: { administrator: 'fd99::200:0:0:2' }"
     } >/tmp/discoverable.yaml

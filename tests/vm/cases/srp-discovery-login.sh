@@ -27,15 +27,15 @@ host=/sys/class/scsi_host/host$(basename "$(readlink -f "/sys/block/${DISK#/dev/
 [ "$(cat "$host/dgid")" = fd99:0000:0000:0000:0000:0000:0000:0003 ] || fail "the GID is $(cat "$host/dgid")"
 [ "$(cat "$host/local_ib_device")" = ibrxe0 ] || fail "another device"
 sg_vpd -p 0x80 "$DISK" | grep -q RIG-1 || fail "unexpected serial number"
-verify "$DISK" 16m --bs=4k --iodepth=16
-verify "$DISK" 16m --bsrange=512-256k --iodepth=8
+verify "$DISK" 2m --bs=4k --iodepth=16
+verify "$DISK" 8m --bsrange=512-256k --iodepth=8
 
 # srp_daemon logs in to the second target, and does not repeat the login to the first.
 timeout 200 srp_daemon -o -e -c -f /dev/null -i ibrxe0 -p 1 | tee /tmp/logins
 [ "$(cat /tmp/logins)" = "$(login_of $SECOND)" ] || fail "srp_daemon did not log in to the second target only"
 wait_for 60 disks 2
 for d in /sys/class/scsi_device/*:0/device/block/*; do
-    verify "/dev/$(basename "$d")" 8m --bs=64k --iodepth=8
+    verify "/dev/$(basename "$d")" 4m --bs=64k --iodepth=8
 done
 srp_logout
 

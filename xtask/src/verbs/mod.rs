@@ -497,7 +497,10 @@ mod tests {
                     continue;
                 }
                 named += 1;
-                assert!(paths.iter().any(|path| path == span), "no case {span}");
+                // The tests of rdma-core are not listed here.
+                let is_foreign = span.starts_with("pyverbs/test_");
+                let is_case = is_foreign || paths.iter().any(|path| path == span);
+                assert!(is_case, "no case {span}");
                 let is_marked = after.is_some_and(|text| text.starts_with(" (not yet"));
                 assert_eq!(is_marked, not_yet(span).is_some(), "{span}: {line}");
             }

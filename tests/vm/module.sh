@@ -6,8 +6,8 @@ directory=$1 sources=$2 root=$3 name=$4 variable=$5 version=$6
 headers=$directory/usr/src/linux-headers-$version
 # The headers include a second package using its installed path.
 sed -i "s|/usr/src/|$directory/usr/src/|g" "$headers/Makefile"
-# BTF debug information would require another program.
-make -C "$headers" "M=$sources" "$variable=m" CONFIG_DEBUG_INFO_BTF_MODULES= modules
+# BTF debug information would require another program. We only build this module, because the directory may contain others.
+make -C "$headers" "M=$sources" "$variable=m" CONFIG_DEBUG_INFO_BTF_MODULES= "$name.ko"
 strip --strip-debug "$sources/$name.ko"
 updates=$root/lib/modules/$version/updates
 mkdir -p "$updates"

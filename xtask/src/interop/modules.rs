@@ -19,9 +19,15 @@ pub(crate) struct Module {
     directory: String,
     variable: String,
     word: String,
+    /// Additional source files, in [`FILES`].
+    #[serde(default)]
+    files: Vec<String>,
     /// Source changes: file, old text and new text.
     edits: Vec<(String, String, String)>,
 }
+
+/// Directory with additional source files for modules.
+const FILES: &str = "tests/vm/modules";
 
 pub(crate) fn modules() -> Vec<Module> {
     cases::read(include_str!("../../cases/modules.toml"))
@@ -32,11 +38,12 @@ impl Module {
         case.text.contains(&self.word)
     }
 
-    fn stamp(&self) -> String {
-        self.edits
-            .iter()
-            .map(|edit| format!("{edit:?}\n"))
-            .collect()
+    /// Returns all source changes.
+    fn stamp(&self) -> Result<String, Failure> {
+        let edits = self.edits.iter().map(|edit| Ok(format!("{edit:?}\n")));
+        let files = self.files.iter();
+        let files = files.map(|file| fs::read_to_string(root().join(FILES).join(file)));
+        Ok(edits.chain(files).collect::<Result<_, _>>()?)
     }
 
     /// Builds the module and installs it in the kernel's module directory, if it doesn't exist.
@@ -44,7 +51,7 @@ impl Module {
         let module = format!("updates/{}.ko", self.name);
         let module = kernel.modules().join(module);
         // If the existing module was built with other source changes, build it again.
-        let (edits, stamp) = (self.stamp(), module.with_extension("edits"));
+        let (edits, stamp) = (self.stamp()?, module.with_extension("edits"));
         if module.exists() && fs::read_to_string(&stamp).unwrap_or_default() == edits {
             return Ok(());
         }
@@ -75,6 +82,9 @@ impl Module {
         tar.arg(&packed).arg("-C").arg(directory).arg(&sources);
         sh::output(&mut tar)?;
         let sources = directory.join(sources);
+        for file in &self.files {
+            fs::copy(root().join(FILES).join(file), sources.join(file))?;
+        }
         for (file, what, by) in &self.edits {
             let path = sources.join(file);
             let text = fs::read_to_string(&path)?;

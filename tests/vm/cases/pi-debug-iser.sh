@@ -1,0 +1,7 @@
+#: group: pi
+#: about: protection information over iSER: the same commands to riserd and to scsi_debug
+#: limit: 1800
+OVER=iser
+. /vm/pi.sh
+pi_rig "owner: client"
+against_debug

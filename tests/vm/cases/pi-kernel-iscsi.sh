@@ -1,0 +1,6 @@
+#: group: pi
+#: about: the kernel uses protected disks over iSCSI as ordinary disks
+#: limit: 900
+OVER=iscsi
+. /vm/pi.sh
+ordinary_disks

@@ -1,6 +1,6 @@
 #: group: pi
 #: about: protection information over SRP: the same commands to riserd and to scsi_debug
-#: limit: 1800
+#: limit: 3600
 OVER=srp
 . /vm/pi.sh
 pi_rig "owner: client"

@@ -1,6 +1,6 @@
 #: group: pi
 #: about: the kernel uses protected disks over iSCSI as ordinary disks
-#: limit: 900
+#: limit: 1800
 OVER=iscsi
 . /vm/pi.sh
 ordinary_disks

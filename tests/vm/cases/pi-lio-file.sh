@@ -1,6 +1,6 @@
 #: group: pi
 #: about: LIO's file of protection information equals that of riserd for the same writes
-#: limit: 600
+#: limit: 1200
 OVER=iscsi
 . /vm/pi.sh
 pi_rig

@@ -1,6 +1,6 @@
 #: group: pi
 #: about: sg3-utils and ddpt with protection information: the same results with riserd and scsi_debug
-#: limit: 600
+#: limit: 1200
 OVER=iscsi
 . /vm/pi.sh
 pi_rig "owner: client"

@@ -16,7 +16,7 @@ for size in 512 4096; do
         done
         $PI tuples "$ours" 0 256 >/tmp/ours
         xxd -p -c 8 -l $((256 * 8)) "$IMAGES/lio.img.protection" | sed 's/^\(....\)\(....\)/\1.\2./' >/tmp/lio
-        # With type 3, LIO doesn't initialize the reference tags of blocks that it generates (SBC-4 4.21.2.2: FFFFFFFFh).
+        # With type 3, LIO doesn't initialize the reference tags of blocks that it generates.
         if [ $type = 3 ]; then
             sed -i '/\.0000\./s/........$/ffffffff/' /tmp/lio
         fi

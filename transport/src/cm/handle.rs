@@ -137,7 +137,8 @@ impl Cm {
         let grace = self.config.half_open_grace;
         let oldest = self.listeners.oldest_unconfirmed(listener, from);
         let in_its_way = oldest.filter(|id| self.conns[id].is_displaceable(now, grace));
-        if !self.may_tell_more() || (!is_free && in_its_way.is_none()) {
+        let is_full = self.events.len() >= self.config.max_events;
+        if is_full || (!is_free && in_its_way.is_none()) {
             self.counters.dropped += 1;
             return;
         }

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use chacha20::rand_core::Rng;
+
 use super::conn::{Conn, Holder, Unconfirmed};
 use super::{CmState, IbCmId, PeerAddr};
 use crate::wire::cm_msg::ServiceId;
@@ -62,6 +64,17 @@ impl Listeners {
             .iter()
             .find(|(_, listener)| listener.accepts(service_id))
             .map(|(id, _)| *id)
+    }
+
+    /// Returns a random service ID without a listener. As for a port number, it is not known to
+    /// strangers, and not used again soon.
+    pub(super) fn unused(&self, random: &mut impl Rng) -> ServiceId {
+        loop {
+            let id = ServiceId(ServiceId::ASSIGN.0 | random.next_u64() >> 8);
+            if id != ServiceId::ASSIGN && self.find(id).is_none() {
+                return id;
+            }
+        }
     }
 
     pub(super) fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {

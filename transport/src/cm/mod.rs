@@ -92,7 +92,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use chacha20::ChaCha12Rng;
-use chacha20::rand_core::{Rng as _, SeedableRng};
+use chacha20::rand_core::SeedableRng;
 
 use conn::{Claim, Conn, Holder, Pending, ReqIdentity};
 use listeners::{Listener, Listeners};
@@ -376,7 +376,7 @@ impl Cm {
         backlog: usize,
     ) -> Result<IbCmId, IbCmError> {
         let (service_id, mask) = match service_id {
-            ServiceId::ASSIGN => (self.unused_service_id(), u64::MAX),
+            ServiceId::ASSIGN => (self.listeners.unused(&mut self.random), u64::MAX),
             given => (given, mask),
         };
         // If there were two listeners for the same service ID, the choice for a REQ would be
@@ -403,18 +403,6 @@ impl Cm {
         Ok(id)
     }
 
-    /// Returns a random service ID without a listener. As for a port number, it is not known to
-    /// strangers, and not used again soon.
-    fn unused_service_id(&mut self) -> ServiceId {
-        loop {
-            let low = self.random.next_u64() >> 8;
-            let id = ServiceId(ServiceId::ASSIGN.0 | low);
-            if id != ServiceId::ASSIGN && self.listeners.find(id).is_none() {
-                return id;
-            }
-        }
-    }
-
     /// Returns true if a MAD received from `from` contains the ID of a connection with this peer.
     /// In this case the sender must have received a message from us. Requests can be sent by anyone
     /// and don't contain such an ID.
@@ -431,10 +419,5 @@ impl Cm {
     #[must_use]
     pub fn is_proven(&self, peer: PeerAddr) -> bool {
         self.proven.contains_key(&peer)
-    }
-
-    /// Returns true if there is space for the events of a new request.
-    fn may_tell_more(&self) -> bool {
-        self.events.len() < self.config.max_events
     }
 }

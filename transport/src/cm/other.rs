@@ -259,7 +259,7 @@ impl Cm {
         // The same as for a REQ, but without displacing any connections, since a dropped request
         // will be sent again.
         if !self.listeners.has_room_for(listener, from)
-            || !self.may_tell_more()
+            || self.events.len() >= self.config.max_events
             || self.make_room().is_err()
         {
             self.counters.dropped += 1;

@@ -157,7 +157,11 @@ impl Nic {
     /// # Errors
     /// [`VerbsError::InvalidParameter`] if it is too long.
     pub fn modify_device(&mut self, description: &str) -> Result<(), VerbsError> {
-        self.device.set_description(description)
+        if description.len() > smp::DATA_LEN {
+            return Err(VerbsError::InvalidParameter("node description"));
+        }
+        description.clone_into(&mut self.device.description);
+        Ok(())
     }
 
     /// Registers a management class. Datagrams of this class will be returned by [`Self::poll_mad`]
@@ -383,7 +387,7 @@ fn handle_subnet(device: &Device, header: &MadHeader, mad: &mut Mad) -> MadStatu
     let mut write = |attribute: &[u8]| write_attribute(mad, smp::DATA, smp::DATA_LEN, attribute);
     match (header.attribute(), modifier) {
         (NODE_DESCRIPTION, _) => {
-            let name = device.description().as_bytes();
+            let name = device.description.as_bytes();
             write(&name[..name.len().min(smp::DATA_LEN)]);
         }
         (NODE_INFO, _) => write(node_info(device).as_bytes()),

@@ -110,17 +110,6 @@ impl Verbs for RdmaCoreDevice {
         })
     }
 
-    fn modify_port(
-        &mut self,
-        port: u8,
-        _set: PortCapabilities,
-        _clear: PortCapabilities,
-    ) -> Result<(), VerbsError> {
-        self.port_attr(port)?;
-        // libibverbs has no function for this: only the kernel's own agents change the mask.
-        Err(VerbsError::Unsupported("port capabilities"))
-    }
-
     fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError> {
         self.port_attr(port)?;
         self.gid(port, index)

@@ -85,7 +85,11 @@ pub trait Verbs {
         port: u8,
         set: PortCapabilities,
         clear: PortCapabilities,
-    ) -> Result<(), VerbsError>;
+    ) -> Result<(), VerbsError> {
+        let _ = (set, clear);
+        self.query_port(port)?;
+        Err(VerbsError::Unsupported("port capabilities"))
+    }
 
     /// Returns an entry in the GID table.
     ///

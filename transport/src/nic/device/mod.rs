@@ -35,7 +35,7 @@ use super::tables::{
 use crate::cm::CmRoute;
 use crate::rc::{RcCounters, RcEvent, TxPacket};
 use crate::verbs::{DeviceAttr, Mtu, PortAttr, QpId, VerbsError};
-use crate::wire::{Qpn, smp};
+use crate::wire::Qpn;
 
 pub use breakage::Breakage;
 
@@ -63,8 +63,9 @@ impl OwnPath {
 pub struct Device {
     pub(super) config: NicConfig,
     attr: DeviceAttr,
-    /// NodeDescription (IBTA 14.2.5.2), which is shown by management programs.
-    description: String,
+    /// NodeDescription (IBTA 14.2.5.2), which is shown by management programs, by default the name
+    /// of the device. At most 64 bytes.
+    pub(super) description: String,
     pub(crate) clock: Clock,
     pub(super) random: ChaCha20Rng,
     pub(crate) port: Port,
@@ -155,21 +156,6 @@ impl Device {
     #[must_use]
     pub fn device_attr(&self) -> &DeviceAttr {
         &self.attr
-    }
-
-    /// Returns the NodeDescription, by default the name of the device.
-    #[must_use]
-    pub(super) fn description(&self) -> &str {
-        &self.description
-    }
-
-    /// See [`Nic::modify_device`](super::Nic::modify_device).
-    pub(super) fn set_description(&mut self, description: &str) -> Result<(), VerbsError> {
-        if description.len() > smp::DATA_LEN {
-            return Err(VerbsError::InvalidParameter("node description"));
-        }
-        description.clone_into(&mut self.description);
-        Ok(())
     }
 
     pub(crate) fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError> {

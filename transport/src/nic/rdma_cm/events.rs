@@ -5,23 +5,20 @@ use std::time::Instant;
 
 use riser_state::become_state;
 
-use super::calls::check_destination;
 use super::connect::MRA_TIMEOUT;
 use super::paths::offered_path;
 use super::qp_attr::new_psn;
 use super::{CmAgent, Id, IdState};
 use crate::cm::{CmRoute, IbCmEvent, IbCmEventKind, IbCmId, QpPeer};
+use crate::nic::Device;
 use crate::nic::received::Received;
-use crate::nic::{Device, Wire};
 use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, Mtu, QpAttr, QpId, QpState, QpType,
+    CmError, CmEvent, CmEventKind, CmId, ConnParam, Ece, QpAttr, QpId, QpState, QpType,
 };
-use crate::wire::cm_msg::{
-    AdditionalInfo, CmTimeout, PrivateData, Redirect, RejReason, RepMsg, ReqMsg,
-};
+use crate::wire::Psn;
+use crate::wire::cm_msg::{AdditionalInfo, CmTimeout, PrivateData, RejReason, RepMsg, ReqMsg};
 use crate::wire::cma::{CmaError, CmaHeader};
 use crate::wire::mad::Mad;
-use crate::wire::{Psn, Qpn};
 
 impl CmAgent {
     pub(super) fn report(&mut self, id: CmId, kind: CmEventKind) {
@@ -308,13 +305,8 @@ impl CmAgent {
             | IbCmEventKind::SidrReqTimeout => {
                 self.on_closed(device, id, CmEventKind::Unreachable);
             }
-            IbCmEventKind::RejReceived {
-                reason: RejReason::InvalidMtu,
-                info,
-                ..
-            } if self.retry_with_mtu(device, id, ib, &info) => {}
             IbCmEventKind::RejReceived { reason, info, .. }
-                if self.follow_redirect(device, id, ib, reason, &info) => {}
+                if self.retry_request(device, id, ib, reason, &info) => {}
             IbCmEventKind::RejReceived {
                 reason,
                 private_data,
@@ -357,83 +349,6 @@ impl CmAgent {
             // Timeouts requested by the peer are handled by the IB CM.
             _ => {}
         }
-    }
-
-    /// Sends a new request with a path MTU supported by the peer. This will return `false` if this
-    /// is not possible.
-    fn retry_with_mtu(
-        &mut self,
-        device: &mut Device,
-        id: CmId,
-        ib: IbCmId,
-        info: &AdditionalInfo,
-    ) -> bool {
-        let takes = info.first().and_then(|&code| Mtu::from_code(code));
-        let Some(mtu) = takes.filter(|&m| m < device.config().mtu) else {
-            return false;
-        };
-        let Ok(entry) = self.ids.get_mut(id) else {
-            return false;
-        };
-        // Only retry once, because a peer could reject every path MTU.
-        if entry.state != IdState::Connecting || entry.ib != Some(ib) || entry.retried {
-            return false;
-        }
-        entry.retried = true;
-        self.request_again(device, id, ib, mtu)
-    }
-
-    /// Sends a new request to the port specified by the peer. This will return `false` if the
-    /// limit is reached, or if the port cannot be used.
-    fn follow_redirect(
-        &mut self,
-        device: &mut Device,
-        id: CmId,
-        ib: IbCmId,
-        reason: RejReason,
-        info: &AdditionalInfo,
-    ) -> bool {
-        let Some(redirect) = Redirect::parse(reason, info) else {
-            return false;
-        };
-        let (own, mtu) = (device.port.addr().ip(), device.config().mtu);
-        let to = redirect.gid.ip();
-        // A device reaches other CMs only by QP 1, and peers on shared memory only by their link.
-        let is_reachable = redirect.qpn == Qpn::GSI
-            && device.config().wire == Wire::Network
-            && check_destination(own, to, false).is_ok();
-        let Ok(entry) = self.ids.get_mut(id) else {
-            return false;
-        };
-        let Some(peer) = entry.peer.filter(|peer| peer.ip() != to && is_reachable) else {
-            return false;
-        };
-        // Ports could refer to each other forever.
-        let is_allowed = entry.redirects < entry.options.redirects;
-        if entry.state != IdState::Connecting || entry.ib != Some(ib) || !is_allowed {
-            return false;
-        }
-        entry.redirects += 1;
-        entry.peer = Some(SocketAddr::new(to, peer.port()));
-        // The path MTU of the new port can be different.
-        entry.retried = false;
-        let mtu = entry.options.path_mtu.map_or(mtu, |most| most.min(mtu));
-        self.request_again(device, id, ib, mtu)
-    }
-
-    /// Sends another request for an id whose request was rejected.
-    fn request_again(&mut self, device: &mut Device, id: CmId, ib: IbCmId, mtu: Mtu) -> bool {
-        let Ok(entry) = self.ids.get_mut(id) else {
-            return false;
-        };
-        let Some(param) = entry.param.clone() else {
-            return false;
-        };
-        // The id was closed by the REJ, even if we cannot send another request: the IB CM can reuse
-        // it for a new connection.
-        entry.ib = None;
-        self.by_ib.remove(&ib);
-        self.send_request(device, id, &param, mtu).is_ok()
     }
 
     fn on_rep(&mut self, device: &mut Device, id: CmId, ib: IbCmId, qp: &QpPeer, rep: &RepMsg) {

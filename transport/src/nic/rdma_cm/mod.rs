@@ -19,6 +19,7 @@
 //! | `options` | options that must be set before connecting |
 //! | `paths` | alternate paths of connections |
 //! | `ports` | local ports, and rules for sharing them |
+//! | `retry` | new requests after a rejection |
 //! | `state` | identifier states |
 //!
 //! # Design
@@ -58,6 +59,7 @@ mod options;
 mod paths;
 mod ports;
 mod qp_attr;
+mod retry;
 mod state;
 #[cfg(test)]
 mod tests;

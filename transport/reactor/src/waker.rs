@@ -77,6 +77,12 @@ impl Waker {
         }))
     }
 
+    /// Returns whether both wake the same ring or owner.
+    #[must_use]
+    pub fn will_wake(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Returns whether there was a wake-up that the ring has not seen yet.
     #[must_use]
     pub fn is_pending(&self) -> bool {

@@ -75,7 +75,8 @@ struct State {
     completed: u64,
     /// The last failed attempt, and its error number.
     failure: Option<(u64, i32)>,
-    /// Requests waiting for an attempt. Limited by the number of requests of all threads.
+    /// Threads with requests waiting for an attempt, at most once for each attempt. Cancelled
+    /// requests remain until it is complete.
     waiting: Vec<(u64, Waker)>,
     /// Number of active changes.
     active: usize,
@@ -201,8 +202,11 @@ impl IntentLog {
                 state.wanted.set(bit);
             }
         }
-        let attempt = state.started + 1;
-        state.waiting.push((attempt, waker()));
+        let (attempt, waker) = (state.started + 1, waker());
+        let is_waiting = |(n, other): &(u64, Waker)| *n == attempt && other.will_wake(&waker);
+        if !state.waiting.iter().any(is_waiting) {
+            state.waiting.push((attempt, waker));
+        }
         Begin::Waiting {
             attempt,
             needs_thread: !std::mem::replace(&mut state.is_busy, true),
@@ -365,6 +369,27 @@ mod tests {
         assert!(wakers[0].is_pending() && !wakers[1].is_pending());
         assert_eq!(attempt(&log, Ok(())), [(4096, vec![0, 1])]);
         assert!(wakers[1].is_pending());
+    }
+
+    /// A peer can submit and abort any number of writes during an attempt.
+    #[test]
+    fn repeated_changes_share_entry_of_thread() {
+        let log = IntentLog::new(REGION);
+        let waker = Waker::simulated();
+        let begin = || log.begin(&(0..1), None, || waker.clone());
+        begin();
+        log.next_attempt().unwrap();
+        for _ in 0..10_000 {
+            assert_eq!(begin(), waiting(2, false));
+        }
+        assert_eq!(log.lock().waiting.len(), 2);
+        log.begin(&(0..1), None, Waker::simulated);
+        assert_eq!(log.lock().waiting.len(), 3, "another thread");
+        log.complete_attempt(Ok(()));
+        assert_eq!(log.lock().waiting.len(), 2);
+        log.next_attempt();
+        log.complete_attempt(Ok(()));
+        assert!(log.lock().waiting.is_empty() && waker.is_pending());
     }
 
     #[test]

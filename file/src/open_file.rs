@@ -67,6 +67,16 @@ impl OpenFile {
         }
     }
 
+    /// Sets that blocks are not aligned to pages, so that the kernel may execute other writes between
+    /// the parts of a block. Changes of the same bytes therefore wait for each other.
+    #[must_use]
+    pub fn with_unaligned_blocks(self) -> Self {
+        Self {
+            turns: Arc::new(Turns::with_exclusive_changes()),
+            ..self
+        }
+    }
+
     /// Opens another descriptor. This may block if the file system does not respond.
     ///
     /// # Errors

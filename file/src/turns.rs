@@ -7,12 +7,16 @@
 //! the same bytes if either of them changes the data. Changes do not wait for each other, because
 //! the kernel serializes writes to a file.
 //!
+//! However, the kernel can split a write between pages. If blocks are not aligned to pages, changes
+//! of the same bytes are exclusive, so that another change is never executed between the parts of a
+//! block.
+//!
 //! A disk does not split its own blocks, so turns are not required for direct I/O on a device.
 //! They are required for all files, because some file systems use the page cache for direct I/O as
 //! well.
 //!
 //! A request only checks requests of the other kind, when joining and leaving. Reads therefore do
-//! not have to check anything if there are no changes.
+//! not have to check anything if there are no changes. An exclusive change checks all requests.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +27,11 @@ use slab::Slab;
 
 /// Active requests of all threads that read or change the medium of a store.
 #[derive(Debug, Default)]
-pub struct Turns(Mutex<Line>);
+pub struct Turns {
+    line: Mutex<Line>,
+    /// Changes of the same bytes wait for each other.
+    has_exclusive_changes: bool,
+}
 
 /// Limited by the number of requests of all threads.
 #[derive(Debug, Default)]
@@ -38,7 +46,7 @@ struct Place {
     /// Position in order of arrival.
     number: u64,
     bytes: Range<u64>,
-    /// Number of older requests of the other kind for the same bytes.
+    /// Number of older requests for the same bytes that it waits for.
     blockers: usize,
     /// Set if it has to wait.
     wait: Option<Wait>,
@@ -53,6 +61,26 @@ struct Wait {
 impl Place {
     fn overlaps(&self, bytes: &Range<u64>) -> bool {
         self.bytes.start < bytes.end && bytes.start < self.bytes.end
+    }
+
+    /// Resumes all newer requests that were only waiting for this one.
+    fn resume_newer(&self, places: &mut Slab<Self>) {
+        // An iteration includes unused entries, and there may be many of these.
+        if places.is_empty() {
+            return;
+        }
+        for (_, place) in places.iter_mut() {
+            if place.number < self.number || !place.overlaps(&self.bytes) {
+                continue;
+            }
+            place.blockers -= 1;
+            if place.blockers == 0
+                && let Some(wait) = &place.wait
+            {
+                wait.is_over.store(true, Ordering::Release);
+                wait.waker.wake();
+            }
+        }
     }
 }
 
@@ -76,6 +104,15 @@ pub struct Turn {
 }
 
 impl Turns {
+    /// Creates a queue for a file whose blocks are not aligned to pages, so that changes of the same
+    /// bytes wait for each other.
+    pub(super) fn with_exclusive_changes() -> Self {
+        Self {
+            line: Mutex::default(),
+            has_exclusive_changes: true,
+        }
+    }
+
     /// Adds a request that reads or changes these bytes to the queue. If it has to wait, its worker
     /// is woken when it may continue.
     pub fn join(
@@ -88,7 +125,12 @@ impl Turns {
         let number = line.next;
         line.next += 1;
         let (own, others) = line.sides(changes);
-        let blockers = others.iter().filter(|(_, p)| p.overlaps(&bytes)).count();
+        let count =
+            |places: &Slab<Place>| places.iter().filter(|(_, p)| p.overlaps(&bytes)).count();
+        let mut blockers = count(others);
+        if changes && self.has_exclusive_changes {
+            blockers += count(own);
+        }
         let is_over = (blockers > 0).then(Arc::default);
         let wait = is_over.clone().map(|is_over| Wait {
             is_over,
@@ -114,7 +156,10 @@ impl Turns {
         let number = line.next;
         let (own, others) = line.sides(changes);
         // An iteration includes unused entries, and there may be many of these.
-        if !others.is_empty() && others.iter().any(|(_, place)| place.overlaps(&bytes)) {
+        let has_blocker = |places: &Slab<Place>| {
+            !places.is_empty() && places.iter().any(|(_, place)| place.overlaps(&bytes))
+        };
+        if has_blocker(others) || (changes && self.has_exclusive_changes && has_blocker(own)) {
             return None;
         }
         let key = own.insert(Place {
@@ -136,26 +181,15 @@ impl Turns {
         let mut line = self.line();
         let (own, others) = line.sides(changes);
         let gone = own.remove(key);
-        if others.is_empty() {
-            return;
-        }
-        for (_, place) in others.iter_mut() {
-            if place.number < gone.number || !place.overlaps(&gone.bytes) {
-                continue;
-            }
-            place.blockers -= 1;
-            if place.blockers == 0
-                && let Some(wait) = &place.wait
-            {
-                wait.is_over.store(true, Ordering::Release);
-                wait.waker.wake();
-            }
+        gone.resume_newer(others);
+        if changes && self.has_exclusive_changes {
+            gone.resume_newer(own);
         }
     }
 
     /// A panic in another thread cannot leave a partial entry.
     fn line(&self) -> MutexGuard<'_, Line> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -240,6 +274,30 @@ mod tests {
         drop((first, third));
         assert!(!read.has_come());
         drop(second);
+        assert!(read.has_come());
+    }
+
+    #[test]
+    fn exclusive_changes_wait_in_arrival_order() {
+        let turns = Arc::new(Turns::with_exclusive_changes());
+        let waker = Waker::simulated();
+        let join = |bytes, changes| turns.join(bytes, changes, || waker.clone());
+        let first = turns.try_join(0..520, true).unwrap().into_turn();
+        assert!(turns.try_join(519..1040, true).is_none());
+        let disjoint = turns.try_join(520..1040, true).unwrap();
+        let (second, third) = (join(0..1040, true), join(0..520, true));
+        let reads = [(); 2].map(|()| join(1040..2080, false));
+        assert!(reads.iter().all(Turn::has_come), "reads are shared");
+        drop(first);
+        assert!(!second.has_come() && !third.has_come());
+        assert!(!waker.is_pending());
+        drop(disjoint);
+        assert!(second.has_come() && !third.has_come());
+        // If it is canceled, only the requests behind it continue.
+        let read = join(0..520, false);
+        drop(second);
+        assert!(third.has_come() && !read.has_come());
+        drop(third);
         assert!(read.has_come());
     }
 

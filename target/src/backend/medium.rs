@@ -338,7 +338,8 @@ pub(super) fn measure_file(
         ..plain(spec, metadata.len())
     };
     let geometry = protect(spec, header, geometry);
-    Ok((Medium::File(OpenFile::new(file, align, None)), geometry))
+    let file = OpenFile::new(file, align, None);
+    Ok((Medium::File(framed(spec, file)), geometry))
 }
 
 pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
@@ -437,10 +438,16 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
         ..plain(spec, disk.len())
     };
     let geometry = protect(spec, header, geometry);
-    Ok((
-        Medium::File(OpenFile::simulated(file, align, device)),
-        geometry,
-    ))
+    let file = OpenFile::simulated(file, align, device);
+    Ok((Medium::File(framed(spec, file)), geometry))
+}
+
+/// Sets the properties of a file with frames, if blocks have protection information.
+fn framed(spec: &Spec, file: OpenFile) -> OpenFile {
+    match spec.protection {
+        Some(_) => file.with_unaligned_blocks(),
+        None => file,
+    }
 }
 
 /// Enables direct I/O if configured and supported. Returns `None` to use the page cache.

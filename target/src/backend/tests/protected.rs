@@ -427,6 +427,23 @@ fn waiting_write_can_be_canceled() {
     assert_eq!(disk.threads.runnable().len(), 1, "no change is active");
 }
 
+#[test]
+fn overlapping_writes_keep_frames_whole() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let [old, first, second] = [1, 0x11, 0x21].map(|byte| Blocks::new(2, byte));
+    assert_eq!(disk.run(old.write(1), &old), StepResult::Done);
+    disk.submit(first.write(1), &first);
+    disk.rig.complete_operations(|| Outcome::Short(300));
+    disk.submit(second.write(1), &second);
+    // The kernel executes the remaining part of the first write last.
+    let rig = &mut disk.rig;
+    for operation in rig.kernel.operations().iter().rev() {
+        rig.kernel.complete(operation.id, Outcome::Whole);
+    }
+    assert_eq!(rig.run(&[]), [StepResult::Done; 2]);
+    assert_eq!(disk.read(1, 2), Blocks::new(2, 0x21).bytes());
+}
+
 /// Each sector of the frame is either old or new after a power failure.
 #[test]
 fn torn_frames_are_repaired_after_power_failure() {

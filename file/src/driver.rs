@@ -494,6 +494,8 @@ impl<S: Storage> Driver<S> {
             request.cancelled = true;
             let store = request.store.0;
             match request.state {
+                // It is cancelled at the end of the block.
+                RequestState::Ring | RequestState::Stalled if is_within_block => {}
                 // If the ring doesn't support cancellation, the operation continues until it
                 // completes.
                 RequestState::Ring => drop(ring.cancel(self.token(index))),
@@ -508,8 +510,6 @@ impl<S: Storage> Driver<S> {
                         self.cancel_request(index);
                     }
                 }
-                // It is cancelled at the end of the block.
-                RequestState::Stalled if is_within_block => {}
                 RequestState::Stalled | RequestState::Delayed { .. } | RequestState::Turn => {
                     self.requests.unlist(index);
                     self.cancel_request(index);
@@ -521,12 +521,12 @@ impl<S: Storage> Driver<S> {
         }
     }
 
-    /// Returns whether a write was interrupted within a block. If it was cancelled now, the block
+    /// Returns whether a change was interrupted within a block. If it was cancelled now, the block
     /// would be a mix of two versions.
     fn is_within_block(&self, index: usize) -> bool {
         let request = &self.requests[index];
         let block = u64::from(self.stores[request.store.0].storage.block_size());
-        request.op.kind == CommandKind::Write && !request.done.is_multiple_of(block)
+        request.op.kind != CommandKind::Read && !request.done.is_multiple_of(block)
     }
 
     fn cancel_request(&mut self, index: usize) {
@@ -911,8 +911,15 @@ impl<S: Storage> Driver<S> {
             let (at, left) = plan::piece(&request.op, request.stage, file.unit(), request.done);
             mapped.forget(at..at + left);
         }
-        let block = attached.storage.block_size() as usize;
         let least = file.align.map_or(1, |align| align.offset as usize);
+        let is_exclusive =
+            file.turns.has_exclusive_changes() && request.op.kind != CommandKind::Read;
+        // No other change can interleave with an exclusive one. It may have been interrupted within a
+        // block, where it must not be cancelled.
+        let block = match is_exclusive {
+            true => least,
+            false => attached.storage.block_size() as usize,
+        };
         match request.outcome(result, (block, least), is_suspect) {
             Outcome::Moved(moved) => {
                 self.finish_bounce(index, moved);

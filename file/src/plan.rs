@@ -390,7 +390,7 @@ mod tests {
     #[test]
     fn window_ends_with_whole_block_if_possible() {
         let m = Memory::new(8192).unwrap();
-        let list: Vec<_> = (0..16)
+        let list: Vec<_> = (0..8)
             .flat_map(|i| [(i * 520, 512), (i * 520 + 512, 8)])
             .map(|(at, len)| m.slice(at..at + len).unwrap())
             .collect();

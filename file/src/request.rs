@@ -212,7 +212,8 @@ impl<E> Request<E> {
     /// Returns the consequence of an operation. A transfer continues at a whole `block`, so that
     /// other writes can't interleave within it. If it was shorter than that, it continues at a
     /// block of the device, of `least` bytes. Additional bytes will be transferred again without
-    /// changes. `is_suspect` is set if an error may be due to data of other writes.
+    /// changes. For exclusive changes, `block` is `least`. `is_suspect` is set if an error may be due
+    /// to data of other writes.
     pub(super) fn outcome(
         &self,
         result: Result<usize, i32>,

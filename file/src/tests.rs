@@ -182,6 +182,40 @@ fn zeroes(unmap: bool, fast: bool) -> CommandKind {
     CommandKind::WriteZeroes { unmap, fast }
 }
 
+/// Other writes can interleave with a write to blocks that are aligned to pages.
+#[test]
+fn short_write_continues_at_whole_block() {
+    for (is_unaligned, expected) in [(false, 4608), (true, 5000)] {
+        let file = OpenFile::simulated(Disk::new(16 << 20).open().into(), None, None);
+        let mut rig = Rig::of(Stored::new(match is_unaligned {
+            true => file.with_unaligned_blocks(),
+            false => file,
+        }));
+        let data = [Memory::new(8192).unwrap().whole()];
+        for user in 0..2 {
+            let command = Command::new(CommandKind::Write, 0, 8192);
+            rig.driver
+                .submit(&mut rig.ring, rig.store, command, &data, user)
+                .unwrap();
+        }
+        rig.ring.submit().unwrap();
+        let offsets = |rig: &Rig| {
+            let offset = |op| match op {
+                Op::Write { offset, .. } => offset,
+                other => panic!("{other:?}"),
+            };
+            let operations = rig.kernel.operations().into_iter();
+            operations.map(|o| offset(o.op)).collect::<Vec<_>>()
+        };
+        let concurrent = if is_unaligned { 1 } else { 2 };
+        assert_eq!(offsets(&rig), vec![0; concurrent]);
+        rig.complete(Outcome::Short(5000));
+        assert_eq!(offsets(&rig), vec![expected; concurrent]);
+        assert_eq!(rig.finish(), Ok(None));
+        assert_eq!(rig.finish(), Ok(None));
+    }
+}
+
 /// Zeroing a device cannot be cancelled if the kernel writes the zeroes, and it only reports for a
 /// hole that it would have to.
 #[test]

@@ -113,6 +113,11 @@ impl Turns {
         }
     }
 
+    /// Returns whether changes of the same bytes wait for each other.
+    pub(super) fn has_exclusive_changes(&self) -> bool {
+        self.has_exclusive_changes
+    }
+
     /// Adds a request that reads or changes these bytes to the queue. If it has to wait, its worker
     /// is woken when it may continue.
     pub fn join(

@@ -427,6 +427,65 @@ fn waiting_write_can_be_canceled() {
     assert_eq!(disk.threads.runnable().len(), 1, "no change is active");
 }
 
+/// The kernel cancels an operation before it has started, or interrupts it anywhere.
+#[test]
+fn aborted_changes_leave_frames_whole() {
+    const UNSUPPORTED: Outcome = Outcome::Failed(libc::EOPNOTSUPP);
+    let (old, new) = (Blocks::new(8, 1), Blocks::new(8, 0x11));
+    let (offset, len) = (512, 4096);
+    let zeroes = BlockOp::WriteZeroes {
+        offset,
+        len,
+        unmap: false,
+        fua: false,
+    };
+    let shorts = [4096, 520, 300].map(Outcome::Short);
+    let canceled = Outcome::Failed(libc::ECANCELED);
+    for (op, earlier) in [
+        (new.write(1), &[][..]),
+        (new.write(1), &shorts[..1]),
+        (new.write(1), &shorts[1..]),
+        (zeroes, &[UNSUPPORTED]),
+        (zeroes, &[UNSUPPORTED, shorts[0]]),
+        (zeroes, &[UNSUPPORTED, shorts[1], shorts[2]]),
+    ] {
+        for outcome in shorts.into_iter().chain([canceled]) {
+            let mut disk = Simulated::new(ProtectionType::Type1);
+            assert_eq!(disk.run(old.write(1), &old), StepResult::Done);
+            disk.submit(op, &new);
+            let rig = &mut disk.rig;
+            for outcome in earlier {
+                rig.complete_operations(|| *outcome);
+            }
+            rig.ring.submit().unwrap();
+            rig.driver.cancel(&mut rig.ring, 1);
+            let done = loop {
+                if let Some(done) = rig.driver.poll_done(&mut rig.ring) {
+                    break done;
+                }
+                let is_cancelled = rig.kernel.operations()[0].is_cancelled;
+                rig.complete_operations(|| match is_cancelled {
+                    true => outcome,
+                    false => Outcome::Whole,
+                });
+                rig.ring.submit().unwrap();
+            };
+            assert_eq!(done.result, StepResult::Failed(BackendError::Aborted));
+            let bytes = disk.read(1, 8);
+            for n in 0..8 {
+                let block = [&bytes[n * 512..][..512], &bytes[4096 + n * 8..][..8]].concat();
+                let number = n as u8;
+                let is_new = match op {
+                    BlockOp::Write { .. } => block == [0x11 + number; 520],
+                    _ => block == [[0; 512].as_slice(), &[0xff; 8]].concat(),
+                };
+                let is_whole = is_new || block == [1 + number; 520];
+                assert!(is_whole, "{op:?} {earlier:?} {outcome:?}: {n}");
+            }
+        }
+    }
+}
+
 #[test]
 fn overlapping_writes_keep_frames_whole() {
     let mut disk = Simulated::new(ProtectionType::Type1);

@@ -92,8 +92,11 @@ pub struct LogicalUnit {
     is_filling: AtomicBool,
     /// Locked while a reservation change is being saved.
     saving: Mutex<()>,
+    /// Locked while a protection type is being saved. [`LogicalUnit::retire`] does not wait for this,
+    /// because a file system may not respond.
+    formatting: Mutex<()>,
     /// This LU is being replaced with a new one. Only set while holding the nexus mutex, and while
-    /// no save is in progress.
+    /// no reservation change is being saved.
     retired: AtomicBool,
 }
 
@@ -117,6 +120,7 @@ impl LogicalUnit {
             keeper: None,
             is_filling: AtomicBool::new(false),
             saving: Mutex::new(()),
+            formatting: Mutex::new(()),
             retired: AtomicBool::new(false),
             has_medium: true,
             awaits_medium: AtomicBool::new(false),

@@ -6,6 +6,7 @@
 
 use std::sync::PoisonError;
 
+use riser_sync::MutexGuard;
 use riser_sync::atomic::Ordering;
 
 use super::LogicalUnit;
@@ -48,26 +49,38 @@ impl LogicalUnit {
     /// This blocks until `save` returns.
     ///
     /// # Errors
-    /// The error returned by `save`. [`BackendError::NotReady`] if this LU is being replaced,
-    /// because the new one would not see the change.
+    /// The error returned by `save`. [`BackendError::NotReady`] if this LU is being replaced. If
+    /// this happens during `save`, the new LU must [restore](Self::restore_protection) the type.
     pub fn save_protection(
         &self,
         change: &ProtectionChange,
         save: impl FnOnce(Option<ProtectionType>) -> Result<(), BackendError>,
     ) -> Result<(), BackendError> {
-        let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = self.lock_formatting();
         if self.is_retired() {
             return Err(BackendError::NotReady);
         }
         save(change.protection_type)?;
+        if self.is_retired() {
+            return Err(BackendError::NotReady);
+        }
         self.set_protection_type(change.protection_type, AttentionScope::AllBut(change.nexus));
         Ok(())
     }
 
-    /// Updates the protection type if the medium was formatted via the LU that is replaced by this
-    /// one. This must be called before the first nexus is added.
-    pub fn restore_protection(&self, protection_type: Option<ProtectionType>) {
-        self.set_protection_type(protection_type, AttentionScope::All);
+    /// Updates the protection type if the medium was formatted via the LU that was replaced by this
+    /// one. `current` returns the type of the medium. All nexuses are notified.
+    ///
+    /// This blocks while [`Self::save_protection`] is running.
+    pub fn restore_protection(&self, current: impl FnOnce() -> Option<ProtectionType>) {
+        let _turn = self.lock_formatting();
+        self.set_protection_type(current(), AttentionScope::All);
+    }
+
+    fn lock_formatting(&self) -> MutexGuard<'_, ()> {
+        self.formatting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn set_protection_type(&self, protection_type: Option<ProtectionType>, scope: AttentionScope) {

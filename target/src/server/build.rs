@@ -391,9 +391,7 @@ impl Builder {
                     new.lu.import_state(&unit.lu.retire());
                     // A FORMAT UNIT may have changed the type after the new unit was created.
                     if let Some((_, store)) = self.open().find(|(other, _)| *other == name) {
-                        let current = store.protection();
-                        let current = current.map(|current| current.protection_type);
-                        new.lu.restore_protection(current);
+                        new.lu.restore_protection(|| store.protection_type());
                     }
                 }
                 None => _ = self.removed.insert(name.clone(), unit.lu.retire()),

@@ -765,10 +765,14 @@ impl Server {
                 if let Some(shared) = shared.upgrade() {
                     let catalog = shared.registry.catalog();
                     let is_there = catalog.stores.get(place).and_then(Option::as_ref);
-                    if let Some(space) = store.space()
-                        && is_there.is_some_and(|now| Arc::ptr_eq(now, &store))
-                    {
-                        note_space(&catalog, place, &store, space);
+                    if is_there.is_some_and(|now| Arc::ptr_eq(now, &store)) {
+                        if let Some(space) = store.space() {
+                            note_space(&catalog, place, &store, space);
+                        }
+                        // A FORMAT UNIT may have completed after its unit was replaced.
+                        for unit in catalog.units_on(place) {
+                            unit.lu.restore_protection(|| store.protection_type());
+                        }
                     }
                 }
                 // This closes the file if the backend was removed, or the server was shut down.

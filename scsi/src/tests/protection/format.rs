@@ -302,9 +302,41 @@ fn replaced_unit_refuses_change() {
         .save_protection(&change, |_| panic!("the type was stored"));
     assert_eq!(saved, Err(BackendError::NotReady));
     let new = Rig::raw(changeable(None));
-    new.lu.restore_protection(Some(ProtectionType::Type3));
+    new.lu.restore_protection(|| Some(ProtectionType::Type3));
     let current = new.lu.protection().map(|current| current.protection_type);
     assert_eq!(current, Some(ProtectionType::Type3));
+}
+
+#[test]
+fn blocked_change_does_not_delay_retirement() {
+    let lu = &Rig::with(changeable(None)).lu;
+    let change = ProtectionChange {
+        protection_type: Some(ProtectionType::Type1),
+        nexus: A,
+    };
+    let (resume, blocked) = std::sync::mpsc::channel();
+    let (start, started) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let saved = scope.spawn(move || {
+            lu.save_protection(&change, |_| {
+                start.send(()).unwrap();
+                blocked.recv().unwrap();
+                Ok(())
+            })
+        });
+        started.recv().unwrap();
+        let (retire, retired) = std::sync::mpsc::channel();
+        scope.spawn(move || {
+            drop(lu.retire());
+            retire.send(())
+        });
+        let timeout = std::time::Duration::from_secs(10);
+        let is_retired = retired.recv_timeout(timeout).is_ok();
+        resume.send(()).unwrap();
+        assert!(is_retired);
+        assert_eq!(saved.join().unwrap(), Err(BackendError::NotReady));
+    });
+    assert_eq!(lu.protection(), None);
 }
 
 #[test]

@@ -1,6 +1,14 @@
 //! Maps errors of the host to errors reported by a logical unit.
 
+use std::io;
+
 use riser_scsi::step::BackendError;
+
+/// Returns whether an error only affects some blocks.
+pub(super) fn is_medium_error(error: &io::Error) -> bool {
+    let errno = error.raw_os_error();
+    errno.is_some_and(|errno| matches!(from_errno(errno, 0), BackendError::Medium { .. }))
+}
 
 /// Maps the error number of an operation. Its first incomplete byte is at `offset`.
 ///

@@ -1,12 +1,14 @@
 //! [`Scrub`]: verifies the protection information of all blocks on a backend, in the background.
 //!
 //! Reads and writes of initiators don't wait for this. An initiator may change a block while it is
-//! being read, so a block that fails is read again: it is only reported if its bytes are the same as
-//! before.
+//! being read, so a block that fails is read again after some seconds: it is only reported if its
+//! bytes are the same as before.
 //!
 //! The thread only holds the store, and is only listed in [`threads`](super::threads), while it
-//! reads a chunk. Therefore, neither the removal of the backend nor an upgrade waits for a scrub.
+//! reads a chunk, or a single block if the medium has errors. Therefore, neither the removal of the backend nor an upgrade waits for a scrub.
 
+use std::collections::VecDeque;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
@@ -14,6 +16,7 @@ use std::time::{Duration, Instant, SystemTime};
 use riser_scsi::config::Protection;
 use riser_scsi::protection::{ProtectionError, Tuple};
 
+use super::errno::is_medium_error;
 use super::store::Store;
 use crate::log::RateLimit;
 use crate::stats::{Tally, check_name};
@@ -28,8 +31,11 @@ const CHUNKS_PER_SECOND: u64 = 10;
 /// Maximum number of times that a failed block is read again.
 const RETRIES: u32 = 3;
 
-/// Time before a failed block is read again.
-const RETRY: Duration = Duration::from_millis(50);
+/// Time before a failed block is read again. A write that is slower can be reported as a defect.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// Number of failed blocks that are read again before the next chunk.
+const SUSPECTS: usize = 1 << 16;
 
 /// Maximum number of failed blocks that are listed. All of them are counted and logged.
 const LISTED: usize = 64;
@@ -168,7 +174,9 @@ impl Scrub {
         let mut reader = Reader {
             scrub: self,
             lba: 0,
+            damaged: 0,
             frames: Vec::new(),
+            suspects: VecDeque::new(),
             complaints: RateLimit::default(),
         };
         let state = loop {
@@ -176,25 +184,23 @@ impl Scrub {
                 break ScrubState::Removed;
             };
             let entry = store.list_thread();
-            let read = reader.check_chunk(&store);
+            let next = reader.advance(&store);
             // An entry must outlive its store.
             drop(store);
             drop(entry);
-            match read {
-                Ok(0) => break ScrubState::Completed,
-                Ok(len) if self.pauses(len) => {}
-                Ok(_) => break ScrubState::Stopped,
+            match next {
+                Ok(Some(pause)) if self.waits(pause) => {}
+                Ok(Some(_)) => break ScrubState::Stopped,
+                Ok(None) => break ScrubState::Completed,
                 Err(error) => break ScrubState::Failed(error.to_string()),
             }
         };
         self.finish(state);
     }
 
-    /// Waits after reading this number of bytes. Returns `false` if the scrub was stopped.
-    fn pauses(&self, len: u64) -> bool {
-        let pause = self.rate.map_or(0.0, |rate| len as f64 / rate as f64);
+    /// Waits for this time. Returns `false` if the scrub was stopped.
+    fn waits(&self, pause: Duration) -> bool {
         let is_stopped = ignore_poison(self.is_stopped.lock());
-        let pause = Duration::from_secs_f64(pause);
         let waited = self
             .stopped
             .wait_timeout_while(is_stopped, pause, |is_stopped| !*is_stopped);
@@ -237,109 +243,155 @@ struct Reader<'a> {
     scrub: &'a Scrub,
     /// Next block.
     lba: u64,
+    /// End of the last chunk with a medium error. Its blocks are read separately.
+    damaged: u64,
     /// Blocks of the current chunk, each with its tuple.
     frames: Vec<u8>,
+    /// Blocks to be read again, the oldest first.
+    suspects: VecDeque<Suspect>,
     complaints: RateLimit,
 }
 
-/// A block that has failed, with its bytes.
+/// A block that has failed.
 struct Suspect {
     lba: u64,
+    failure: Failure,
+    read: Instant,
+    retries: u32,
+}
+
+/// Result of reading a defective block. This is the same until the block changes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Failure {
     defect: Defect,
-    frame: Vec<u8>,
+    /// Hash of the block with its tuple, or zero if it cannot be read.
+    hash: u64,
 }
 
 impl Reader<'_> {
-    /// Verifies the next blocks, and returns their length in bytes. This is zero at the end.
-    fn check_chunk(&mut self, store: &Store) -> io::Result<u64> {
+    /// Reads the next chunk, or a failed block again. Returns the time to wait before the next call,
+    /// or `None` at the end.
+    fn advance(&mut self, store: &Store) -> io::Result<Option<Duration>> {
+        let is_end = self.lba >= blocks(store);
+        let Some(suspect) = self.suspects.front() else {
+            return match is_end {
+                true => Ok(None),
+                false => self.check_chunk(store).map(Some),
+            };
+        };
+        let left = RETRY.saturating_sub(suspect.read.elapsed());
+        match is_end || self.suspects.len() >= SUSPECTS {
+            _ if left.is_zero() => self.check_suspect(store)?,
+            true => return Ok(Some(left)),
+            false => return self.check_chunk(store).map(Some),
+        }
+        Ok(Some(Duration::ZERO))
+    }
+
+    /// Verifies the next blocks. Returns the time to wait because of the rate.
+    fn check_chunk(&mut self, store: &Store) -> io::Result<Duration> {
         let block = u64::from(store.geometry().block_size);
         let all = blocks(store);
-        let most = self
-            .scrub
-            .rate
-            .map_or(CHUNK, |rate| (rate / CHUNKS_PER_SECOND).clamp(block, CHUNK));
-        let count = (most / block).min(all.saturating_sub(self.lba));
-        let suspects = self.read(store, self.lba, count)?;
-        let defects = self.confirm(store, suspects)?;
+        let rate = self.scrub.rate;
+        let most = rate.map_or(CHUNK, |rate| (rate / CHUNKS_PER_SECOND).clamp(block, CHUNK));
+        let count = match self.lba < self.damaged {
+            true => 1,
+            false => (most / block).min(all.saturating_sub(self.lba)),
+        };
+        match self.read(store, self.lba, count) {
+            // Find the block that cannot be read.
+            Err(error) if is_medium_error(&error) && count > 1 => {
+                self.damaged = self.lba + count;
+                return Ok(Duration::ZERO);
+            }
+            result => {
+                for (lba, failure) in failures(self.lba, result)? {
+                    self.suspects.push_back(Suspect::new(lba, failure, 0));
+                }
+            }
+        }
         self.lba += count;
         let mut progress = self.scrub.lock();
         progress.blocks = all;
         progress.checked = self.lba;
-        for (lba, defect) in defects {
-            progress.defects.count(defect);
-            if progress.listed.len() < LISTED {
-                progress.listed.push((lba, defect));
-            }
-            let (backend, defect) = (&self.scrub.backend, defect.name());
-            let now = Instant::now();
-            warn_limited!(
-                self.complaints,
-                now,
-                backend,
-                lba,
-                defect,
-                "defective block"
-            );
-        }
-        Ok(count * block)
+        let pause = rate.map_or(0.0, |rate| (count * block) as f64 / rate as f64);
+        Ok(Duration::from_secs_f64(pause))
     }
 
-    /// Reads blocks, and returns the blocks that fail.
-    fn read(&mut self, store: &Store, lba: u64, count: u64) -> io::Result<Vec<Suspect>> {
+    /// Reads the oldest suspect again, and reports it if it has not changed.
+    fn check_suspect(&mut self, store: &Store) -> io::Result<()> {
+        let Some(suspect) = self.suspects.pop_front() else {
+            return Ok(());
+        };
+        let (lba, retries) = (suspect.lba, suspect.retries + 1);
+        for (_, failure) in failures(lba, self.read(store, lba, 1))? {
+            if failure == suspect.failure {
+                self.report(lba, failure.defect);
+            } else if retries < RETRIES {
+                self.suspects.push_back(Suspect::new(lba, failure, retries));
+            }
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, lba: u64, defect: Defect) {
+        let mut progress = self.scrub.lock();
+        progress.defects.count(defect);
+        if progress.listed.len() < LISTED {
+            progress.listed.push((lba, defect));
+            progress.listed.sort_unstable_by_key(|(lba, _)| *lba);
+        }
+        drop(progress);
+        let (backend, defect) = (&self.scrub.backend, defect.name());
+        let now = Instant::now();
+        warn_limited!(
+            self.complaints,
+            now,
+            backend,
+            lba,
+            defect,
+            "defective block"
+        );
+    }
+
+    /// Reads blocks, and returns the blocks that fail their checks.
+    fn read(&mut self, store: &Store, lba: u64, count: u64) -> io::Result<Vec<(u64, Failure)>> {
         let frame = store.geometry().block_size as usize + Tuple::LEN;
         self.frames.resize(frame * count as usize, 0);
-        match store.read_frames(lba, &mut self.frames) {
-            Ok(()) => {}
-            // Find the block that cannot be read.
-            Err(error) if is_medium_error(&error) && count > 1 => {
-                let mut suspects = Vec::new();
-                for lba in lba..lba + count {
-                    suspects.extend(self.read(store, lba, 1)?);
-                }
-                return Ok(suspects);
-            }
-            Err(error) if is_medium_error(&error) => {
-                let (defect, frame) = (Defect::Unreadable, Vec::new());
-                return Ok(vec![Suspect { lba, defect, frame }]);
-            }
-            Err(error) => return Err(error),
-        }
+        store.read_frames(lba, &mut self.frames)?;
         // A FORMAT UNIT may have changed the type.
         let protection = store.protection();
         let frames = (lba..).zip(self.frames.chunks(frame));
-        let suspects = frames.filter_map(|(lba, frame)| {
+        let failed = frames.filter_map(|(lba, frame)| {
             let check = check(protection?, lba, frame).err()?;
-            let (defect, frame) = (Defect::Check(check), frame.to_vec());
-            Some(Suspect { lba, defect, frame })
+            let mut hasher = DefaultHasher::new();
+            frame.hash(&mut hasher);
+            let (defect, hash) = (Defect::Check(check), hasher.finish());
+            Some((lba, Failure { defect, hash }))
         });
-        Ok(suspects.collect())
+        Ok(failed.collect())
     }
+}
 
-    /// Reads blocks again that have failed, and returns the blocks that have not changed.
-    fn confirm(
-        &mut self,
-        store: &Store,
-        mut suspects: Vec<Suspect>,
-    ) -> io::Result<Vec<(u64, Defect)>> {
-        let mut confirmed = Vec::new();
-        for _ in 0..RETRIES {
-            if suspects.is_empty() {
-                break;
-            }
-            std::thread::sleep(RETRY);
-            let mut changed = Vec::new();
-            for suspect in suspects {
-                for again in self.read(store, suspect.lba, 1)? {
-                    match again.frame == suspect.frame && again.defect == suspect.defect {
-                        true => confirmed.push((again.lba, again.defect)),
-                        false => changed.push(again),
-                    }
-                }
-            }
-            suspects = changed;
+impl Suspect {
+    fn new(lba: u64, failure: Failure, retries: u32) -> Self {
+        Self {
+            lba,
+            failure,
+            read: Instant::now(),
+            retries,
         }
-        confirmed.sort_unstable_by_key(|(lba, _)| *lba);
-        Ok(confirmed)
+    }
+}
+
+/// Converts a medium error to the failure of this block.
+fn failures(lba: u64, result: io::Result<Vec<(u64, Failure)>>) -> io::Result<Vec<(u64, Failure)>> {
+    match result {
+        Err(error) if is_medium_error(&error) => {
+            let (defect, hash) = (Defect::Unreadable, 0);
+            Ok(vec![(lba, Failure { defect, hash })])
+        }
+        result => result,
     }
 }
 
@@ -348,12 +400,4 @@ fn check(protection: Protection, lba: u64, frame: &[u8]) -> Result<(), Protectio
     let (block, tuple) = frame.split_at(frame.len() - Tuple::LEN);
     let tuple = Tuple::parse(tuple.try_into().expect("the rest is a tuple"));
     tuple.check_stored(protection.protection_type, lba, block)
-}
-
-/// Returns whether an error only affects some blocks.
-fn is_medium_error(error: &io::Error) -> bool {
-    let errno = error.raw_os_error();
-    [libc::EIO, libc::EILSEQ, libc::ENODATA, libc::EUCLEAN]
-        .map(Some)
-        .contains(&errno)
 }

@@ -18,7 +18,10 @@ fn frame_offset(lba: u64) -> u64 {
 
 /// A block and the tuple as it is stored in the file, for type 1.
 fn frame(lba: u64, fill: u8) -> Vec<u8> {
-    let mut frame = vec![fill; 512];
+    with_tuple(lba, vec![fill; 512])
+}
+
+fn with_tuple(lba: u64, mut frame: Vec<u8>) -> Vec<u8> {
     let tuple = [
         &guard(&frame).to_be_bytes()[..],
         &[0, 0],
@@ -137,8 +140,8 @@ fn changing_block_is_not_reported() {
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for fill in (0..=u8::MAX).cycle() {
-                let frame = frame(40, fill);
+            for count in 0_u32.. {
+                let frame = with_tuple(40, count.to_be_bytes().repeat(128));
                 file.write_all_at(&frame[..512], frame_offset(40)).unwrap();
                 std::thread::sleep(Duration::from_millis(5));
                 file.write_all_at(&frame[512..], frame_offset(40) + 512)
@@ -148,11 +151,43 @@ fn changing_block_is_not_reported() {
                 }
             }
         });
-        for _ in 0..5 {
-            let scrub = Scrub::start(&store, None).unwrap();
-            wait_for(&scrub, &ScrubState::Completed);
-            assert_eq!(scrub.progress().listed, []);
-        }
+        let scrub = Scrub::start(&store, None).unwrap();
+        wait_for(&scrub, &ScrubState::Completed);
+        assert_eq!(scrub.progress().listed, []);
         is_over.store(true, Ordering::Relaxed);
     });
+}
+
+#[test]
+fn slow_write_is_not_reported() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub-slow");
+    let (store, file) = open(&dir);
+    let frame = frame(40, 0xee);
+    file.write_all_at(&frame[..512], frame_offset(40)).unwrap();
+    let scrub = Scrub::start(&store, None).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    assert!(scrub.is_running());
+    file.write_all_at(&frame[512..], frame_offset(40) + 512)
+        .unwrap();
+    wait_for(&scrub, &ScrubState::Completed);
+    assert_eq!(scrub.progress().listed, []);
+}
+
+#[test]
+fn suspect_block_does_not_hold_store() {
+    let dir = Dir::new(&std::env::temp_dir(), "scrub-suspect");
+    let (store, file) = open(&dir);
+    file.write_all_at(&[0xff], frame_offset(5) + 100).unwrap();
+    let scrub = Scrub::start(&store, None).unwrap();
+    eventually("all blocks are read", DEADLINE, || {
+        scrub.progress().checked == BLOCKS
+    });
+    assert!(scrub.is_running());
+    let other = Arc::downgrade(&store);
+    drop(store);
+    eventually("the store is closed", Duration::from_secs(2), || {
+        other.strong_count() == 0
+    });
+    scrub.stop();
+    check_threads(Duration::from_secs(2)).unwrap();
 }

@@ -43,6 +43,14 @@ impl Store {
                 "checked the protection information of interrupted writes"
             );
         }
+        if recovered.repaired > 0 {
+            tracing::warn!(
+                backend = self.name(),
+                blocks = recovered.repaired,
+                first = ?recovered.listed,
+                "replaced protection information that did not match its block"
+            );
+        }
         let file = file.reopen().map_err(error("open it again"))?;
         let log = IntentLog::new(header.region_size);
         self.intents = Some(Intents { log, file });

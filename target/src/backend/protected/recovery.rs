@@ -1,40 +1,62 @@
 //! Repairs frames that were torn by a crash, before a file is served.
 
 use std::io;
+use std::ops::Range;
 
 use riser_reactor::Handle;
 use riser_scsi::config::{Protection, ProtectionType};
 use riser_scsi::protection::{Tuple, lba_tag};
 
-use super::header::{HEADER_LEN, Header, PAGE};
+use super::header::{Header, PAGE};
 use super::intent::{BITMAP, BITS};
 use super::layout::{Layout, inverted};
+use crate::backend::errno::is_medium_error;
 use crate::backend::sys;
 
 /// Maximum number of bytes to read at once.
 const PIECE: u64 = 1 << 20;
 
+/// Maximum number of repaired frames that are listed.
+const LISTED: usize = 8;
+
 /// Result of a recovery.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::backend) struct Recovered {
     /// Number of regions that were checked.
     pub(in crate::backend) regions: u64,
     /// Number of frames with a new tuple.
     pub(in crate::backend) repaired: u64,
+    /// LBAs of the first ones.
+    pub(in crate::backend) listed: Vec<u64>,
     /// Number of frames that cannot be read.
     pub(in crate::backend) unreadable: u64,
 }
 
 /// Checks all frames in the regions of the write-intent bitmap. The write of a torn frame was never
 /// reported as stable, so any combination of its old and new data is valid, and it gets the same
-/// tuple as for a write without protection information. Then clears the bitmap.
+/// tuple as for a write without protection information.
+///
+/// The bit of each region is cleared as soon as its frames are durable, so that the next recovery
+/// continues if this one is interrupted. A bit is kept if some of its frames cannot be read.
 ///
 /// # Errors
-/// Returns I/O errors, except for frames that cannot be read.
+/// Returns I/O errors, except for medium errors of frames.
 pub(in crate::backend) fn recover(
     file: &Handle,
     header: &Header,
     protection: Protection,
+) -> io::Result<Recovered> {
+    recover_with(file, header, protection, &|into, at| {
+        sys::read_at(file, into, at)
+    })
+}
+
+/// Same as [`recover`], but uses this function to read frames.
+fn recover_with(
+    file: &Handle,
+    header: &Header,
+    protection: Protection,
+    read: &dyn Fn(&mut [u8], u64) -> io::Result<usize>,
 ) -> io::Result<Recovered> {
     let mut recovered = Recovered::default();
     let mut bitmap = vec![0; BITMAP];
@@ -44,6 +66,7 @@ pub(in crate::backend) fn recover(
     }
     let mut frames = Frames {
         file,
+        read,
         layout: Layout::new(header.block_size),
         protection: match header.protection_type {
             Some(protection_type) => Protection {
@@ -56,22 +79,34 @@ pub(in crate::backend) fn recover(
         recovered: &mut recovered,
     };
     let len = sys::file_size(file)?;
-    for bit in (0..BITS).filter(|bit| bitmap[(bit / 8) as usize] & 1 << (bit % 8) != 0) {
+    for bit in 0..BITS {
+        let (byte, mask) = ((bit / 8) as usize, 1 << (bit % 8));
+        if bitmap[byte] & mask == 0 {
+            continue;
+        }
+        let unreadable = frames.recovered.unreadable;
         let regions = (bit..len.div_ceil(header.region_size)).step_by(BITS as usize);
         for region in regions {
             let start = region * header.region_size;
-            frames.check(start, (start + header.region_size).min(len))?;
+            frames.check(start..(start + header.region_size).min(len))?;
             frames.recovered.regions += 1;
         }
+        if frames.recovered.unreadable > unreadable {
+            continue;
+        }
+        // Also flush frames that were not torn, because they may only be in the page cache.
+        sys::sync_data(file)?;
+        bitmap[byte] &= !mask;
+        let page = byte - byte % PAGE;
+        sys::write_at(file, &bitmap[page..page + PAGE], (PAGE + page) as u64)?;
     }
-    sys::sync_data(file)?;
-    sys::write_at(file, &vec![0; HEADER_LEN as usize - PAGE], PAGE as u64)?;
     sys::sync_data(file)?;
     Ok(recovered)
 }
 
 struct Frames<'a> {
     file: &'a Handle,
+    read: &'a dyn Fn(&mut [u8], u64) -> io::Result<usize>,
     layout: Layout,
     protection: Protection,
     recovered: &'a mut Recovered,
@@ -79,7 +114,7 @@ struct Frames<'a> {
 
 impl Frames<'_> {
     /// Checks all frames that contain some of these bytes.
-    fn check(&mut self, start: u64, end: u64) -> io::Result<()> {
+    fn check(&mut self, Range { start, end }: Range<u64>) -> io::Result<()> {
         let frame = self.layout.frame();
         let mut at = (start - start % frame).max(self.layout.medium_offset(0));
         let mut piece = vec![0; (PIECE - PIECE % frame) as usize];
@@ -87,9 +122,10 @@ impl Frames<'_> {
             let len = (end - at).next_multiple_of(frame).min(piece.len() as u64);
             let piece = &mut piece[..len as usize];
             // An incomplete frame at the end is not part of the disk.
-            match sys::read_at(self.file, piece, at) {
+            match (self.read)(piece, at) {
                 Ok(read) => self.check_frames(at, &piece[..read])?,
-                Err(_) => self.check_each(at, piece)?,
+                Err(error) if is_medium_error(&error) => self.check_each(at, piece)?,
+                Err(error) => return Err(error),
             }
             at += len;
         }
@@ -99,9 +135,10 @@ impl Frames<'_> {
     /// Same as [`Frames::check_frames`], but reads each frame separately.
     fn check_each(&mut self, mut at: u64, piece: &mut [u8]) -> io::Result<()> {
         for frame in piece.chunks_exact_mut(self.layout.frame() as usize) {
-            match sys::read_at(self.file, frame, at) {
+            match (self.read)(frame, at) {
                 Ok(read) => self.check_frames(at, &frame[..read])?,
-                Err(_) => self.recovered.unreadable += 1,
+                Err(error) if is_medium_error(&error) => self.recovered.unreadable += 1,
+                Err(error) => return Err(error),
             }
             at += frame.len() as u64;
         }
@@ -120,6 +157,9 @@ impl Frames<'_> {
                 let end = at + block.len() as u64;
                 sys::write_at(self.file, &inverted(tuple.encode()), end)?;
                 self.recovered.repaired += 1;
+                if self.recovered.listed.len() < LISTED {
+                    self.recovered.listed.push(lba);
+                }
             }
             at += frame.len() as u64;
         }
@@ -129,5 +169,71 @@ impl Frames<'_> {
     fn tuple(&self, lba: u64, block: &[u8]) -> Tuple {
         let kind: ProtectionType = self.protection.protection_type;
         Tuple::generate(self.protection, block, lba_tag(kind, lba))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_reactor::simulated::Disk;
+
+    use super::*;
+
+    const REGION: u64 = 4 << 20;
+
+    /// A file with a torn frame in each of its first three regions, and its torn LBAs.
+    fn torn() -> (Handle, Header, Vec<u64>) {
+        let header = Header::new(512, Some(ProtectionType::Type1));
+        let layout = Layout::new(512);
+        let file = Handle::from(Disk::new(3 * REGION).open().buffered());
+        sys::write_at(&file, &header.encode(), 0).unwrap();
+        sys::write_at(&file, &[0b111], PAGE as u64).unwrap();
+        let lbas =
+            [0, 1, 2].map(|region| layout.lba(layout.frame() * (REGION * region / 520 + 200)));
+        for lba in lbas {
+            sys::write_at(&file, &[1; 520], layout.medium_offset(lba * 512)).unwrap();
+        }
+        (file, header, lbas.to_vec())
+    }
+
+    fn bits(file: &Handle) -> u8 {
+        let mut bits = [0];
+        sys::read_at(file, &mut bits, PAGE as u64).unwrap();
+        bits[0]
+    }
+
+    /// Fails each read of this frame.
+    fn run(file: &Handle, header: &Header, bad: u64, errno: i32) -> io::Result<Recovered> {
+        let bad = Layout::new(512).medium_offset(bad * 512);
+        let protection = Protection::new(ProtectionType::Type1);
+        recover_with(
+            file,
+            header,
+            protection,
+            &|into, at| match (at..at + into.len() as u64).contains(&bad) {
+                true => Err(io::Error::from_raw_os_error(errno)),
+                false => sys::read_at(file, into, at),
+            },
+        )
+    }
+
+    #[test]
+    fn interrupted_recovery_continues() {
+        let (file, header, lbas) = torn();
+        let error = run(&file, &header, lbas[1], libc::ETIMEDOUT).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT));
+        assert_eq!(bits(&file), 0b110);
+        let recovered = recover(&file, &header, Protection::new(ProtectionType::Type1)).unwrap();
+        assert_eq!(recovered.listed, lbas[1..]);
+        assert_eq!((recovered.regions, recovered.repaired), (2, 2));
+        assert_eq!(bits(&file), 0);
+    }
+
+    #[test]
+    fn unreadable_frame_keeps_bit() {
+        let (file, header, lbas) = torn();
+        let recovered = run(&file, &header, lbas[1], libc::EIO).unwrap();
+        assert_eq!(recovered.listed, [lbas[0], lbas[2]]);
+        assert_eq!((recovered.regions, recovered.unreadable), (3, 1));
+        assert_eq!(bits(&file), 0b010);
     }
 }

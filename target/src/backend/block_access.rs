@@ -27,11 +27,6 @@ impl Store {
         }
     }
 
-    /// Returns the current type of the protection information.
-    pub(crate) fn protection_type(&self) -> Option<ProtectionType> {
-        Some(self.protection()?.protection_type)
-    }
-
     pub(super) fn protection_format(&self) -> ProtectionFormat {
         *self.lock_protection_format()
     }

@@ -18,6 +18,8 @@ pub(super) struct Made {
     pub(super) file: Handle,
     /// Previous length, or `None` if the file was created.
     pub(super) before: Option<u64>,
+    /// A blank file got the header of a protected disk.
+    pub(super) has_new_header: bool,
 }
 
 /// Blocks reverting the changes of a file until the sender is dropped.
@@ -39,11 +41,19 @@ impl Made {
         }
         let undone = match self.before {
             None => self.remove(),
-            Some(len) => sys::set_file_size(&self.file, len),
+            Some(len) => self.restore(len),
         };
         if let Err(error) = undone {
             tracing::warn!(path = %self.path.display(), %error, "cannot restore the size of a file");
         }
+    }
+
+    fn restore(&self, len: u64) -> io::Result<()> {
+        if self.has_new_header {
+            // The file contained zeroes, and was not longer than a header.
+            sys::write_at(&self.file, &vec![0; len as usize], 0)?;
+        }
+        sys::set_file_size(&self.file, len)
     }
 
     /// Removes a file that was created, but not a different file that has the same name now.

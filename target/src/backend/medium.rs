@@ -247,6 +247,7 @@ fn open_or_create(
                 path: path.to_owned(),
                 file: handle(file).map_err(io_error(path, "examine it"))?,
                 before: None,
+                has_new_header: false,
             });
         }
     }
@@ -294,6 +295,7 @@ fn to_size(
                     path: path.to_owned(),
                     file: handle(&file).map_err(io_error(path, "examine it"))?,
                     before: Some(actual),
+                    has_new_header: false,
                 });
             }
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
@@ -418,6 +420,7 @@ pub(super) fn simulated(spec: &Spec, disk: &Disk, made: &mut Option<Made>) -> Op
             path: path.clone(),
             file: file.clone(),
             before: Some(actual),
+            has_new_header: false,
         });
         disk.set_len(wanted);
     }

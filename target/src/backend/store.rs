@@ -413,6 +413,7 @@ impl Store {
             path: path.to_owned(),
             file,
             before: Some(before),
+            has_new_header: false,
         });
     }
 

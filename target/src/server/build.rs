@@ -391,7 +391,8 @@ impl Builder {
                     new.lu.import_state(&unit.lu.retire());
                     // A FORMAT UNIT may have changed the type after the new unit was created.
                     if let Some((_, store)) = self.open().find(|(other, _)| *other == name) {
-                        new.lu.restore_protection(|| store.protection_type());
+                        new.lu
+                            .restore_protection(|| store.protection().map(|p| p.protection_type));
                     }
                 }
                 None => _ = self.removed.insert(name.clone(), unit.lu.retire()),

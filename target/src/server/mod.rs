@@ -771,7 +771,9 @@ impl Server {
                         }
                         // A FORMAT UNIT may have completed after its unit was replaced.
                         for unit in catalog.units_on(place) {
-                            unit.lu.restore_protection(|| store.protection_type());
+                            unit.lu.restore_protection(|| {
+                                store.protection().map(|p| p.protection_type)
+                            });
                         }
                     }
                 }

@@ -44,7 +44,10 @@ pub enum HeaderError {
     #[error("has no protection information; copy its data to a new disk")]
     Missing,
     /// The file has a header, but its backend is not protected.
-    #[error("has protection information, but the backend has no `protection`")]
+    #[error(
+        "has protection information, but the backend has no `protection`: add it, or write zeroes to \
+         the first 4096 bytes if the file contains an unprotected disk"
+    )]
     Unexpected,
     /// Unknown version.
     #[error("has protection information with the unknown version {0}")]
@@ -81,10 +84,13 @@ impl Header {
         }
     }
 
-    /// Returns whether a file that starts with these bytes has a header.
+    /// Returns whether a file that starts with this page has a valid header for any block size. The
+    /// magic is not sufficient, because an initiator can write it to an unprotected disk.
     #[must_use]
-    pub fn is_present(bytes: &[u8]) -> bool {
-        bytes.starts_with(&MAGIC)
+    pub fn is_present(page: &[u8; PAGE]) -> bool {
+        let is_valid = |block_size| Self::parse(page, block_size).is_ok();
+        let is_zero = |rest: &[u8]| rest.iter().all(|byte| *byte == 0);
+        [512, 4096].into_iter().any(is_valid) && is_zero(&page[CHECKED + 4..])
     }
 
     /// Parses the header of a backend with this block size. `page` is the start of the file.
@@ -92,7 +98,7 @@ impl Header {
     /// # Errors
     /// Returns the first mismatch.
     pub fn parse(page: &[u8], block_size: u32) -> Result<Self, HeaderError> {
-        if !Self::is_present(page) || page.len() < CHECKED + 4 {
+        if !page.starts_with(&MAGIC) || page.len() < CHECKED + 4 {
             return Err(HeaderError::Missing);
         }
         let number = |at: usize| {
@@ -185,6 +191,17 @@ mod tests {
                 let header = Header::new(block_size, kind);
                 assert_eq!(Header::parse(&header.encode(), block_size), Ok(header));
             }
+        }
+    }
+
+    #[test]
+    fn incomplete_headers_are_not_present() {
+        let good = Header::new(4096, None).encode();
+        assert!(Header::is_present(&good));
+        for at in [0, 8, 15, 32, 36, PAGE - 1] {
+            let mut page = good;
+            page[at] ^= 1;
+            assert!(!Header::is_present(&page), "{at}");
         }
     }
 

@@ -59,7 +59,7 @@ pub(super) fn open_header(
     let Some(protection) = spec.protection else {
         // A medium error is reported to initiators that read these blocks.
         return Ok(
-            match read.is_ok_and(|len| Header::is_present(&page[..len])) {
+            match read.is_ok_and(|len| len == PAGE && Header::is_present(&page)) {
                 true => Err(HeaderError::Unexpected),
                 false => Ok(None),
             },
@@ -71,12 +71,16 @@ pub(super) fn open_header(
         return Ok(header.map(Some));
     }
     let before = sys::file_size(file)?;
-    made.get_or_insert_with(|| Made {
+    let made = made.get_or_insert_with(|| Made {
         path: path.to_owned(),
         file: file.clone(),
         before: Some(before),
+        has_new_header: false,
     });
+    made.has_new_header = true;
     let header = Header::new(spec.block_size, Some(protection.protection_type));
+    // Allocate the bitmap, so that a bit can be set while the file system is full.
+    sys::write_at(file, &vec![0; HEADER_LEN as usize - PAGE], PAGE as u64)?;
     write_header(file, &header)?;
     Ok(Ok(Some(header)))
 }
@@ -107,8 +111,5 @@ pub(super) fn read_header(file: &Handle, block_size: u32) -> io::Result<Header> 
 /// a device does not split the sector that contains it.
 pub(super) fn write_header(file: &Handle, header: &Header) -> io::Result<()> {
     sys::write_at(file, &header.encode(), 0)?;
-    if sys::file_size(file)? < HEADER_LEN {
-        sys::set_file_size(file, HEADER_LEN)?;
-    }
     sys::sync_data(file)
 }

@@ -198,6 +198,37 @@ fn blank_files_get_header() {
 }
 
 #[test]
+fn undone_header_leaves_blank_file() {
+    let dir = Dir::new(&std::env::temp_dir(), "blank-undo");
+    for len in [0, 7, 4095, 4096, 65_536] {
+        let path = dir.file("lun");
+        std::fs::write(&path, vec![0; len]).unwrap();
+        let store = Store::open(&type_1(path.clone())).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap()[..8], *b"RISER-PI");
+        store.undo();
+        assert!(std::fs::read(&path).unwrap() == vec![0; len], "{len}");
+    }
+}
+
+#[test]
+fn new_header_is_allocated() {
+    use std::os::unix::fs::MetadataExt;
+    let dir = Dir::new(&std::env::temp_dir(), "allocated");
+    let path = dir.file("lun");
+    let _store = Store::open(&type_1(path.clone())).unwrap();
+    assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 65_536);
+}
+
+#[test]
+fn disk_with_magic_remains_usable() {
+    let dir = Dir::new(&std::env::temp_dir(), "magic");
+    let path = dir.file("lun");
+    let bytes = [&b"RISER-PI"[..], &[0; 65_528]].concat();
+    std::fs::write(&path, &bytes).unwrap();
+    Store::open(&spec(file(path, 65_536))).unwrap();
+}
+
+#[test]
 fn protected_disk_grows_and_reopens() {
     let dir = Dir::new(&std::env::temp_dir(), "grow");
     let path = dir.file("lun");

@@ -235,8 +235,8 @@ impl Integrity {
         self.data.iter().chain(&self.protection)
     }
 
-    /// Updates the wire layout from memory, before this range is read. The range must be within the
-    /// region.
+    /// Updates the wire layout from memory, before this range is read. The written part of an
+    /// incomplete block is kept. The range must be within the region.
     pub(super) fn gather(&self, at: u64, len: usize) {
         let format = self.format();
         let mut blocks = format.overlapping(at, len);
@@ -256,7 +256,9 @@ impl Integrity {
             }
             self.convert(block, index, (mem, wire));
             let size = format.wire_block();
-            self.wire.write(index as usize * size, &block[..size]);
+            let kept = usize::from(self.written[index as usize].get());
+            self.wire
+                .write(index as usize * size + kept, &block[kept..size]);
         }
     }
 
@@ -780,6 +782,20 @@ mod tests {
         region.write(1039, &[1]);
         assert_eq!(stored(&region), 1024);
         assert_eq!(region.mrs.check_status(region.mr.id), Ok(None));
+    }
+
+    #[test]
+    fn read_keeps_partly_written_block() {
+        let attrs = SigAttrs {
+            mem: SigDomain::None,
+            wire: SigDomain::T10Dif(T10Dif::new(512, 0)),
+            check: SigCheck::empty(),
+        };
+        let region = Region::new(&attrs, 1, false);
+        region.write(0, &[1; 300]);
+        region.read(0, 10);
+        region.write(300, &[1; 220]);
+        assert_eq!(region.data.to_vec(), [1; 512]);
     }
 
     #[test]

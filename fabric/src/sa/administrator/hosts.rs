@@ -291,12 +291,12 @@ impl Hosts {
         if transaction != self.challenge(from) {
             return None;
         }
-        let lid = self.free_lid(from);
-        let host = self.find(from)?;
-        let is_new = host.responded.is_none();
+        let index = self.all.iter().position(|host| host.gid == from)?;
+        let is_new = self.all[index].responded.is_none();
         if is_new {
-            host.lid = lid;
+            self.all[index].lid = self.free_lid(from);
         }
+        let host = &mut self.all[index];
         (host.last_seen, host.responded, host.unanswered) = (now, Some(now), 0);
         Some(ProbeResponse {
             is_new,

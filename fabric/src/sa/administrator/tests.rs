@@ -9,7 +9,7 @@ use super::hosts::{FORGETTING, SWEEP};
 use super::ports::{LIFETIME, node_record};
 use super::*;
 use riser_transport::verbs::PortCapabilities;
-use riser_transport::wire::TransactionId;
+use riser_transport::wire::{MadHeader, TransactionId};
 use zerocopy::FromZeros as _;
 use zerocopy::big_endian::U32;
 
@@ -987,6 +987,19 @@ fn used_lid_is_not_assigned_again() {
     assert_eq!(lids, [2, 3, 4, 5, 1]);
     let found = lids.map(|lid| fabric.administrator.hosts.with_lid(lid));
     assert_eq!(found, gids.map(Some));
+}
+
+#[test]
+fn repeated_probe_response_keeps_lid() {
+    let now = Instant::now();
+    let mut hosts = Hosts::new(4, gid(1), [7; 16]);
+    let host = gid(2);
+    let _ = hosts.note(now, host, FxHashSet::default);
+    let transaction = MadHeader::of(&hosts.question(host)).transaction();
+    for is_new in [true, false] {
+        let response = hosts.handle_response(now, host, transaction).unwrap();
+        assert_eq!((response.is_new, hosts.lid(host)), (is_new, 2));
+    }
 }
 
 #[test]

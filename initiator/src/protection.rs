@@ -17,6 +17,7 @@
 //! - [`ProtectionMode`]: selects whether protection information is transferred.
 //! - [`PiSupport`]: protection reported by a unit. [`PiFormat`]: a supported kind of it.
 //! - [`PiError`]: a failed check.
+//! - [`ReadMarker`]: detects a read that was completed without its data.
 //!
 //! # Tags
 //! - The guard is generated, and always checked.
@@ -217,20 +218,34 @@ impl PiFormat {
     /// Copies blocks starting at `lba` without their tuples.
     ///
     /// # Errors
-    /// Returns the first failed check.
-    fn verify(self, lba: u64, interleaved: &MemSlice, blocks: &MemSlice) -> Result<(), PiError> {
+    /// Returns the first failed check. A tuple that is still the marker was not transferred.
+    fn verify(
+        self,
+        marker: ReadMarker,
+        lba: u64,
+        interleaved: &MemSlice,
+        blocks: &MemSlice,
+    ) -> Result<(), PiError> {
         let (len, whole) = (self.block_len(), self.interleaved_block_len());
         let mut block = [0; MAX_BLOCK + Tuple::LEN];
         for (index, lba) in (0..blocks.len() / len).zip(lba..) {
             interleaved.read(index * whole, &mut block[..whole]);
-            let tuple = block[len..].first_chunk().expect("a block with its tuple");
-            self.check_block(lba, &block[..len], Tuple::parse(*tuple))?;
+            let tuple = *block[len..].first_chunk().expect("a block with its tuple");
+            let checked = match tuple == marker.0 {
+                true => Err(ProtectionError::Guard),
+                false => self.check_block(lba, &block[..len], Tuple::parse(tuple)),
+            };
+            checked.map_err(|check| PiError {
+                check,
+                lba: Some(lba),
+                is_by_target: false,
+            })?;
             blocks.write(index * len, &block[..len]);
         }
         Ok(())
     }
 
-    fn check_block(self, lba: u64, block: &[u8], tuple: Tuple) -> Result<(), PiError> {
+    fn check_block(self, lba: u64, block: &[u8], tuple: Tuple) -> Result<(), ProtectionError> {
         if tuple.is_unchecked(self.protection_type) {
             return Ok(());
         }
@@ -239,11 +254,31 @@ impl PiFormat {
             application_tag: None,
             reference_tag: self.reference_tag(lba),
         };
-        tuple.check(&expected).map_err(|check| PiError {
-            check,
-            lba: Some(lba),
-            is_by_target: false,
-        })
+        tuple.check(&expected)
+    }
+
+    /// Sets all tuples to the marker.
+    fn mark(self, marker: ReadMarker, interleaved: &MemSlice) {
+        let (len, whole) = (self.block_len(), self.interleaved_block_len());
+        for at in (len..interleaved.len()).step_by(whole) {
+            interleaved.write(at, &marker.0);
+        }
+    }
+}
+
+/// Content of the tuples before a read. A target that completes a read without transferring its
+/// data would otherwise leave earlier data of the buffer, with valid tuples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadMarker([u8; Tuple::LEN]);
+
+impl ReadMarker {
+    /// Creates a marker from a random number, which the target must not know.
+    #[must_use]
+    pub fn new(random: u64) -> Self {
+        let mut tuple = random.to_be_bytes();
+        // FFFFh as the application tag would disable the checks.
+        tuple[2] &= 0x7f;
+        Self(tuple)
     }
 }
 
@@ -252,7 +287,8 @@ impl PiFormat {
 pub struct ProtectedData {
     format: PiFormat,
     lba: u64,
-    is_read: bool,
+    /// Marker of a read; `None` for a write.
+    marker: Option<ReadMarker>,
     /// Blocks of the user.
     blocks: Buffer,
     /// The blocks with their tuples, as transferred.
@@ -260,27 +296,41 @@ pub struct ProtectedData {
 }
 
 impl ProtectedData {
-    /// Creates the memory for reading `blocks` from `lba`. `interleaved` must have the length for
-    /// them.
+    /// Creates the memory for reading `blocks` from `lba`, and sets the tuples to the marker.
+    /// `interleaved` must have the length for them.
     #[must_use]
-    pub fn read(format: PiFormat, lba: u64, blocks: Buffer, interleaved: Buffer) -> Self {
-        assert_eq!(interleaved.len(), format.interleaved_len(blocks.len()));
-        Self {
-            format,
-            lba,
-            is_read: true,
-            blocks,
-            interleaved,
-        }
+    pub fn read(
+        format: PiFormat,
+        marker: ReadMarker,
+        lba: u64,
+        blocks: Buffer,
+        interleaved: Buffer,
+    ) -> Self {
+        format.mark(marker, interleaved.slice());
+        Self::new(format, Some(marker), lba, blocks, interleaved)
     }
 
     /// Creates the memory for writing `blocks` to `lba`, and generates the tuples.
     #[must_use]
     pub fn write(format: PiFormat, lba: u64, blocks: Buffer, interleaved: Buffer) -> Self {
         format.generate(lba, blocks.slice(), interleaved.slice());
+        Self::new(format, None, lba, blocks, interleaved)
+    }
+
+    fn new(
+        format: PiFormat,
+        marker: Option<ReadMarker>,
+        lba: u64,
+        blocks: Buffer,
+        interleaved: Buffer,
+    ) -> Self {
+        assert_eq!(interleaved.len(), format.interleaved_len(blocks.len()));
         Self {
-            is_read: false,
-            ..Self::read(format, lba, blocks, interleaved)
+            format,
+            lba,
+            marker,
+            blocks,
+            interleaved,
         }
     }
 
@@ -296,9 +346,9 @@ impl ProtectedData {
     /// # Errors
     /// Returns the first failed check, in the order of the blocks.
     pub fn check_protection(self) -> Result<Buffer, PiError> {
-        if self.is_read {
+        if let Some(marker) = self.marker {
             let (from, to) = (self.interleaved.slice(), self.blocks.slice());
-            self.format.verify(self.lba, from, to)?;
+            self.format.verify(marker, self.lba, from, to)?;
         }
         Ok(self.blocks)
     }
@@ -330,10 +380,17 @@ mod tests {
 
     /// Returns the blocks of a read.
     fn read(format: PiFormat, lba: u64, interleaved: &[u8]) -> Result<Vec<u8>, PiError> {
-        let blocks = Buffer::anonymous(format.fitting_len(interleaved.len())).unwrap();
-        let data = ProtectedData::read(format, lba, blocks, buffer(interleaved));
+        let data = start_read(format, lba, interleaved);
+        // The transfer replaces the marker.
+        data.interleaved().slice().write(0, interleaved);
         data.check_protection()
             .map(|blocks| blocks.slice().to_vec())
+    }
+
+    /// Starts a read into a buffer with this content.
+    fn start_read(format: PiFormat, lba: u64, content: &[u8]) -> ProtectedData {
+        let blocks = Buffer::anonymous(format.fitting_len(content.len())).unwrap();
+        ProtectedData::read(format, ReadMarker::new(!0), lba, blocks, buffer(content))
     }
 
     /// Two blocks: one of zeroes, and one with the bytes of the CRC's check value.
@@ -405,6 +462,26 @@ mod tests {
         assert!(read(format(ProtectionType::Type3, 512), 9, &data).is_err());
         data[512..].fill(0xff);
         assert!(read(format(ProtectionType::Type3, 512), 9, &data).is_ok());
+    }
+
+    #[test]
+    fn read_without_transfer_fails() {
+        for kind in [ProtectionType::Type1, ProtectionType::Type3] {
+            let format = format(kind, 512);
+            let earlier = written(format, 0, &blocks(512));
+            let guard = |lba| {
+                Err(PiError {
+                    check: ProtectionError::Guard,
+                    lba: Some(lba),
+                    is_by_target: false,
+                })
+            };
+            let data = start_read(format, 0, &earlier);
+            assert_eq!(data.check_protection().map(drop), guard(0));
+            let data = start_read(format, 0, &earlier);
+            data.interleaved().slice().write(0, &earlier[..520]);
+            assert_eq!(data.check_protection().map(drop), guard(1));
+        }
     }
 
     #[test]

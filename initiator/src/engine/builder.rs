@@ -124,8 +124,8 @@ impl ClientBuilder {
     }
 
     /// Sets whether protection information of units is transferred and verified. If it is, a
-    /// quarter of the pool is reserved for it, up to 16 MiB, when the first protected unit is
-    /// opened. Default: [`ProtectionMode::Auto`].
+    /// quarter of the pool is reserved for it, from 64 KiB to 16 MiB, when the first protected
+    /// unit is opened. This requires a pool of at least 128 KiB. Default: [`ProtectionMode::Auto`].
     #[must_use]
     pub fn protection(mut self, mode: ProtectionMode) -> Self {
         self.protection = mode;

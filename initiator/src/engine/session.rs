@@ -26,6 +26,17 @@ use crate::url::TargetUrl;
 /// Minimum and maximum length of the pool for data with protection information, in bytes.
 const PROTECTION_POOL: Range<usize> = 64 << 10..16 << 20;
 
+/// Returns the length of the pool for data with protection information, for this length of the
+/// client's buffers.
+fn protection_pool_len(buffers: usize) -> usize {
+    (buffers / 4).clamp(PROTECTION_POOL.start, PROTECTION_POOL.end)
+}
+
+/// Returns whether at least half of the client's buffers would remain.
+fn fits_protection(buffers: usize) -> bool {
+    protection_pool_len(buffers) <= buffers / 2
+}
+
 pub(super) struct SessionHandle {
     pub(super) guard: SessionGuard,
     pub(super) client: Client,
@@ -103,12 +114,22 @@ impl Session {
         if let Some(pool) = shared.protection_pool.get() {
             return Ok(pool.clone());
         }
-        let len = (shared.pool.size() / 4).clamp(PROTECTION_POOL.start, PROTECTION_POOL.end);
+        let len = protection_pool_len(shared.pool.size());
         let part = self.buffer(len).await?;
         let pool = shared
             .protection_pool
             .get_or_init(|| shared.pool.split(part));
         Ok(pool.clone())
+    }
+
+    /// Returns whether the client's buffers are large enough for [`Self::protection_pool`].
+    pub(crate) fn has_protection_memory(&self) -> bool {
+        fits_protection(self.client().buffers().size())
+    }
+
+    /// Returns a random number.
+    pub(crate) fn random(&self) -> u64 {
+        self.handle.client.0.random()
     }
 
     /// Returns the state and history of the session.
@@ -217,5 +238,24 @@ impl Future for IoFuture {
                 data: IoData::None,
             })
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn protection_uses_at_most_half() {
+        for (buffers, len, fits) in [
+            (64 << 10, 64 << 10, false),
+            (124 << 10, 64 << 10, false),
+            (128 << 10, 64 << 10, true),
+            (8 << 20, 2 << 20, true),
+            (1 << 30, 16 << 20, true),
+        ] {
+            assert_eq!(protection_pool_len(buffers), len);
+            assert_eq!(fits_protection(buffers), fits, "{buffers}");
+        }
     }
 }

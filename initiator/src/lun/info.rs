@@ -13,7 +13,7 @@ use super::error::check_response;
 use super::transfer::Prot;
 use super::{Lun, LunError, LunShared};
 use crate::engine::{IoData, ScsiIo, Session};
-use crate::protection::{PiFormat, PiSupport, ProtectionMode};
+use crate::protection::{PiFormat, PiSupport, ProtectionMode, ReadMarker};
 use crate::request::DataLen;
 use crate::request::RequestError;
 use crate::scsi::{
@@ -233,6 +233,7 @@ impl Session {
         let format = match (info.protection, mode) {
             (_, ProtectionMode::Off) | (None, ProtectionMode::Auto) => return Ok(None),
             (None, ProtectionMode::Require) => Err("the medium is not protected"),
+            (Some(_), _) if !self.has_protection_memory() => Err("insufficient data buffers"),
             (Some(found), _) => found.format(info.capacity.block_size),
         };
         let why = match format {
@@ -268,6 +269,7 @@ impl Session {
         Ok(Some(Prot {
             format,
             cdb_size,
+            marker: ReadMarker::new(self.random()),
             pool: self.protection_pool().await?,
         }))
     }

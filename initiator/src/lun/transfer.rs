@@ -7,7 +7,7 @@ use riser_block::{Buffer, BufferPool, SharedBuffer};
 use super::error::check_whole;
 use super::{Lun, LunError};
 use crate::engine::{IoCompletion, IoData, IoFuture, ScsiIo};
-use crate::protection::{PiError, PiFormat, ProtectedData};
+use crate::protection::{PiError, PiFormat, ProtectedData, ReadMarker};
 use crate::request::RequestError;
 use crate::scsi::{CdbSize, Command};
 
@@ -26,6 +26,7 @@ pub(super) enum Transfer {
 pub(super) struct Prot {
     pub(super) format: PiFormat,
     pub(super) cdb_size: CdbSize,
+    pub(super) marker: ReadMarker,
     /// Pool for blocks with their tuples. Only commands in flight own its buffers, so waiting for
     /// one is safe while holding a buffer of the client's pool.
     pub(super) pool: BufferPool,
@@ -39,9 +40,10 @@ impl Prot {
     }
 
     fn create_data(&self, transfer: Transfer, lba: u64, blocks: Buffer, wire: Buffer) -> IoData {
+        let Self { format, marker, .. } = *self;
         IoData::Protected(Box::new(match transfer {
-            Transfer::Read => ProtectedData::read(self.format, lba, blocks, wire),
-            Transfer::Write { .. } => ProtectedData::write(self.format, lba, blocks, wire),
+            Transfer::Read => ProtectedData::read(format, marker, lba, blocks, wire),
+            Transfer::Write { .. } => ProtectedData::write(format, lba, blocks, wire),
         }))
     }
 }

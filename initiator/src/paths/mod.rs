@@ -47,18 +47,19 @@
 //!
 //! # Targets without a proof
 //! We trust the logins of iSCSI targets, like a reconnecting session does, and also of `riserd` on
-//! SRP, which can be identified by its cache generation page ([`crate::unit`]). In three cases we
-//! can only wait for [`Timing::settle`](crate::session::Timing::settle):
+//! SRP, which can be identified by its cache generation page ([`crate::unit`]). In these cases we can
+//! only wait for [`Timing::settle`](crate::session::Timing::settle):
 //! - **Other SRP targets.** Linux's `ib_srpt` responds to a login before the commands of the old
 //!   session have completed. We assume that they have completed this long after the end of the
 //!   session.
-//! - **A portal that recovers in another group.** The old group does not know about the login. The
-//!   time starts with the login, since a target that is unresponsive now may still execute commands
-//!   later.
+//! - **A portal that recovers in another group, or a login that is redirected to another SRP port.**
+//!   The old group or port does not know about the login. The time starts with the login, since a
+//!   target that is unresponsive now may still execute commands later.
 //! - **A process that replaces a killed process** ([`Paths::recover`]). The outstanding commands of
 //!   the old process are unknown, and so are the target ports of its sessions. So all requests that
-//!   modify or read blocks wait. A login at a path's own portal is a proof for `riserd` only; all
-//!   other targets require the wait. The time starts with the process.
+//!   modify or read blocks wait. A login at a path's own portal is a proof for `riserd` only, and
+//!   only if it is not redirected; all other targets require the wait. The time starts with the
+//!   process.
 //!
 //! If a write stays in a backend or in the network for longer than this, it can still reach the
 //! medium late. In all other cases, we wait indefinitely for the lost path, and conflicting writes

@@ -1,4 +1,5 @@
 use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use riser_scsi::srp::{TargetPortId, TaskAttr};
@@ -18,6 +19,13 @@ const READ: Effect = Effect::Read {
 const A: PathIndex = PathIndex(0);
 const B: PathIndex = PathIndex(1);
 const GROUP: Option<PortTag> = Some(PortTag::Group(1));
+const REDIRECTED: Option<PortTag> = Some(PortTag::Port(
+    TargetPortId([7; 16]),
+    Some(SocketAddr::new(
+        IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2)),
+        5555,
+    )),
+));
 
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
@@ -110,7 +118,7 @@ impl Rig {
 
     /// Same as [`Self::activate`], for an SRP target with this cache generation.
     fn activate_on_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
-        let port = PortTag::Port(TargetPortId([7; 16]));
+        let port = PortTag::Port(TargetPortId([7; 16]), None);
         self.paths.handle_live(path, Some(port));
         self.collect_outputs();
         let mut found = found(None);
@@ -819,6 +827,36 @@ fn earlier_loss_fences_no_later_session() {
     rig.wait(ms(15_000));
     let started = rig.started().into_iter().map(|(request, _)| request);
     assert_eq!(started.collect::<Vec<_>>(), [lost, late]);
+}
+
+/// The target reached by the redirect reports the same identifiers, but does not know the session.
+#[test]
+fn redirected_login_fences_after_delay() {
+    let mut rig = srp(Some([1; 16]));
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    assert_eq!(rig.started(), [(lost, A)]);
+    rig.lose(A, &[lost]);
+    rig.wait(ms(100));
+    rig.activate_with_cache(A, REDIRECTED);
+    assert_eq!(rig.states(), [PathState::Live; 2]);
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started().len(), 1);
+}
+
+#[test]
+fn redirected_takeover_waits_for_dead_process() {
+    let mut rig = Rig::new(1);
+    rig.paths.recover(rig.now);
+    rig.activate_with_cache(A, REDIRECTED);
+    let write = rig.submit(write(0, 8));
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started(), [(write, A)]);
 }
 
 #[test]

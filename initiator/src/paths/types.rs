@@ -1,5 +1,6 @@
 //! Configuration, outputs and reports of paths.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use riser_scsi::lun::WireLun;
@@ -37,8 +38,17 @@ pub struct PathIndex(pub u8);
 pub enum PortTag {
     /// A portal group of the target, for iSCSI.
     Group(u16),
-    /// A target port, for SRP.
-    Port(TargetPortId),
+    /// A target port, for SRP, and its address if the login was redirected to it: several ports may
+    /// report the same identifier.
+    Port(TargetPortId, Option<SocketAddr>),
+}
+
+impl PortTag {
+    /// Returns whether the login was redirected to an SRP port.
+    #[must_use]
+    pub fn is_redirected(self) -> bool {
+        matches!(self, Self::Port(_, Some(_)))
+    }
 }
 
 /// Report for a unit on a path.
@@ -228,13 +238,16 @@ impl Path {
     pub(super) fn is_proved(&self, port: Option<PortTag>, is_own: bool) -> bool {
         let is_kept = match port {
             Some(PortTag::Group(_)) => true,
-            Some(PortTag::Port(_)) | None => is_own && self.is_trusted,
+            Some(PortTag::Port(..)) | None => is_own && self.is_trusted,
         };
         is_kept
             && match self.proof {
                 Proof::At(lost) => lost == port,
-                // The killed process's session may have used another group.
-                Proof::Own => is_own && self.is_trusted,
+                // The killed process's session may have used another group, or the portal itself
+                // before it redirected logins.
+                Proof::Own => {
+                    is_own && self.is_trusted && !port.is_some_and(PortTag::is_redirected)
+                }
                 Proof::None => false,
             }
     }

@@ -108,7 +108,10 @@ impl Link {
     /// Returns the target port of a logged-in session.
     pub(super) fn port(&self) -> Option<PortTag> {
         match self {
-            Self::Srp(link) => link.machine.target_port().map(PortTag::Port),
+            Self::Srp(link) => {
+                let (port, redirect) = link.machine.target_port();
+                Some(PortTag::Port(port, redirect))
+            }
             Self::Iscsi(link) => link.machine.portal_group().map(PortTag::Group),
             Self::Paths(_) => None,
         }

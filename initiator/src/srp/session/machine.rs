@@ -58,6 +58,8 @@ impl Machine for SrpSession {
     }
 
     fn recover(&mut self, now: Instant) {
+        // A port reached by a redirect does not know the channels of other ports.
+        self.has_moved = self.redirect.is_some();
         self.core.recover(now);
     }
 

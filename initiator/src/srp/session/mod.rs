@@ -58,7 +58,9 @@
 //! abort it, because it only refers to commands of its own I_T nexus, and LOGICAL UNIT RESET would
 //! also terminate the commands of all other initiators. The same applies to the unknown connection
 //! of an earlier process, and with any target if the new login was redirected to another port,
-//! which does not know the old channels.
+//! which does not know the old channels. A redirect of only the earlier process's
+//! login is unknown: with `riserd`, the session does not wait, although the other port may still
+//! execute a write.
 //!
 //! Task-management functions and commands with other effects (reservations, mode pages, compare and
 //! write) are never sent again; they fail with [`RequestError::ConnectionLost`].
@@ -167,10 +169,11 @@ impl SrpSession {
         all.map(|member| member.channel.unreturned()).sum()
     }
 
-    /// Returns the target port, or `None` if unknown.
+    /// Returns the identifier of the target port, which is 0 if unknown, and its address if the last
+    /// login was redirected to it.
     #[must_use]
-    pub fn target_port(&self) -> Option<TargetPortId> {
-        Some(self.config.channel.target_port).filter(|port| port.0 != [0; 16])
+    pub fn target_port(&self) -> (TargetPortId, Option<SocketAddr>) {
+        (self.config.channel.target_port, self.redirect)
     }
 
     /// Returns the next output.

@@ -670,6 +670,32 @@ fn redirected_login_waits_for_lost_changes() {
 }
 
 #[test]
+fn redirected_takeover_waits_after_check() {
+    for redirect in [None, Some(([10, 0, 0, 2], 5555).into())] {
+        let mut rig = Rig::connecting(1);
+        rig.redirect = redirect;
+        rig.log_in(CH0);
+        assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+        rig.session.set_guarded(true);
+        rig.session.recover(rig.now);
+        let id = rig.submit(write(0, 8));
+        rig.session.release(true, rig.now);
+        if redirect.is_some() {
+            rig.expect_idle();
+            rig.now += 15 * SEC - MS;
+            rig.session.handle_timeout(rig.now);
+            assert!(!matches!(
+                rig.session.poll_output(),
+                Some(Output::Start { .. })
+            ));
+            rig.now += MS;
+            rig.session.handle_timeout(rig.now);
+        }
+        assert_eq!(rig.started().0, id);
+    }
+}
+
+#[test]
 fn further_channel_must_reach_same_port() {
     let mut rig = Rig::connecting(2);
     rig.log_in(CH0);

@@ -15,6 +15,7 @@ use super::watched::{Watch, Watched};
 use crate::engine::env::Env;
 use crate::engine::io::{Io, IoCompletion, SessionKey};
 use crate::engine::status::{LinkState, Pending};
+use crate::paths::PortTag;
 use crate::request::{
     CommandResponse, RequestError, RequestResult, Retry, is_unit_missing, may_change_unit,
 };
@@ -148,8 +149,10 @@ impl<E: Env> Driver<E> {
         session.report_cache();
         session.link.machine().set_guarded(true);
         // First watched unit. `riserd` has terminated all previous commands before its login
-        // response.
-        if recovers && session.units.len() == 1 && !session.units.has_generations() {
+        // response, unless they were sent to another port.
+        let is_redirected = session.link.port().is_some_and(PortTag::is_redirected);
+        let is_proved = session.units.has_generations() && !is_redirected;
+        if recovers && session.units.len() == 1 && !is_proved {
             session.link.machine().recover(now);
         }
         // The unit might have changed during its discovery: unit attentions are not reported for

@@ -124,6 +124,17 @@ impl<T: Copy> Request<T> {
             _ => None,
         }
     }
+
+    /// Restarts the timeout of an attempt that made progress. `attempt` is the timeout of an attempt.
+    fn extend_timeout(&mut self, attempt: Duration, now: Instant) {
+        let again = now + attempt;
+        let last = self.spec.deadline + attempt;
+        match &mut self.state {
+            RequestState::Started { until, .. } => *until = again,
+            RequestState::Retiring { until, .. } => *until = again.min(last.max(*until)),
+            _ => {}
+        }
+    }
 }
 
 /// Result for a request whose attempt has finished.
@@ -383,26 +394,17 @@ impl<T: Copy + Debug + PartialEq> Requests<T> {
     /// memory. Otherwise, a target that transfers a byte from time to time could keep the request
     /// forever.
     pub(crate) fn on_progress(&mut self, index: u32, now: Instant) {
-        let Some(request) = self.slab.get_mut(index as usize) else {
-            return;
-        };
-        let again = now + self.limits.attempt;
-        let last = request.spec.deadline + self.limits.attempt;
-        match &mut request.state {
-            RequestState::Started { until, .. } => *until = again,
-            RequestState::Retiring { until, .. } => *until = again.min(last.max(*until)),
-            _ => {}
+        if let Some(request) = self.slab.get_mut(index as usize) {
+            request.extend_timeout(self.limits.attempt, now);
         }
     }
 
     /// The same for all requests in transit.
     pub(crate) fn on_progress_where(&mut self, is: impl Fn(RequestId) -> bool, now: Instant) {
-        let moving: Vec<u32> = (self.slab.iter())
-            .map(|(index, _)| index as u32)
-            .filter(|index| is(RequestId(*index)))
-            .collect();
-        for index in moving {
-            self.on_progress(index, now);
+        for (index, request) in &mut self.slab {
+            if is(RequestId(index as u32)) {
+                request.extend_timeout(self.limits.attempt, now);
+            }
         }
     }
 

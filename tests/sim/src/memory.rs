@@ -26,6 +26,10 @@ const OF_PLACE: usize = 4 << 10;
 /// Bytes that remain allocated after a queued command, for the same tables.
 const OF_COMMAND: usize = 2 << 10;
 
+/// Bytes used by a disk with protection information: three bitmaps of its write-intent log, and a
+/// bitmap page that is written.
+const OF_PROTECTED_DISK: usize = 3 * (60 << 10) + 4096;
+
 /// Growth after which we calculate the limit, because this is slow.
 const GROWTH: usize = 64 << 10;
 
@@ -39,6 +43,7 @@ pub struct Meter {
     before: isize,
     /// Bytes for devices that are opened again.
     of_devices: usize,
+    of_disk: usize,
     /// Bytes that remain allocated after a flood of connections and deep queues.
     of_flood: usize,
     /// Bytes in use at the last check.
@@ -62,6 +67,10 @@ impl Meter {
         Self {
             before: Attributed::in_use(),
             of_devices,
+            of_disk: match plan.protection {
+                0 => 0,
+                _ => OF_PROTECTED_DISK,
+            },
             of_flood: OF_PLACE * plan.flood as usize + OF_COMMAND * commands.sum::<usize>(),
             seen: 0,
             peak: 0,
@@ -81,7 +90,7 @@ impl Meter {
         self.peak = self.peak.max(announced.connections);
         let base = OF_WORKER * target.workers() + OF_CONNECTION * announced.connections;
         let base = base + OF_PLACE * self.peak;
-        let most = base + announced.bytes + self.of_devices + self.of_flood;
+        let most = base + announced.bytes + self.of_devices + self.of_disk + self.of_flood;
         if used <= most {
             return None;
         }

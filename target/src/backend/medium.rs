@@ -97,18 +97,22 @@ fn until_free<T>(
     })
 }
 
-fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
-    let mode = if spec.read_only {
-        Lock::Shared
-    } else {
-        Lock::Exclusive
-    };
+/// Locks a file, as soon as it is free.
+pub(super) fn lock(file: &File, mode: Lock, path: &Path) -> Result<(), OpenError> {
     until_free(path, Some(file), || {
         // Several readers can share the lock. They exclude writers, because otherwise data would
         // change while an initiator is using it.
         let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
         Ok(is_ours.then_some(()))
     })
+}
+
+/// Returns the lock that is required to serve a file or device.
+fn lock_mode(spec: &Spec) -> Lock {
+    match spec.read_only {
+        true => Lock::Shared,
+        false => Lock::Exclusive,
+    }
 }
 
 /// Locks a file that may have just been created. If another process has locked it before, that
@@ -119,7 +123,7 @@ fn lock_made(
     path: &Path,
     made: &mut Option<Made>,
 ) -> Result<(), OpenError> {
-    lock(file, spec, path).inspect_err(|error| {
+    lock(file, lock_mode(spec), path).inspect_err(|error| {
         if matches!(error, OpenError::Locked { .. }) {
             *made = None;
         }
@@ -366,7 +370,7 @@ pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
     }
     // `O_EXCL` excludes mounts and other exclusive users, but not users that open the device
     // without this flag.
-    lock(&file, spec, path)?;
+    lock(&file, lock_mode(spec), path)?;
     let device = Device::of(&file).map_err(io_error(path, "measure it"))?;
     let align = direct(spec, path, &file)?;
     // Punching a hole requires both: a discard, after which the blocks read as zeroes.

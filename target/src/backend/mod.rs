@@ -16,6 +16,7 @@
 //!   open backend. `cause`: reasons why a backend requires an operator.
 //! - `hints`: advice if a file cannot be opened, and notes about an open backend.
 //! - `intents`: the thread that writes the intent log of a protected file.
+//! - [`lio`]: converts disks with protection information between LIO's files and ours.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
 //! - `query`: queries size and space on file systems that may not respond.
@@ -52,6 +53,7 @@ mod health;
 mod hints;
 mod inspection;
 mod intents;
+pub mod lio;
 mod made;
 mod medium;
 mod medium_faults;

@@ -3,7 +3,7 @@
 use clap::Command;
 
 /// Examples by command.
-const EXAMPLES: [(&str, &[&str]); 15] = [
+const EXAMPLES: [(&str, &[&str]); 17] = [
     (
         "run",
         &[
@@ -32,6 +32,17 @@ const EXAMPLES: [(&str, &[&str]); 15] = [
             "riserd scrub",
             "riserd scrub disk0 --stop",
         ],
+    ),
+    (
+        "import-disk",
+        &[
+            "riserd import-disk --type 1 /srv/lio.img /srv/disk.img",
+            "riserd import-disk --type 3 --block-size 4096 /srv/lio.img /srv/disk.img",
+        ],
+    ),
+    (
+        "export-disk",
+        &["riserd export-disk /srv/disk.img /srv/lio.img"],
     ),
     (
         "disconnect",

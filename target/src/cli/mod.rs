@@ -14,11 +14,13 @@
 //!   path. `trace`: traces commands. `serve`: the configuration of `run --serve`.
 //! - `completion`: shell completion scripts. `manual`: manual pages. [`mod@reference`]: the keys of
 //!   a configuration file, for a manual page and the book.
+//! - `convert`: imports and exports disks.
 //! - `check`: configuration files. `probe`: checks whether resources can be opened. `devices`:
 //!   addresses and devices for portals.
 
 mod check;
 mod completion;
+mod convert;
 mod devices;
 mod examples;
 mod image;
@@ -227,6 +229,17 @@ enum Command {
         #[command(flatten)]
         options: ClientOptions,
     },
+    /// Import a disk with protection information from LIO
+    ///
+    /// Creates a file for a backend with `protection` from the image of a `fileio` backstore and the
+    /// protection information that LIO stores in IMAGE.protection. All blocks are verified. Stop LIO
+    /// first. The files of LIO do not change.
+    ImportDisk(convert::Import),
+    /// Export a disk with protection information to LIO
+    ///
+    /// Creates the image of a `fileio` backstore, and IMAGE.protection. All blocks are verified. The
+    /// disk must not be served for writing.
+    ExportDisk(convert::Export),
     /// Disconnect an initiator
     ///
     /// It can log in again immediately unless it is blocked.
@@ -447,6 +460,8 @@ fn dispatch(
             let describe = |list: &Vec<BlockedView>| report::blocklist(list);
             run_request(out, &options, question, describe)
         }
+        Command::ImportDisk(import) => import.run(out),
+        Command::ExportDisk(export) => export.run(out),
         Command::Rescan(options) => run_request(out, &options, post("/v1/rescan"), report::targets),
         Command::History(options) => {
             let describe = |entries: &Vec<HistoryView>| report::history(entries);

@@ -32,8 +32,7 @@ use riser_reactor::Handle;
 
 use super::made::Made;
 use super::sys;
-use header::HEADER_LEN;
-pub(super) use header::PAGE;
+pub(super) use header::{HEADER_LEN, PAGE};
 pub use header::{Header, HeaderError};
 pub(super) use intent::{Begin, BitmapPage, IntentLog, Intents};
 pub use layout::Layout;

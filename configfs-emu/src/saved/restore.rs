@@ -2,7 +2,7 @@
 
 use riser_config::Config;
 use rustix::io::Errno;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::{AUTH, PORT_GROUP, name_of};
 use crate::convert::{self, Rest};
@@ -108,6 +108,15 @@ fn written(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Bool(on) => u8::from(*on).to_string(),
         other => other.to_string(),
+    }
+}
+
+/// Quotes a word for a shell, unless this is not required.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+=".contains(c);
+    match !word.is_empty() && word.chars().all(is_plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', "'\\''")),
     }
 }
 
@@ -292,10 +301,38 @@ impl Restorer<'_> {
             // devices.
             attributes.shift_remove("emulate_write_cache");
         }
+        if let Some(attributes) = attributes.as_object_mut().filter(|_| plugin == "fileio") {
+            self.protection(&path, dev, attributes);
+        }
         self.set_all(&format!("{path}/attrib"), &attributes);
         for group in items(object, "alua_tpgs") {
             self.port_group(&format!("{path}/alua/{}", text(group, "name")), group);
         }
+    }
+
+    /// Removes the type of protection information from the attributes of a file, and notes the command
+    /// that imports it. The image can also be served without it.
+    fn protection(&mut self, path: &str, file: &str, attributes: &mut Map<String, Value>) {
+        let number = attributes.get("pi_prot_type").map(written);
+        let Some(number) = number.filter(|number| ["1", "3"].contains(&number.as_str())) else {
+            return;
+        };
+        attributes.shift_remove("pi_prot_type");
+        let block_size = attributes.get("block_size").map(written);
+        let block_size = block_size.map_or(String::new(), |size| match size.as_str() {
+            "512" => String::new(),
+            size => format!(" --block-size {size}"),
+        });
+        let words = [file, &format!("{file}.protected")].map(quoted);
+        self.note(
+            &format!("{path}/attrib/pi_prot_type = {number}"),
+            format!(
+                "the image is served without its protection information; to keep both, stop LIO, run \
+                 `riserd import-disk --type {number}{block_size} {} {}`, and set `path` to the new \
+                 file and `protection: {{ type: {number} }}`",
+                words[0], words[1]
+            ),
+        );
     }
 
     /// Creates a target port group. Note that its state has no effect.

@@ -60,6 +60,8 @@ fn unsupported_parts_are_reported() {
     let objects = file["storage_objects"].as_array_mut().unwrap();
     objects.push(json!({ "plugin": "user", "name": "rbd", "config": "rbd/x" }));
     objects[0]["attributes"]["pi_prot_type"] = json!(1);
+    objects[0]["attributes"]["block_size"] = json!(4096);
+    objects[0]["dev"] = json!("/srv/the image");
     let group = &mut file["targets"][0]["tpgs"][0];
     group["node_acls"][0]["chap_password"] = json!("short");
     let luns = group["luns"].as_array_mut().unwrap();
@@ -108,7 +110,10 @@ fn unsupported_parts_are_reported() {
     assert_eq!(
         notes,
         [
-            "core/fileio_0/img/attrib/pi_prot_type = 1: unsupported by riserd; ignored",
+            "core/fileio_0/img/attrib/pi_prot_type = 1: the image is served without its protection \
+             information; to keep both, stop LIO, run `riserd import-disk --type 1 --block-size 4096 \
+             '/srv/the image' '/srv/the image.protected'`, and set `path` to the new file and \
+             `protection: { type: 1 }`",
             "iscsi/iqn.2026-01.com.example:off/tpgt_1: disabled in the file; its 3 LUNs and 1 ACLs \
              are omitted",
         ]

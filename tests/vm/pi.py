@@ -565,6 +565,21 @@ def compared(c):
     c.run(COMPARE_AND_WRITE, 16, 16, [], note=", no blocks", count=0)
 
 
+def without_judge(c):
+    """Commands that the judge does not support, so that nothing is compared: ORWRITE with ORPROTECT, and FORMAT UNIT with
+    FMTPINFO. No disk of Linux supports them, so they are only judged by tests with our own model."""
+    block = c.blocks(1)
+    commands = {
+        "ORWRITE(16)": (sixteen(0x8B, 1 << 5, 8, 1), join(block, c.valid(8, block))),
+        "FORMAT UNIT": (bytes([4, 0x90, 0, 0, 0, 0]), bytes([0, 2, 0, 0])),
+    }
+    for name, (cdb, out) in commands.items():
+        status = c.devices[0].send(cdb, out).status
+        c.steps += 1
+        if status != "5/20/00":
+            c.report(f"{name}, which the judge may support now", "status", [status, "not sent"])
+
+
 LISTS = [
     describe,
     deallocated,
@@ -575,6 +590,7 @@ LISTS = [
     expected_tags,
     long_commands,
     boundaries,
+    without_judge,
 ]
 # LIO doesn't execute VERIFY, and doesn't support the other commands for this.
 SCSI_DEBUG_LISTS = [verifies, same_blocks, compared]

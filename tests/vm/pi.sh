@@ -132,7 +132,8 @@ against_debug() {
 LIO_CORE=/sys/kernel/config/target/core/fileio_0/pi
 LIO_LOOP=/sys/kernel/config/target/loopback/naa.6001405000000001
 
-# Creates a disk of LIO on tcm_loop, with its protection information in lio.img.protection: lio_disk TYPE SIZE
+# Creates a disk of LIO on tcm_loop, with its protection information in lio.img.protection, which is erased unless keep
+# is set: lio_disk TYPE SIZE [keep]
 lio_disk() {
     modprobe -a target_core_mod target_core_file tcm_loop
     mkdir -p $LIO_CORE
@@ -142,7 +143,7 @@ lio_disk() {
     echo 1 >$LIO_CORE/enable
     echo "$2" >$LIO_CORE/attrib/block_size
     echo "$1" >$LIO_CORE/attrib/pi_prot_type
-    echo 1 >$LIO_CORE/attrib/pi_prot_format
+    [ "${3:-}" = keep ] || echo 1 >$LIO_CORE/attrib/pi_prot_format
     echo 1 >$LIO_CORE/attrib/emulate_tpu
     echo 1 >$LIO_CORE/attrib/emulate_tpws
     mkdir -p $LIO_LOOP/tpgt_1/lun/lun_0

@@ -19,6 +19,7 @@ pub struct ClientBuilder {
     pub(super) guid: Option<u64>,
     pub(super) recovers: bool,
     pub(super) noted: Option<[u8; 16]>,
+    pub(super) was_redirected: bool,
     pub(super) protection: ProtectionMode,
 }
 
@@ -36,6 +37,7 @@ impl Default for ClientBuilder {
             guid: None,
             recovers: false,
             noted: None,
+            was_redirected: false,
             protection: ProtectionMode::default(),
         }
     }
@@ -120,6 +122,16 @@ impl ClientBuilder {
     #[must_use]
     pub fn noted_cache(mut self, generation: Option<[u8; 16]>) -> Self {
         self.noted = generation;
+        self
+    }
+
+    /// Sets whether a login of the earlier process was redirected to another SRP port
+    /// ([`SessionReport::is_redirected`](super::SessionReport::is_redirected)). That port does not
+    /// know about the login of this process, so reads and writes wait until its commands have had
+    /// time to complete. Default: false.
+    #[must_use]
+    pub fn was_redirected(mut self, was_redirected: bool) -> Self {
+        self.was_redirected = was_redirected;
         self
     }
 

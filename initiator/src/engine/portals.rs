@@ -68,6 +68,7 @@ impl Client {
             },
             lun,
             recovers: config.recovers,
+            was_redirected: config.was_redirected,
             paths,
         };
         let status = Arc::new(SessionStatus::default());

@@ -178,6 +178,11 @@ impl Session {
         if status.report().cache.is_none() {
             status.set_cache(config.noted.filter(|_| config.recovers).or(found));
         }
+        // The next process must wait as well if this one is killed before its wait is over.
+        let was_redirected = config.recovers && config.was_redirected;
+        if was_redirected {
+            status.set_redirected();
+        }
         let watch = Watch {
             lun,
             unit,
@@ -185,6 +190,7 @@ impl Session {
             has_fua: caching.has_fua,
             recovers: config.recovers,
             noted: config.noted,
+            was_redirected,
             owner,
             buffer: self.buffer(CHECK_LEN).await?,
         };

@@ -44,6 +44,7 @@ struct Details {
     pending: Pending,
     paths: Vec<PathReport>,
     cache: Option<[u8; 16]>,
+    is_redirected: bool,
     grown: Option<u64>,
 }
 
@@ -67,6 +68,9 @@ pub struct SessionReport {
     /// Generation of the unit's volatile cache, if the unit reports one. A process that takes over
     /// compares it.
     pub cache: Option<[u8; 16]>,
+    /// A login of this session, or of the killed process before it, was redirected to another SRP
+    /// port. A process that takes over must wait for the commands of that port.
+    pub is_redirected: bool,
 }
 
 /// State of a session as a whole.
@@ -221,6 +225,7 @@ impl SessionStatus {
             },
             paths: details.paths.clone(),
             cache: details.cache,
+            is_redirected: details.is_redirected,
         }
     }
 
@@ -300,6 +305,15 @@ impl SessionStatus {
         let mut details = self.lock();
         if details.cache != generation {
             details.cache = generation;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Sets [`SessionReport::is_redirected`]. This is never cleared: after a later login at the
+    /// original port, the other port may still execute commands.
+    pub(super) fn set_redirected(&self) {
+        let mut details = self.lock();
+        if !std::mem::replace(&mut details.is_redirected, true) {
             self.changed.notify_all();
         }
     }

@@ -149,6 +149,7 @@ fn redirected_login_uses_other_target() {
     assert_eq!(second.disk.lock().unwrap()[8192..8192 + 4096], data);
     assert_eq!(first.disk.lock().unwrap()[8192..8192 + 4096], [0; 4096]);
     let count = |counter: &AtomicU32| counter.load(Ordering::SeqCst);
+    assert!(session.status().report().is_redirected);
     assert_eq!(count(&first.knobs.refused), 2, "each channel");
     assert_eq!(count(&first.knobs.logins), 0);
     assert_eq!(count(&second.knobs.logins), 2);

@@ -58,8 +58,8 @@
 //! - **A process that replaces a killed process** ([`Paths::recover`]). The outstanding commands of
 //!   the old process are unknown, and so are the target ports of its sessions. So all requests that
 //!   modify or read blocks wait. A login at a path's own portal is a proof for `riserd` only, and
-//!   only if it is not redirected; all other targets require the wait. The time starts with the
-//!   process.
+//!   only if neither this login nor one of the old process was redirected; all other targets
+//!   require the wait. The time starts with the process.
 //!
 //! If a write stays in a backend or in the network for longer than this, it can still reach the
 //! medium late. In all other cases, we wait indefinitely for the lost path, and conflicting writes

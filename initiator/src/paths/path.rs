@@ -71,12 +71,16 @@ impl Paths {
 
     /// Takes over from a process with the same initiator ports that exited without logging out: on
     /// each of its paths, any command that modifies the unit may have been outstanding. Reads also
-    /// wait for their completion.
-    pub fn recover(&mut self, now: Instant) {
+    /// wait for their completion. `was_redirected` is set if a login of the process was redirected:
+    /// the other SRP port does not know about our logins.
+    pub fn recover(&mut self, was_redirected: bool, now: Instant) {
         let at = now + self.config.timing.settle;
         for path in &mut self.paths {
             path.unfenced = true;
-            path.proof = Proof::Own;
+            path.proof = match was_redirected {
+                true => Proof::None,
+                false => Proof::Own,
+            };
             path.settled_at = Some(at);
             path.ghosts.push((None, Effect::Other));
         }

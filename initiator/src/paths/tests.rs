@@ -849,14 +849,19 @@ fn redirected_login_fences_after_delay() {
 
 #[test]
 fn redirected_takeover_waits_for_dead_process() {
-    let mut rig = Rig::new(1);
-    rig.paths.recover(rig.now);
-    rig.activate_with_cache(A, REDIRECTED);
-    let write = rig.submit(write(0, 8));
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
-    assert_eq!(rig.started(), [(write, A)]);
+    let own = Some(PortTag::Port(TargetPortId([7; 16]), None));
+    for (port, was_redirected) in [(own, false), (REDIRECTED, false), (own, true)] {
+        let mut rig = Rig::new(1);
+        rig.paths.recover(was_redirected, rig.now);
+        rig.activate_with_cache(A, port);
+        let write = rig.submit(write(0, 8));
+        if port == REDIRECTED || was_redirected {
+            rig.wait(ms(14_900));
+            assert_eq!(rig.started(), []);
+            rig.wait(ms(100));
+        }
+        assert_eq!(rig.started(), [(write, A)]);
+    }
 }
 
 #[test]
@@ -908,7 +913,7 @@ fn login_fences_only_sessions_in_group() {
 #[test]
 fn takeover_writes_after_fencing_all_paths() {
     let mut rig = Rig::new(2);
-    rig.paths.recover(rig.now);
+    rig.paths.recover(false, rig.now);
     rig.activate_with_cache(A, GROUP);
     rig.close(B, ConnectError::Unreachable.into());
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
@@ -929,7 +934,7 @@ fn takeover_writes_after_fencing_all_paths() {
 #[test]
 fn takeover_trusts_no_unknown_group() {
     let mut rig = Rig::new(2);
-    rig.paths.recover(rig.now);
+    rig.paths.recover(false, rig.now);
     rig.activate(A, None);
     rig.activate(B, None);
     let write = rig.submit(write(0, 8));
@@ -956,7 +961,7 @@ fn path_waits_for_time2wait() {
 #[test]
 fn takeover_delays_writes_for_absent_path() {
     let mut rig = Rig::new(2);
-    rig.paths.recover(rig.now);
+    rig.paths.recover(false, rig.now);
     rig.activate(A, None);
     rig.close(B, ConnectError::Unreachable.into());
     let write = rig.submit(write(0, 8));

@@ -158,7 +158,8 @@ pub(super) enum Proof {
     /// A login through the path's own portal, because the target port of the lost session is
     /// unknown.
     Own,
-    /// None: sessions with several target ports were lost.
+    /// None: sessions with several target ports were lost, or a session of a killed process at a
+    /// port to which its login was redirected.
     None,
 }
 

@@ -51,8 +51,9 @@ pub trait Machine {
     /// Called when commands of an earlier process with the same initiator port may still be in
     /// flight: waiting requests are not started until these commands have had time to complete. A
     /// login may terminate them (RFC 7143 clause 6.3.5), but only in the portal group that received
-    /// them, which is unknown.
-    fn recover(&mut self, _now: Instant) {}
+    /// them, which is unknown. `was_redirected` is set if the earlier process's login was redirected
+    /// to another SRP port.
+    fn recover(&mut self, _was_redirected: bool, _now: Instant) {}
 
     /// Called when the watched unit is unusable here: logs out and disconnects, then either closes
     /// the session or retries the login.

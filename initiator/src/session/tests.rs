@@ -571,7 +571,7 @@ fn takeover_waits_for_commands_of_dead_process<R: Rig>() {
         let mut rig = R::live();
         let now = rig.now();
         rig.set_guarded();
-        rig.session().recover(now);
+        rig.session().recover(false, now);
         if is_checked {
             rig.session().hold_requests();
         }

@@ -240,6 +240,9 @@ pub struct ConnectOptions {
     /// Cache generation of the unit, as recorded by the previous process.
     #[arg(skip)]
     pub noted: Option<[u8; 16]>,
+    /// Set if a login of the previous process was redirected to another SRP port.
+    #[arg(skip)]
+    pub was_redirected: bool,
     /// Required buffer size in bytes, if larger than the default.
     #[arg(skip)]
     pub buffers: Option<u64>,

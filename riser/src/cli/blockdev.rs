@@ -95,6 +95,7 @@ impl DeviceChoice {
         if let Self::Lost { before, .. } = self {
             link.recovers = true;
             link.noted = before.cache;
+            link.was_redirected = before.was_redirected;
             if let Export::Ublk { guid, .. } = before.export {
                 link.guid = guid;
             }
@@ -271,6 +272,7 @@ mod tests {
             link: None,
             paths: Vec::new(),
             cache: None,
+            was_redirected: false,
         };
         let geometry = |capacity, block_size| {
             let disk = MemoryDevice::new(capacity, block_size).unwrap();

@@ -238,7 +238,8 @@ fn engine_builder(link: &ConnectOptions, timeout: Duration) -> ClientBuilder {
             .port(port)
             .guid(link.guid)
             .recovers(link.recovers)
-            .noted_cache(link.noted);
+            .noted_cache(link.noted)
+            .was_redirected(link.was_redirected);
     }
     builder
 }

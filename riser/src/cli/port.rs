@@ -9,6 +9,7 @@ use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use riser_initiator::engine::SessionReport;
 use serde::{Deserialize, Serialize};
 
 use super::args::ConnectOptions;
@@ -36,6 +37,9 @@ struct Entry {
     /// Cache generation of the unit, if supported.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
     cache: Option<[u8; 16]>,
+    /// A login was redirected to another SRP port.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    was_redirected: bool,
 }
 
 /// A port and its file.
@@ -46,17 +50,20 @@ pub(super) struct PortEntry {
 }
 
 impl PortEntry {
-    /// Records the cache generation of the unit.
+    /// Records the cache generation of the unit, and whether a login was redirected.
     ///
     /// # Errors
     /// Fails if the directory can't be written.
-    pub(super) fn note_cache(&mut self, generation: Option<[u8; 16]>) -> io::Result<()> {
-        let before = std::mem::replace(&mut self.entry.cache, generation);
-        if before == generation {
+    pub(super) fn note_session(&mut self, report: &SessionReport) -> io::Result<()> {
+        let before = (self.entry.cache, self.entry.was_redirected);
+        let noted = (report.cache, report.is_redirected);
+        if before == noted {
             return Ok(());
         }
+        (self.entry.cache, self.entry.was_redirected) = noted;
         // If this fails, try again next time.
-        self.write().inspect_err(|_| self.entry.cache = before)
+        self.write()
+            .inspect_err(|_| (self.entry.cache, self.entry.was_redirected) = before)
     }
 
     /// Writes the file atomically.
@@ -91,7 +98,7 @@ impl ExportPort {
         let before = fs::read(&file)
             .ok()
             .and_then(|text| serde_json::from_slice::<Entry>(&text).ok());
-        let (port, guid, cache, is_inherited) = match before {
+        let (before, is_inherited) = match before {
             // If two processes used the same port, they would close each other's sessions.
             Some(entry) if process_start(entry.pid) == Some(entry.started) => {
                 return Ok(Self {
@@ -100,20 +107,20 @@ impl ExportPort {
                     is_inherited: false,
                 });
             }
-            Some(entry) if entry.path == path && entry.url == url => {
-                (entry.port, entry.guid, entry.cache, true)
-            }
-            _ => (random(), None, None, false),
+            Some(entry) if entry.path == path && entry.url == url => (Some(entry), true),
+            _ => (None, false),
         };
+        let port = before.as_ref().map_or_else(random, |before| before.port);
         let pid = std::process::id();
         let entry = Entry {
             path: path.to_owned(),
             url: url.to_owned(),
             port,
-            guid,
+            guid: before.as_ref().and_then(|before| before.guid),
             pid,
             started: process_start(pid).unwrap_or(0),
-            cache,
+            cache: before.as_ref().and_then(|before| before.cache),
+            was_redirected: before.is_some_and(|before| before.was_redirected),
         };
         let entry = PortEntry { file, entry };
         entry.write()?;
@@ -130,6 +137,7 @@ impl ExportPort {
         link.guid = self.noted_guid();
         link.recovers = self.is_inherited;
         link.noted = self.noted_cache();
+        link.was_redirected = self.was_redirected();
     }
 
     /// Returns the number used to generate the initiator port.
@@ -148,23 +156,34 @@ impl ExportPort {
         self.entry.as_ref()?.entry.guid
     }
 
-    /// Records the GUID of the port before using the disk.
+    /// Records the GUID of the port, and whether its first login was redirected, before using the
+    /// disk.
     ///
     /// # Errors
     /// Fails if the directory can't be written.
-    pub(super) fn note_guid(&mut self, guid: Option<u64>) -> io::Result<()> {
-        match &mut self.entry {
-            Some(entry) if entry.entry.guid != guid => {
-                entry.entry.guid = guid;
-                entry.write()
-            }
-            _ => Ok(()),
+    pub(super) fn note_login(&mut self, guid: Option<u64>, is_redirected: bool) -> io::Result<()> {
+        let Some(noted) = &mut self.entry else {
+            return Ok(());
+        };
+        let entry = &mut noted.entry;
+        let before = (entry.guid, entry.was_redirected);
+        entry.guid = guid;
+        entry.was_redirected |= is_redirected;
+        if before == (entry.guid, entry.was_redirected) {
+            return Ok(());
         }
+        noted.write()
     }
 
     /// Returns the cache generation recorded by the previous process.
     fn noted_cache(&self) -> Option<[u8; 16]> {
         self.entry.as_ref()?.entry.cache
+    }
+
+    /// Returns whether a login of the previous process was redirected.
+    fn was_redirected(&self) -> bool {
+        let entry = self.entry.as_ref();
+        entry.is_some_and(|entry| entry.entry.was_redirected)
     }
 
     /// Returns the file of the port, or `None` if the port for this path is used by another
@@ -184,7 +203,32 @@ impl ExportPort {
 
 #[cfg(test)]
 mod tests {
+    use riser_initiator::engine::SessionStatus;
+
     use super::*;
+
+    /// Report of a session whose login was redirected.
+    fn report() -> SessionReport {
+        SessionReport {
+            cache: Some([0xa5; 16]),
+            is_redirected: true,
+            ..SessionStatus::default().report()
+        }
+    }
+
+    #[test]
+    fn redirected_login_is_noted() {
+        let path = std::env::temp_dir().join(format!("riser-state-{}-moved", std::process::id()));
+        let dir = StateDir::at(path.clone()).unwrap();
+        let mut port = ExportPort::allocate_port(&dir, Path::new("/a"), "srp://host/0").unwrap();
+        for (is_redirected, expected) in [(false, false), (true, true), (false, true)] {
+            port.note_login(Some(7), is_redirected).unwrap();
+            let text = fs::read(port.entry().unwrap().file).unwrap();
+            let written: Entry = serde_json::from_slice(&text).unwrap();
+            assert_eq!((written.guid, written.was_redirected), (Some(7), expected));
+        }
+        fs::remove_dir_all(path).unwrap();
+    }
 
     #[test]
     fn killed_process_passes_on_port() {
@@ -200,8 +244,8 @@ mod tests {
         let second_was_inherited = second.is_inherited();
         second.release();
         // Assume that the process was killed.
-        first.note_guid(Some(7)).unwrap();
-        first.entry().unwrap().note_cache(Some([0xa5; 16])).unwrap();
+        first.note_login(Some(7), false).unwrap();
+        first.entry().unwrap().note_session(&report()).unwrap();
         let file = first.entry().unwrap().file;
         let mut entry: Entry = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         entry.started += 1;
@@ -212,6 +256,7 @@ mod tests {
         assert!(third.is_inherited() && !second_was_inherited);
         assert_eq!(third.noted_cache(), Some([0xa5; 16]));
         assert_eq!(third.noted_guid(), Some(7));
+        assert!(third.was_redirected() && !first.was_redirected());
         assert_eq!(first.noted_cache(), None);
         // If the port was released, it isn't used again.
         third.release();
@@ -226,12 +271,13 @@ mod tests {
         let port = ExportPort::allocate_port(&dir, Path::new("/run/a"), "srp://host/0").unwrap();
         let mut entry = port.entry().unwrap();
         fs::remove_dir_all(&path).unwrap();
-        entry.note_cache(Some([0xa5; 16])).unwrap_err();
+        entry.note_session(&report()).unwrap_err();
         fs::create_dir(&path).unwrap();
-        entry.note_cache(Some([0xa5; 16])).unwrap();
+        entry.note_session(&report()).unwrap();
         let text = fs::read(&entry.file).unwrap();
         let written: Entry = serde_json::from_slice(&text).unwrap();
         assert_eq!(written.cache, Some([0xa5; 16]));
+        assert!(written.was_redirected);
         fs::remove_dir_all(path).unwrap();
     }
 }

@@ -29,23 +29,25 @@ pub struct LinkEntry(Arc<Entry>);
 
 impl LinkEntry {
     /// Records the state of the session, and returns whether the attachment is still in the list.
-    /// In this case, `note` is called first to record the cache generation of the unit.
+    /// In this case, `note` is called first to record the report for a process that takes over.
     ///
     /// # Errors
     /// Fails if the directory can't be written. Also returns errors from `note`.
     pub fn update(
         &mut self,
         report: SessionReport,
-        note: impl FnOnce(Option<[u8; 16]>) -> io::Result<()>,
+        note: impl FnOnce(&SessionReport) -> io::Result<()>,
     ) -> io::Result<bool> {
         let mut attachment = self.0.lock();
         let Some(attachment) = &mut *attachment else {
             return Ok(false);
         };
+        let noted = note(&report);
+        attachment.cache = report.cache;
+        attachment.was_redirected = report.is_redirected;
         attachment.link = Some(report.link);
         attachment.paths = report.paths;
-        attachment.cache = report.cache;
-        note(report.cache)?;
+        noted?;
         self.0.write(attachment)?;
         Ok(true)
     }

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use riser_block::BlockDevice;
-use riser_initiator::engine::SessionStatus;
+use riser_initiator::engine::{SessionReport, SessionStatus};
 use riser_initiator::url::TargetUrl;
 use riser_initiator::url::{SECRET_ENV, Secrets};
 use rustix::process::{Pid, Signal};
@@ -216,6 +216,7 @@ impl Ready<'_> {
             log: self.args.supervised.clone(),
             link: report.as_ref().map(|report| report.link.clone()),
             cache: report.as_ref().and_then(|report| report.cache),
+            was_redirected: report.as_ref().is_some_and(|report| report.is_redirected),
             paths: report.map_or_else(Vec::new, |report| report.paths),
         }
     }
@@ -291,8 +292,8 @@ pub(super) fn with_disk(
     result
 }
 
-/// Updates the state of the session and paths of a disk in the list of attachments. The cache
-/// generation is also stored in the file of the initiator port (`port`).
+/// Updates the state of the session and paths of a disk in the list of attachments. The part used
+/// by the next process is also stored in the file of the initiator port (`port`).
 fn watch_link(
     status: Arc<SessionStatus>,
     mut entry: LinkEntry,
@@ -301,8 +302,8 @@ fn watch_link(
     let watch = move || {
         let mut known = status.report();
         loop {
-            let note = |cache| match &mut port {
-                Some(port) => port.note_cache(cache),
+            let note = |report: &SessionReport| match &mut port {
+                Some(port) => port.note_session(report),
                 None => Ok(()),
             };
             match entry.update(known.clone(), note) {
@@ -528,12 +529,15 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
         .map_err(|e| CliError::io("cannot save the initiator port", e))
 }
 
-/// Records the GUID of the port used by a disk, and returns the file of the port.
+/// Records the GUID of the port used by a disk, and whether its login was redirected. Returns the
+/// file of the port.
 fn note_port(port: &mut Option<ExportPort>, disk: &Disk) -> Result<Option<PortEntry>, CliError> {
     let Some(port) = port else {
         return Ok(None);
     };
-    port.note_guid(disk.port_guid())
+    let report = disk.watch().map(|status| status.report());
+    let is_redirected = report.is_some_and(|report| report.is_redirected);
+    port.note_login(disk.port_guid(), is_redirected)
         .map_err(|e| CliError::io("cannot save the initiator port", e))?;
     Ok(port.entry())
 }

@@ -365,6 +365,7 @@ pub(super) mod fixture {
             link: None,
             paths: Vec::new(),
             cache: None,
+            was_redirected: false,
         }
     }
 }
@@ -408,15 +409,22 @@ mod tests {
             },
             paths,
             cache: Some([0xa5; 16]),
+            is_redirected: true,
         };
         assert!(entry.update(report.clone(), |_| Ok(())).unwrap());
         let listed = dir.list().unwrap().remove(0);
         assert_eq!(
-            (listed.link, listed.paths, listed.cache),
+            (
+                listed.link,
+                listed.paths,
+                listed.cache,
+                listed.was_redirected
+            ),
             (
                 Some(report.link.clone()),
                 report.paths.clone(),
-                report.cache
+                report.cache,
+                true
             )
         );
         drop(registration);
@@ -490,6 +498,7 @@ mod tests {
             },
             paths: Vec::new(),
             cache: None,
+            is_redirected: false,
         };
         assert!(!link.update(report, |_| Ok(())).unwrap(), "it is final");
         let listed = dir.list().unwrap().remove(0);

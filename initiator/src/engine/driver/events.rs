@@ -12,6 +12,8 @@ use super::{BATCH, Driver, SessionGuard};
 use crate::engine::env::Env;
 use crate::engine::io::{Done, Io, IoData, ScsiIo};
 use crate::engine::rdma::{Device, Owner};
+use crate::engine::status::SessionStatus;
+use crate::paths::PortTag;
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 use crate::session::SessionEvent;
@@ -159,16 +161,18 @@ impl<E: Env> Driver<E> {
         self.sessions[index].report_pending();
     }
 
-    /// Counts a message of the target about a completed command. The count is in the status visible
-    /// to the user, that is, the status of the paths if the session is a path.
+    /// Returns the status visible to the user of a session: the status of the paths if the session
+    /// is a path.
+    fn user_status(&self, index: usize) -> &SessionStatus {
+        let paths = self.sessions[index].paths;
+        let paths = paths.and_then(|(paths, _)| self.sessions.find(paths));
+        &self.sessions[paths.unwrap_or(index)].status
+    }
+
+    /// Counts a message of the target about a completed command.
     fn note_stale(&mut self, index: usize) {
-        let session = &self.sessions[index];
-        let paths = session
-            .paths
-            .and_then(|(paths, _)| self.sessions.find(paths));
-        let status = &self.sessions[paths.unwrap_or(index)].status;
-        if status.count_stale() == 1 {
-            let target = session.link.target().dst;
+        if self.user_status(index).count_stale() == 1 {
+            let target = self.sessions[index].link.target().dst;
             tracing::warn!(
                 %target,
                 "discarded a response to a command that was already completed or aborted"
@@ -183,6 +187,12 @@ impl<E: Env> Driver<E> {
         match event {
             SessionEvent::Stale => self.note_stale(index),
             SessionEvent::UnitReset(lun) => self.note_reset(index, lun),
+            SessionEvent::Live => {
+                let port = self.sessions[index].link.port();
+                if port.is_some_and(PortTag::is_redirected) {
+                    self.user_status(index).set_redirected();
+                }
+            }
             _ => {}
         }
         let session = &mut self.sessions[index];

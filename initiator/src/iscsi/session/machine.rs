@@ -64,7 +64,7 @@ impl Machine for IscsiSession {
         self.release_settled(now);
     }
 
-    fn recover(&mut self, now: Instant) {
+    fn recover(&mut self, _was_redirected: bool, now: Instant) {
         self.core.recover(now);
     }
 

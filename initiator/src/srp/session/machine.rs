@@ -57,9 +57,9 @@ impl Machine for SrpSession {
         self.release_settled(now);
     }
 
-    fn recover(&mut self, now: Instant) {
-        // A port reached by a redirect does not know the channels of other ports.
-        self.has_moved = self.redirect.is_some();
+    fn recover(&mut self, was_redirected: bool, now: Instant) {
+        // No port knows the channels of another port.
+        self.has_moved = was_redirected || self.redirect.is_some();
         self.core.recover(now);
     }
 

@@ -57,10 +57,8 @@
 //! reach the medium after its retry, and after later writes to the same blocks. ABORT TASK cannot
 //! abort it, because it only refers to commands of its own I_T nexus, and LOGICAL UNIT RESET would
 //! also terminate the commands of all other initiators. The same applies to the unknown connection
-//! of an earlier process, and with any target if the new login was redirected to another port,
-//! which does not know the old channels. A redirect of only the earlier process's
-//! login is unknown: with `riserd`, the session does not wait, although the other port may still
-//! execute a write.
+//! of an earlier process, and with any target if its login or the new one was redirected to another
+//! port: a port does not know the channels of another port.
 //!
 //! Task-management functions and commands with other effects (reservations, mode pages, compare and
 //! write) are never sent again; they fail with [`RequestError::ConnectionLost`].

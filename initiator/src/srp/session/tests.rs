@@ -671,16 +671,17 @@ fn redirected_login_waits_for_lost_changes() {
 
 #[test]
 fn redirected_takeover_waits_after_check() {
-    for redirect in [None, Some(([10, 0, 0, 2], 5555).into())] {
+    let other = Some(([10, 0, 0, 2], 5555).into());
+    for (redirect, was_redirected) in [(None, false), (other, false), (None, true), (other, true)] {
         let mut rig = Rig::connecting(1);
         rig.redirect = redirect;
         rig.log_in(CH0);
         assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
         rig.session.set_guarded(true);
-        rig.session.recover(rig.now);
+        rig.session.recover(was_redirected, rig.now);
         let id = rig.submit(write(0, 8));
         rig.session.release(true, rig.now);
-        if redirect.is_some() {
+        if redirect.is_some() || was_redirected {
             rig.expect_idle();
             rig.now += 15 * SEC - MS;
             rig.session.handle_timeout(rig.now);

@@ -133,7 +133,7 @@ impl PathsLink {
     pub(super) fn new(open: PathsOpen, now: Instant) -> Self {
         let mut machine = Paths::new(open.config);
         if open.recovers {
-            machine.recover(now);
+            machine.recover(open.was_redirected, now);
         }
         let member = |plan: PathPlan| Member {
             target: plan.target,

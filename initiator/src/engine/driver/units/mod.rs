@@ -144,16 +144,16 @@ impl<E: Env> Driver<E> {
             None if watch.recovers && session.units.is_empty() => inherited(&watch, found),
             None => Some(WriteCache::default()).filter(|_| watch.write_cache),
         };
-        let recovers = watch.recovers;
+        let (recovers, was_redirected) = (watch.recovers, watch.was_redirected);
         session.units.push(Watched::new(serial, watch, cache));
         session.report_cache();
         session.link.machine().set_guarded(true);
         // First watched unit. `riserd` has terminated all previous commands before its login
         // response, unless they were sent to another port.
         let is_redirected = session.link.port().is_some_and(PortTag::is_redirected);
-        let is_proved = session.units.has_generations() && !is_redirected;
+        let is_proved = session.units.has_generations() && !is_redirected && !was_redirected;
         if recovers && session.units.len() == 1 && !is_proved {
-            session.link.machine().recover(now);
+            session.link.machine().recover(was_redirected, now);
         }
         // The unit might have changed during its discovery: unit attentions are not reported for
         // unwatched units, and INQUIRY does not report them.

@@ -65,6 +65,7 @@ fn driver_with(plan: Plan, now: Instant) -> (Driver<Sim>, SessionKey) {
         has_fua: true,
         recovers: false,
         noted: None,
+        was_redirected: false,
         owner: Weak::new(),
         buffer: pool.try_take(4096).unwrap(),
     };
@@ -154,6 +155,7 @@ fn takeover_flushes_or_reports_inherited_writes() {
             has_fua: true,
             recovers,
             noted,
+            was_redirected: false,
             owner: Arc::downgrade(&owner),
             buffer: BufferPool::new(1 << 16).unwrap().try_take(4096).unwrap(),
         };
@@ -170,6 +172,35 @@ fn takeover_flushes_or_reports_inherited_writes() {
         assert_eq!(flushed == Err(RequestError::CacheLost), is_lost, "{what:?}");
         assert_eq!(status.report().cache, found, "{what:?}");
         flush(&mut driver, key, now).unwrap();
+    }
+}
+
+/// The unit proves that the target terminates old commands at its own port, but the old login may
+/// have been redirected.
+#[test]
+fn takeover_waits_after_redirected_login() {
+    for was_redirected in [false, true] {
+        let now = Instant::now();
+        let (mut driver, key) = driver(now);
+        driver.sessions[key.index].units.units.clear();
+        let owner = Arc::new(Losses::default());
+        let watch = Watch {
+            lun: LunId::new(0).unwrap(),
+            unit: Snapshot {
+                cache: Some([1; 16]),
+                ..Snapshot::default()
+            },
+            write_cache: true,
+            has_fua: true,
+            recovers: true,
+            noted: Some([1; 16]),
+            was_redirected,
+            owner: Arc::downgrade(&owner),
+            buffer: BufferPool::new(1 << 16).unwrap().try_take(4096).unwrap(),
+        };
+        driver.watch(key.index, watch, now);
+        let machine = driver.sessions[key.index].link.machine();
+        assert_eq!(machine.is_settled(), !was_redirected);
     }
 }
 
@@ -194,6 +225,7 @@ fn take_over_amid_a_loss(noted: Option<[u8; 16]>) {
         },
         lun,
         recovers: true,
+        was_redirected: false,
         paths: vec![PathPlan {
             target: target(),
             protocol: iscsi(),
@@ -215,6 +247,7 @@ fn take_over_amid_a_loss(noted: Option<[u8; 16]>) {
         has_fua: true,
         recovers: true,
         noted,
+        was_redirected: false,
         owner: Arc::downgrade(&owner),
         buffer: pool.try_take(4096).unwrap(),
     };
@@ -408,6 +441,7 @@ impl PathPair {
             },
             lun,
             recovers: false,
+            was_redirected: false,
             paths: vec![path(), path()],
         }));
         let (mut driver, key) = driver_with(plan, now);
@@ -423,6 +457,7 @@ impl PathPair {
             has_fua: true,
             recovers: false,
             noted: None,
+            was_redirected: false,
             owner: Arc::downgrade(&owner),
             buffer: pool.try_take(4096).unwrap(),
         };
@@ -947,6 +982,7 @@ fn watch_units(
             has_fua: true,
             recovers: false,
             noted: None,
+            was_redirected: false,
             owner: Arc::downgrade(owner),
             buffer: pool.try_take(4096).unwrap(),
         };
@@ -1154,6 +1190,7 @@ fn unreported_loss_survives_process() {
             has_fua: true,
             recovers: true,
             noted: left,
+            was_redirected: false,
             owner: Arc::downgrade(&owner),
             buffer: pool.try_take(4096).unwrap(),
         };

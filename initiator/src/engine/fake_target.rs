@@ -51,6 +51,9 @@ pub(crate) struct Knobs {
     pub(crate) unlisted: AtomicBool,
     /// The disk has no volatile cache and does not support flush commands.
     pub(crate) cacheless: AtomicBool,
+    /// The disk has protection information of type 1, but does not store it. Reads with protection
+    /// information are rejected, except for those without data.
+    pub(crate) protected: AtomicBool,
     /// WRITE SAME is rejected.
     pub(crate) no_write_same: AtomicBool,
     /// A different disk replaces the first one.
@@ -646,6 +649,7 @@ impl Target {
                 let mut data = vec![b' '; 36];
                 data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
                 data[8..12].copy_from_slice(b"FAKE");
+                data[5] = self.knobs.protected.load(Ordering::SeqCst).into();
                 data
             }
             (0x12, 1, 0x00) => match self.knobs.unlisted.load(Ordering::SeqCst) {
@@ -664,11 +668,21 @@ impl Target {
                 let mut data = vec![0; 32];
                 data[..8].copy_from_slice(&(blocks - 1).to_be_bytes());
                 data[8..12].copy_from_slice(&(BLOCK as u32).to_be_bytes());
+                data[12] = self.knobs.protected.load(Ordering::SeqCst).into();
                 data
             }
+            (0x88, protect, _) if protect & 0xe0 != 0 && len > 0 => return None,
             (0x88, ..) => disk.get(start..start + len)?.to_vec(),
-            (0x8a, ..) => {
-                disk.get_mut(start..start + len)?.copy_from_slice(&staged);
+            (0x8a, protect, _) => {
+                let received = match protect & 0xe0 {
+                    0 => BLOCK,
+                    _ => BLOCK + 8,
+                };
+                assert_eq!(staged.len(), len / BLOCK * received);
+                let blocks = disk.get_mut(start..start + len)?.chunks_mut(BLOCK);
+                for (block, data) in blocks.zip(staged.chunks(received)) {
+                    block.copy_from_slice(&data[..BLOCK]);
+                }
                 Vec::new()
             }
             (0x93, ..) if self.knobs.no_write_same.load(Ordering::SeqCst) => return None,

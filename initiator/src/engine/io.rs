@@ -210,12 +210,19 @@ pub trait Workload: Send {
 }
 
 /// Queue for the commands of a workload.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct WorkQueue {
     pub(super) submitted: Vec<(u64, ScsiIo)>,
+    pub(super) now: Instant,
 }
 
 impl WorkQueue {
+    /// Returns the time of this call.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
     /// Submits a command. Its completion is reported with `token`.
     pub fn submit(&mut self, token: u64, io: ScsiIo) {
         self.submitted.push((token, io));

@@ -39,6 +39,7 @@ mod status;
 mod system;
 mod tcp;
 mod timer;
+mod wakeup;
 
 use std::time::Duration;
 
@@ -52,6 +53,7 @@ pub use status::{
     LinkReport, LinkState, PathReport, Pending, ProtectionErrors, SessionReport, SessionStatus,
 };
 pub use timer::{Elapsed, Timeout};
+pub(crate) use wakeup::Wakeup;
 
 use crate::session::Down;
 use crate::srp::discovery::DiscoveryError;

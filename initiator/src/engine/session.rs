@@ -17,6 +17,7 @@ use super::driver::{CHECK_LEN, Message, SessionGuard, Watch};
 use super::io::{IoCompletion, IoData, ScsiIo, Workload};
 use super::status::SessionStatus;
 use super::timer::Elapsed;
+use super::wakeup::Wakeup;
 use crate::protection::ProtectionMode;
 use crate::request::RequestError;
 use crate::scsi::CachingPage;
@@ -211,6 +212,11 @@ impl Session {
             .mailbox
             .send(Message::Work(self.handle.guard.key, workload))
             .map_err(|_| EngineError::Gone)
+    }
+
+    /// Returns a waker for a workload of this engine.
+    pub(crate) fn wakeup(&self) -> Arc<Wakeup> {
+        Arc::new(Wakeup::new(self.handle.client.0.mailbox.clone()))
     }
 
     /// Logs out and waits until all resources are released. Outstanding and later commands fail

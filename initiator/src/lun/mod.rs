@@ -326,6 +326,14 @@ fn split(blocks: Range<u64>, max: u64) -> impl Iterator<Item = BlockRange> + Sen
     })
 }
 
+#[cfg(test)]
+impl Lun {
+    /// Starts a workload, which also runs without a thread.
+    pub(crate) fn start_workload(&self, workload: Box<dyn Workload>) {
+        workload::start(self, workload);
+    }
+}
+
 impl BlockDevice for Lun {
     fn geometry(&self) -> &Geometry {
         &self.shared.geometry

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use riser_block::{Buffer, BufferPool, SharedBuffer};
+use riser_block::{Buffer, BufferPool, SharedBuffer, TakeBuffer};
 
 use super::error::check_whole;
 use super::{Lun, LunError};
@@ -185,14 +185,23 @@ impl Lun {
 
     /// Waits for the buffer of [`Self::try_wire`].
     async fn wire(&self, len: usize) -> Result<Option<Buffer>, LunError> {
-        match (self.try_wire(len), &self.shared.prot) {
-            (Err(LunError::NoMemory), Some(prot)) => {
-                let wire = prot.pool.take_buffer(prot.format.interleaved_len(len));
+        match self.try_wire(len) {
+            Err(LunError::NoMemory) => {
+                let wire = self.take_wire(len);
                 let wait = self.session.client().timeout(self.session.timeout(), wire);
                 Ok(Some(wait.await?))
             }
-            (wire, _) => wire,
+            wire => wire,
         }
+    }
+
+    /// Returns a future for a buffer for which [`Self::try_wire`] has failed.
+    ///
+    /// # Panics
+    /// Panics if the unit has no protection information.
+    pub(super) fn take_wire(&self, len: usize) -> TakeBuffer {
+        let prot = self.shared.prot.as_ref().expect("a protected unit");
+        prot.pool.take_buffer(prot.format.interleaved_len(len))
     }
 
     /// Reads into the buffer, starting at `offset`.

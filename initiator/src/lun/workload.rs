@@ -1,15 +1,21 @@
 //! Adapter from a block device's workload to a workload of the engine.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
 
-use riser_block::{BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload};
+use riser_block::{
+    BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, TakeBuffer, Workload,
+};
 use rustc_hash::FxHashMap;
 
 use super::error::check_response;
 use super::transfer::Transfer;
 use super::{Lun, LunError};
-use crate::engine::{self, IoCompletion, IoData, ScsiIo, WorkQueue};
+use crate::engine::{self, IoCompletion, IoData, ScsiIo, Wakeup, WorkQueue};
 use crate::request::RequestError;
 use crate::scsi::{BlockRange, Command, unmap_list};
 
@@ -22,26 +28,31 @@ const PIECE: u64 = 3 << 32;
 /// The flush at the end of such an operation.
 const FINAL_FLUSH: u64 = 4 << 32;
 
-/// Interval for retrying a transfer without a buffer for its protection information while this
-/// workload has no command in flight: other users own all buffers.
-const RETRY: Duration = Duration::from_millis(1);
-
 /// Sends a workload to the engine's thread, if it has one.
 pub(super) fn drive(lun: &Lun, workload: Box<dyn Workload>) -> Result<(), Box<dyn Workload>> {
     if !lun.session.client().has_thread() {
         return Err(workload);
     }
+    start(lun, workload);
+    Ok(())
+}
+
+/// Sends a workload to the engine.
+pub(super) fn start(lun: &Lun, workload: Box<dyn Workload>) {
+    let wakeup = lun.session.wakeup();
     let work = LunWorkload {
         lun: lun.clone(),
         workload,
         submissions: Submissions::default(),
         composites: FxHashMap::default(),
         waiting: VecDeque::new(),
-        retry: None,
+        first_wire: None,
+        waker: wakeup.clone().into(),
+        wakeup,
+        last_call: None,
     };
     // If the engine was shut down, it drops the workload, as for a shutdown during the work.
     let _ = lun.session.run(Box::new(work));
-    Ok(())
 }
 
 struct LunWorkload {
@@ -51,11 +62,16 @@ struct LunWorkload {
     submissions: Submissions,
     /// Operations with several commands, by tag.
     composites: FxHashMap<u32, Composite>,
-    /// Transfers without a buffer for their protection information, in order of submission. Bound:
-    /// the operations of the workload.
+    /// Transfers without a buffer for their protection information, in order of submission and of
+    /// their deadlines. Bound: the operations of the workload.
     waiting: VecDeque<WaitingTransfer>,
-    /// Time of the next retry of the first one.
-    retry: Option<Instant>,
+    /// Buffer for the first waiting transfer.
+    first_wire: Option<TakeBuffer>,
+    /// Set when this buffer may be available.
+    wakeup: Arc<Wakeup>,
+    waker: Waker,
+    /// Time of the last call.
+    last_call: Option<Instant>,
 }
 
 /// A checked transfer of a command.
@@ -64,6 +80,7 @@ struct WaitingTransfer {
     transfer: Transfer,
     offset: u64,
     buffer: Buffer,
+    deadline: Instant,
 }
 
 /// An operation with several commands: a transfer beyond the unit's limit, or a write to stable
@@ -164,25 +181,67 @@ impl LunWorkload {
                     transfer,
                     offset,
                     buffer,
+                    deadline: queue.now() + lun.session.timeout(),
                 });
-                self.retry = Some(Instant::now() + RETRY);
+                // Registers for a buffer, unless another transfer is already waiting.
+                self.submit_waiting(queue);
             }
         }
         Ok(())
     }
 
-    /// Submits waiting transfers for which there are buffers.
+    /// Submits waiting transfers for which there are buffers. The pool's queue ensures that other
+    /// users of the pool do not starve them.
     fn submit_waiting(&mut self, queue: &mut WorkQueue) {
-        while let Some(first) = self.waiting.front()
-            && let Ok(wire) = self.lun.try_wire(first.buffer.len())
-            && let Some(first) = self.waiting.pop_front()
-        {
+        self.wakeup.reset();
+        let mut cx = Context::from_waker(&self.waker);
+        while let Some(first) = self.waiting.front() {
+            let wire = self
+                .first_wire
+                .get_or_insert_with(|| self.lun.take_wire(first.buffer.len()));
+            let Poll::Ready(wire) = Pin::new(wire).poll(&mut cx) else {
+                return;
+            };
+            self.first_wire = None;
+            let first = self.waiting.pop_front().expect("the first one");
             let io = self
                 .lun
-                .transfer_io(first.transfer, first.offset, first.buffer, wire);
-            queue.submit(first.token, io.expect("checked before it was queued"));
+                .transfer_io(first.transfer, first.offset, first.buffer, Some(wire));
+            let mut io = io.expect("checked before it was queued");
+            io.timeout = first.deadline.saturating_duration_since(queue.now());
+            queue.submit(first.token, io);
         }
-        self.retry = (!self.waiting.is_empty()).then(|| Instant::now() + RETRY);
+    }
+
+    /// Submits waiting transfers for which there are buffers. Transfers past their deadline fail.
+    fn run_waiting(&mut self, queue: &mut WorkQueue) {
+        while let Some(first) = self.waiting.front()
+            && first.deadline <= queue.now()
+        {
+            let token = first.token;
+            // The next transfer may need a buffer of a different length.
+            self.first_wire = None;
+            self.waiting.pop_front();
+            let end = IoCompletion {
+                result: Err(RequestError::TimedOut),
+                data: IoData::None,
+            };
+            self.finish(token, end, queue);
+        }
+        self.submit_waiting(queue);
+    }
+
+    /// Handles the completion of a command, or of a transfer that was not submitted.
+    fn finish(&mut self, token: u64, end: IoCompletion, queue: &mut WorkQueue) {
+        let (tag, kind) = (token as u32, token & !u64::from(u32::MAX));
+        let completion = match kind {
+            PIECE | FINAL_FLUSH => self.complete_composite(tag, kind, end, queue),
+            _ => Some(self.check_completion(kind, end)),
+        };
+        if let Some(completion) = completion {
+            self.workload
+                .complete(tag, completion, &mut self.submissions);
+        }
     }
 
     /// Returns whether a buffer exceeds the maximum for a single command.
@@ -284,37 +343,36 @@ fn discard(lun: &Lun, run: BlockRange) -> Result<ScsiIo, LunError> {
 
 impl engine::Workload for LunWorkload {
     fn start(&mut self, queue: &mut WorkQueue) {
-        self.wake(queue);
+        self.last_call = Some(queue.now());
+        self.workload.submit(&mut self.submissions);
+        self.forward(queue);
     }
 
     fn complete(&mut self, token: u64, end: IoCompletion, queue: &mut WorkQueue) {
-        let (tag, kind) = (token as u32, token & !u64::from(u32::MAX));
-        let completion = match kind {
-            PIECE | FINAL_FLUSH => self.complete_composite(tag, kind, end, queue),
-            _ => Some(self.check_completion(kind, end)),
-        };
-        if let Some(completion) = completion {
-            self.workload
-                .complete(tag, completion, &mut self.submissions);
-        }
+        self.last_call = Some(queue.now());
+        self.finish(token, end, queue);
         if !self.waiting.is_empty() {
-            self.submit_waiting(queue);
+            self.run_waiting(queue);
         }
         self.forward(queue);
     }
 
     fn due(&self) -> Option<Instant> {
-        [self.workload.due(), self.retry]
-            .into_iter()
-            .flatten()
-            .min()
+        let waiting = self.waiting.front().and_then(|first| {
+            let woken = self.last_call.filter(|_| self.wakeup.is_pending());
+            woken.or(Some(first.deadline))
+        });
+        [self.workload.due(), waiting].into_iter().flatten().min()
     }
 
     fn wake(&mut self, queue: &mut WorkQueue) {
+        self.last_call = Some(queue.now());
         if !self.waiting.is_empty() {
-            self.submit_waiting(queue);
+            self.run_waiting(queue);
         }
-        self.workload.submit(&mut self.submissions);
+        if self.workload.due().is_some_and(|due| due <= queue.now()) {
+            self.workload.submit(&mut self.submissions);
+        }
         self.forward(queue);
     }
 }

@@ -65,4 +65,6 @@ pub(in crate::engine) enum Message {
         reply: Sender<SearchResult>,
     },
     Shutdown,
+    /// Starts a round: the wake-up time of a workload has changed.
+    Wake,
 }

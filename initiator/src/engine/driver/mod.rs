@@ -48,7 +48,7 @@ use self::session::Sessions;
 use self::srp::SrpLink;
 pub(super) use self::watched::Watch;
 use crate::engine::env::Env;
-use crate::engine::io::{Done, Io, IoCompletion, SessionKey, Target, WorkQueue};
+use crate::engine::io::{Done, Io, IoCompletion, ScsiIo, SessionKey, Target};
 use crate::engine::rdma::Device;
 use crate::engine::timer::Timers;
 use crate::request::{RequestError, RequestResult, RequestSpec};
@@ -73,7 +73,7 @@ pub(super) struct Driver<E: Env> {
     /// Completions of workload commands: session, workload, token, completion.
     finished: Vec<(usize, usize, u64, IoCompletion)>,
     /// Commands submitted by a workload in one call.
-    work: WorkQueue,
+    work: Vec<(u64, ScsiIo)>,
     /// Inputs for sessions that are paths or have watched units.
     inputs: VecDeque<Input>,
     /// Clients of disks served by this thread.
@@ -99,7 +99,7 @@ impl<E: Env> Driver<E> {
             searches: PortSearches::default(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
-            work: WorkQueue::default(),
+            work: Vec::new(),
             inputs: VecDeque::new(),
             services: Services::default(),
             inbox: Vec::new(),
@@ -286,6 +286,7 @@ impl<E: Env> Driver<E> {
                 }
             }
             Message::Host(service) => self.services.push(service),
+            Message::Wake => {}
             Message::Timer(limit, sender) => self.timers.insert(now + limit, sender),
             Message::Discover {
                 ip,

@@ -82,14 +82,22 @@ impl<E: Env> Driver<E> {
         workload: Box<dyn Workload>,
         now: Instant,
     ) {
-        let mut queue = std::mem::take(&mut self.work);
+        let mut queue = self.work_queue(now);
         let id = self.sessions[index].workloads.start(workload, &mut queue);
-        self.submit_work(index, id, &mut queue, now);
-        self.work = queue;
+        self.submit_work(index, id, &mut queue);
+        self.work = queue.submitted;
     }
 
-    fn submit_work(&mut self, index: usize, id: usize, queue: &mut WorkQueue, now: Instant) {
-        let commands = queue.submitted.len();
+    /// Returns the empty queue for calls of workloads. [`Self::work`] must be restored afterwards.
+    fn work_queue(&mut self, now: Instant) -> WorkQueue {
+        WorkQueue {
+            submitted: std::mem::take(&mut self.work),
+            now,
+        }
+    }
+
+    fn submit_work(&mut self, index: usize, id: usize, queue: &mut WorkQueue) {
+        let (commands, now) = (queue.submitted.len(), queue.now);
         self.sessions[index].workloads.on_submitted(id, commands);
         for (token, io) in queue.submitted.drain(..) {
             let done = Done::Workload {
@@ -110,10 +118,10 @@ impl<E: Env> Driver<E> {
                 continue;
             };
             for id in session.workloads.due(now) {
-                let mut queue = std::mem::take(&mut self.work);
+                let mut queue = self.work_queue(now);
                 self.sessions[index].workloads.wake(id, &mut queue);
-                self.submit_work(index, id, &mut queue, now);
-                self.work = queue;
+                self.submit_work(index, id, &mut queue);
+                self.work = queue.submitted;
             }
         }
         // A command that could not be started has already completed, without an event on a
@@ -124,13 +132,13 @@ impl<E: Env> Driver<E> {
     fn complete_work(&mut self, now: Instant) -> bool {
         let mut finished = std::mem::take(&mut self.finished);
         let any = !finished.is_empty();
-        let mut queue = std::mem::take(&mut self.work);
+        let mut queue = self.work_queue(now);
         for (index, id, token, completion) in finished.drain(..) {
             let workloads = &mut self.sessions[index].workloads;
             workloads.complete(id, token, completion, &mut queue);
-            self.submit_work(index, id, &mut queue, now);
+            self.submit_work(index, id, &mut queue);
         }
-        self.work = queue;
+        self.work = queue.submitted;
         if self.finished.is_empty() {
             self.finished = finished;
         }

@@ -1,0 +1,125 @@
+//! Protected units with too few buffers for their data with protection information.
+
+use std::sync::{Arc, Mutex};
+
+use riser_block::{
+    BlockError, BufferPool, Completion, Operation, Submissions, Workload as BlockWorkload,
+};
+
+use super::*;
+
+fn protected() -> Rig {
+    let rig = rig("");
+    rig.target.knobs.protected.store(true, Ordering::SeqCst);
+    rig
+}
+
+/// Returns the rig with a protected disk, whose calls have this timeout.
+fn protected_disk(timeout: Duration) -> (Rig, Lun, BufferPool) {
+    let rig = protected();
+    let session = rig.session.clone().with_timeout(timeout);
+    let lun = block_on(session.lun(0)).unwrap();
+    assert!(lun.protection().is_some());
+    let pool = block_on(session.protection_pool()).unwrap();
+    (rig, lun, pool)
+}
+
+/// Completed operations, and the times of their completion.
+type Results = Arc<Mutex<Vec<(u32, Result<(), BlockError>, Instant)>>>;
+
+/// Writes blocks concurrently.
+struct Writes {
+    /// Lengths in bytes.
+    lens: Vec<usize>,
+    lun: Lun,
+    results: Results,
+}
+
+impl BlockWorkload for Writes {
+    fn submit(&mut self, queue: &mut Submissions) {
+        for (tag, len) in (0..).zip(std::mem::take(&mut self.lens)) {
+            let buffer = self.lun.buffers().try_take(len).unwrap();
+            buffer.slice().write(0, &pattern(tag as usize, len));
+            let operation = Operation::Write {
+                offset: u64::from(tag) * 4096,
+                buffer,
+                fua: false,
+            };
+            queue.push(tag, operation);
+        }
+    }
+
+    fn complete(&mut self, tag: u32, completion: Completion, _: &mut Submissions) {
+        let result = (tag, completion.map(drop), world::now());
+        self.results.lock().unwrap().push(result);
+    }
+
+    fn due(&self) -> Option<Instant> {
+        None
+    }
+}
+
+fn start_writes(lun: &Lun, lens: &[usize]) -> Results {
+    let results = Results::default();
+    lun.start_workload(Box::new(Writes {
+        lens: lens.to_vec(),
+        lun: lun.clone(),
+        results: results.clone(),
+    }));
+    results
+}
+
+#[test]
+fn waiting_write_times_out_without_polling() {
+    let timeout = Duration::from_secs(3);
+    let (_rig, lun, pool) = protected_disk(timeout);
+    let _held = pool.try_take(pool.size()).unwrap();
+    let before = world::now();
+    let long = lun.geometry().optimal_transfer as usize * 2;
+    let results = start_writes(&lun, &[4096, long]);
+    let mut steps = 0;
+    while results.lock().unwrap().len() < 2 {
+        world::step(None);
+        steps += 1;
+    }
+    assert!(steps < 500, "{steps} steps");
+    for (tag, result, at) in results.lock().unwrap().iter() {
+        assert!(
+            matches!(result, Err(BlockError::TimedOut)),
+            "{tag}: {result:?}"
+        );
+        let waited = *at - before;
+        assert!(
+            waited >= timeout && waited < timeout * 11 / 10,
+            "{waited:?}"
+        );
+    }
+}
+
+#[test]
+fn waiting_write_starts_when_buffer_is_released() {
+    let (rig, lun, pool) = protected_disk(Duration::from_secs(30));
+    let held = pool.try_take(pool.size()).unwrap();
+    let results = start_writes(&lun, &[4096; 3]);
+    let second = start_writes(&lun, &[4096]);
+    let released = world::now() + Duration::from_secs(1);
+    while world::now() < released {
+        world::step(Some(released));
+    }
+    assert!(results.lock().unwrap().is_empty() && second.lock().unwrap().is_empty());
+    drop(held);
+    let released = world::now();
+    eventually("all writes", || {
+        results.lock().unwrap().len() == 3 && second.lock().unwrap().len() == 1
+    });
+    for (tag, result, at) in results.lock().unwrap().iter() {
+        assert!(result.is_ok(), "{tag}: {result:?}");
+        let waited = *at - released;
+        assert!(waited < Duration::from_micros(500), "{waited:?}");
+    }
+    assert_eq!(
+        rig.target.disk.lock().unwrap()[4096..8192],
+        pattern(1, 4096)
+    );
+    assert_eq!(pool.free(), pool.size());
+}

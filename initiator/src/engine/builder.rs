@@ -137,7 +137,8 @@ impl ClientBuilder {
 
     /// Sets whether protection information of units is transferred and verified. If it is, a
     /// quarter of the pool is reserved for it, from 64 KiB to 16 MiB, when the first protected
-    /// unit is opened. This requires a pool of at least 128 KiB. Default: [`ProtectionMode::Auto`].
+    /// unit is opened, or a smaller share if buffers are in use. This requires a pool of at least
+    /// 128 KiB. Default: [`ProtectionMode::Auto`].
     #[must_use]
     pub fn protection(mut self, mode: ProtectionMode) -> Self {
         self.protection = mode;

@@ -27,6 +27,9 @@ use crate::url::TargetUrl;
 /// Minimum and maximum length of the pool for data with protection information, in bytes.
 const PROTECTION_POOL: Range<usize> = 64 << 10..16 << 20;
 
+/// Divisor for the length of this pool if the client's buffers are in use.
+const SMALLEST_SHARE: usize = 8;
+
 /// Returns the length of the pool for data with protection information, for this length of the
 /// client's buffers.
 fn protection_pool_len(buffers: usize) -> usize {
@@ -109,14 +112,22 @@ impl Session {
     }
 
     /// Returns the client's pool for data with protection information. The first call takes its
-    /// memory from the client's buffers.
+    /// memory from the client's buffers. If these are in use, the pool is smaller than usual. Waits
+    /// for the minimum, up to the session's timeout.
     pub(crate) async fn protection_pool(&self) -> Result<BufferPool, Elapsed> {
         let shared = &self.handle.client.0;
         if let Some(pool) = shared.protection_pool.get() {
             return Ok(pool.clone());
         }
-        let len = protection_pool_len(shared.pool.size());
-        let part = self.buffer(len).await?;
+        let mut len = protection_pool_len(shared.pool.size());
+        let min = (len / SMALLEST_SHARE).max(PROTECTION_POOL.start);
+        let part = loop {
+            match shared.pool.try_take(len) {
+                Some(part) => break part,
+                None if len > min => len = (len / 2).max(min),
+                None => break self.buffer(min).await?,
+            }
+        };
         let pool = shared
             .protection_pool
             .get_or_init(|| shared.pool.split(part));

@@ -12,7 +12,7 @@ use riser_scsi::sense::SenseKey;
 use super::error::check_response;
 use super::transfer::Prot;
 use super::{Lun, LunError, LunShared};
-use crate::engine::{IoData, ScsiIo, Session};
+use crate::engine::{Elapsed, IoData, ScsiIo, Session};
 use crate::protection::{PiFormat, PiSupport, ProtectionMode, ReadMarker};
 use crate::request::DataLen;
 use crate::request::RequestError;
@@ -270,7 +270,9 @@ impl Session {
             format,
             cdb_size,
             marker: ReadMarker::new(self.random()),
-            pool: self.protection_pool().await?,
+            pool: self.protection_pool().await.map_err(|Elapsed| {
+                LunError::Unprotected("timed out waiting for free data buffers")
+            })?,
         }))
     }
 

@@ -3,10 +3,13 @@
 use std::sync::{Arc, Mutex};
 
 use riser_block::{
-    BlockError, BufferPool, Completion, Operation, Submissions, Workload as BlockWorkload,
+    BlockDevice as _, BlockError, BufferPool, Completion, Operation, Submissions,
+    Workload as BlockWorkload,
 };
 
 use super::*;
+
+const KIB: usize = 1 << 10;
 
 fn protected() -> Rig {
     let rig = rig("");
@@ -122,4 +125,41 @@ fn waiting_write_starts_when_buffer_is_released() {
         pattern(1, 4096)
     );
     assert_eq!(pool.free(), pool.size());
+}
+
+#[test]
+fn busy_client_reserves_smaller_pool() {
+    const MIB: usize = 1 << 20;
+    // The client has 8 MiB.
+    for (free, expected) in [
+        (8 * MIB, 2 * MIB),
+        (2 * MIB - 4 * KIB, MIB),
+        (300 * KIB, 256 * KIB),
+    ] {
+        let rig = protected();
+        let held = rig.client.buffers().try_take(8 * MIB - free);
+        let pool = block_on(rig.session.protection_pool()).unwrap();
+        assert_eq!(pool.size(), expected);
+        drop(held);
+        world::clear();
+    }
+}
+
+#[test]
+fn protected_unit_without_buffers_fails() {
+    let rig = protected();
+    let buffers = rig.client.buffers();
+    let held = buffers.try_take(buffers.size() - 128 * KIB).unwrap();
+    let session = rig.session.clone().with_timeout(Duration::from_secs(2));
+    let before = world::now();
+    let error = block_on(session.lun(0)).unwrap_err();
+    let waited = world::now() - before;
+    assert!(waited < Duration::from_secs(3), "{waited:?}");
+    assert_eq!(
+        error.to_string(),
+        "cannot use protection information: timed out waiting for free data buffers"
+    );
+    drop(held);
+    let lun = block_on(session.lun(0)).unwrap();
+    assert!(lun.protection().is_some());
 }

@@ -14,7 +14,8 @@
 //!
 //! Any range can be read or written. A block is checked and stored when its last byte has been
 //! written, provided that its bytes were written in order, as by the packets of a message. A write
-//! of its first byte starts again, and bytes after a gap are ignored.
+//! of its first byte starts again, and bytes after a gap are ignored. A block that was written only
+//! in part, or after a gap, has the error [`SigErrorKind::Incomplete`] until it is complete.
 //!
 //! Like in Linux `mlx5_ib`, a failed check does not stop the transfer: the data is sent or stored,
 //! and the owner must get the error before using it. Only the first error is recorded, because the
@@ -30,7 +31,9 @@ use super::dif::{TUPLE_LEN, convert};
 use super::segment::{self, Segment};
 use super::{Kind, MrTable};
 use crate::umem;
-use crate::verbs::{Access, Mr, MrId, PdId, SigAttrs, SigDomain, SigError, VerbsError};
+use crate::verbs::{
+    Access, Mr, MrId, PdId, SigAttrs, SigDomain, SigError, SigErrorKind, VerbsError,
+};
 
 /// Maximum size of the wire layout in bytes: the longest message.
 const MAX_WIRE: u64 = 1 << 31;
@@ -56,6 +59,15 @@ struct Format {
     blocks: u32,
 }
 
+/// Written part of a block. It is empty again when the block is complete.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Written {
+    /// Number of bytes from the first one.
+    end: u16,
+    /// Bytes after a gap were ignored.
+    has_gap: bool,
+}
+
 /// Memory and state of an integrity region.
 #[derive(Debug)]
 pub(super) struct Integrity {
@@ -69,9 +81,10 @@ pub(super) struct Integrity {
     format: Option<Format>,
     /// Buffer for the wire layout. This is not smaller than the region.
     wire: MemSlice,
-    /// Number of bytes of each block in the wire layout that were written, from its first byte. It
-    /// is 0 again when the block is complete.
-    written: Vec<Cell<u16>>,
+    /// Progress of each block in the wire layout.
+    written: Vec<Cell<Written>>,
+    /// Number of blocks that were written in part.
+    incomplete: Cell<u32>,
     /// End of the range that was last read. A message is sent in several packets, and the block at
     /// their boundary is only converted for the first of them.
     gathered: Cell<u64>,
@@ -172,6 +185,7 @@ impl Integrity {
             format: None,
             wire: Memory::new(1)?.whole(),
             written: Vec::new(),
+            incomplete: Cell::new(0),
             gathered: Cell::new(0),
             scratch: RefCell::default(),
             error: Cell::new(None),
@@ -203,6 +217,7 @@ impl Integrity {
         segment::assign(&mut self.protection, umem::ranges(protection));
         self.written.clear();
         self.written.resize(format.blocks as usize, Cell::default());
+        self.incomplete.set(0);
         let block = format.interval + TUPLE_LEN;
         if self.scratch.get_mut().len() != block {
             *self.scratch.get_mut() = vec![0; block].into();
@@ -214,9 +229,8 @@ impl Integrity {
     /// Prepares the region for a registration. Returns whether this is possible: memory must be
     /// mapped, and atomics do not follow the block layout.
     pub(super) fn start(&self, access: Access) -> bool {
-        for bytes in &self.written {
-            bytes.set(0);
-        }
+        // The owner may check the status later.
+        self.error.set(self.take_status());
         self.gathered.set(0);
         self.format.is_some() && !access.contains(Access::REMOTE_ATOMIC)
     }
@@ -256,7 +270,7 @@ impl Integrity {
             }
             self.convert(block, index, (mem, wire));
             let size = format.wire_block();
-            let kept = usize::from(self.written[index as usize].get());
+            let kept = usize::from(self.written[index as usize].get().end);
             self.wire
                 .write(index as usize * size + kept, &block[kept..size]);
         }
@@ -271,19 +285,59 @@ impl Integrity {
             let begin = u64::from(index) * size as u64;
             let from = at.saturating_sub(begin) as u16;
             let to = (at + len as u64 - begin).min(size as u64) as u16;
-            let written = &self.written[index as usize];
-            let end = match written.get() {
-                _ if from == 0 => to,
-                end if from <= end => end.max(to),
-                end => end,
+            let before = self.written[index as usize].get();
+            let written = match before {
+                _ if from == 0 => Written {
+                    end: to,
+                    has_gap: false,
+                },
+                Written { end, .. } if from <= end => Written {
+                    end: end.max(to),
+                    ..before
+                },
+                Written { end, .. } => Written { end, has_gap: true },
             };
-            if usize::from(end) == size {
-                written.set(0);
+            if usize::from(written.end) == size {
+                self.set_written(index, Written::default());
                 self.scatter_block(format, index);
             } else {
-                written.set(end);
+                self.set_written(index, written);
             }
         }
+    }
+
+    fn set_written(&self, index: u32, written: Written) {
+        let before = self.written[index as usize].replace(written);
+        let is_incomplete = |written: Written| u32::from(written != Written::default());
+        let others = self.incomplete.get() - is_incomplete(before);
+        self.incomplete.set(others + is_incomplete(written));
+    }
+
+    /// Returns whether [`Self::take_status`] would return an error.
+    fn has_error(&self) -> bool {
+        self.error.get().is_some() || self.incomplete.get() > 0
+    }
+
+    /// Returns the first error and clears all errors. Incomplete blocks must be written again from
+    /// their first byte.
+    fn take_status(&self) -> Option<SigError> {
+        let error = self.error.take();
+        if self.incomplete.replace(0) == 0 {
+            return error;
+        }
+        let mut blocks = self.written.iter().map(Cell::take).zip(0u64..);
+        let first = blocks.find(|(written, _)| *written != Written::default());
+        blocks.for_each(drop);
+        error.or_else(|| {
+            let (written, index) = first?;
+            let interleaved = (self.format().interval + TUPLE_LEN) as u64;
+            Some(SigError {
+                kind: SigErrorKind::Incomplete,
+                expected: self.format().wire_block() as u32,
+                actual: written.end.into(),
+                offset: index * interleaved,
+            })
+        })
     }
 
     fn scatter_block(&self, format: &Format, index: u32) {
@@ -371,7 +425,7 @@ impl MrTable {
             return Err(VerbsError::InvalidState("the region is still valid"));
         }
         // Otherwise the owner could not distinguish the errors of two transfers.
-        if integrity.error.get().is_some() {
+        if integrity.has_error() {
             return Err(VerbsError::InvalidState(
                 "the region has an unread signature error",
             ));
@@ -389,7 +443,7 @@ impl MrTable {
     pub fn check_status(&mut self, id: MrId) -> Result<Option<SigError>, VerbsError> {
         let integrity = self.region(id)?.integrity.as_ref();
         integrity
-            .map(|integrity| integrity.error.take())
+            .map(|integrity| integrity.take_status())
             .ok_or(VerbsError::InvalidState("not an integrity region"))
     }
 }
@@ -401,7 +455,7 @@ mod tests {
 
     use super::super::KeyError;
     use super::*;
-    use crate::verbs::{GuardType, Handle, QpId, SigCheck, SigErrorKind, T10Dif, TagEscape};
+    use crate::verbs::{GuardType, Handle, QpId, SigCheck, T10Dif, TagEscape};
 
     const PD: PdId = PdId(Handle::new(1, 1));
     const QP: QpId = QpId(Handle::new(3, 1));
@@ -782,6 +836,70 @@ mod tests {
         region.write(1039, &[1]);
         assert_eq!(stored(&region), 1024);
         assert_eq!(region.mrs.check_status(region.mr.id), Ok(None));
+    }
+
+    #[test]
+    fn incomplete_blocks_fail_check() {
+        let attrs = SigAttrs {
+            mem: SigDomain::None,
+            wire: SigDomain::T10Dif(T10Dif::new(512, 0)),
+            check: SigCheck::empty(),
+        };
+        let error = |actual, offset| {
+            Ok(Some(SigError {
+                kind: SigErrorKind::Incomplete,
+                expected: 520,
+                actual,
+                offset,
+            }))
+        };
+        // Ranges, and the number of bytes in order of the first incomplete block.
+        for (ranges, actual, offset) in [
+            (vec![0..519], 519, 0),
+            (vec![0..520, 520..1000], 480, 520),
+            // The second part is a complete block.
+            (vec![521..1040, 1040..1560], 0, 520),
+            (vec![0..100, 101..520], 100, 0),
+            (vec![1..520, 0..1], 1, 0),
+            (vec![1030..1500, 0..30], 30, 0),
+        ] {
+            let mut region = Region::new(&attrs, 3, false);
+            for range in &ranges {
+                region.write(range.start, &vec![1; range.len()]);
+            }
+            let status = region.mrs.check_status(region.mr.id);
+            assert_eq!(status, error(actual, offset), "{ranges:?}");
+            assert_eq!(region.mrs.check_status(region.mr.id), Ok(None));
+            // The remaining bytes alone do not complete the block.
+            region.write(offset as usize + 519, &[1]);
+            let status = region.mrs.check_status(region.mr.id);
+            assert_eq!(status, error(0, offset), "{ranges:?}");
+            region.write(0, &[1; 1560]);
+            assert_eq!(region.mrs.check_status(region.mr.id), Ok(None));
+        }
+    }
+
+    #[test]
+    fn status_of_incomplete_block_survives_registration() {
+        let dif = SigDomain::T10Dif(T10Dif::new(512, 0));
+        let attrs = SigAttrs {
+            mem: dif,
+            wire: dif,
+            check: SigCheck::empty(),
+        };
+        let mut region = Region::new(&attrs, 1, false);
+        let (id, parts) = (region.mr.id, [region.data.clone()]);
+        region.write(8, &[1; 100]);
+        region.mrs.invalidate(PD, QP, region.mr.rkey).unwrap();
+        assert!(matches!(
+            region.mrs.map_sg_pi(id, &parts, &[], &attrs),
+            Err(VerbsError::InvalidState(_))
+        ));
+        region.mrs.reg_fast(PD, id, region.mr.rkey, RIGHTS).unwrap();
+        let status = region.mrs.check_status(id).unwrap();
+        assert_eq!(status.map(|e| e.kind), Some(SigErrorKind::Incomplete));
+        region.mrs.invalidate(PD, QP, region.mr.rkey).unwrap();
+        region.mrs.map_sg_pi(id, &parts, &[], &attrs).unwrap();
     }
 
     #[test]

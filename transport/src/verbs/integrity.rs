@@ -155,7 +155,7 @@ pub struct SigAttrs {
     pub check: SigCheck,
 }
 
-/// Field for which a check has failed (Linux `ib_sig_err_type`).
+/// Field for which a check has failed (Linux `ib_sig_err_type`), or a block without checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SigErrorKind {
     /// The guard does not match the block.
@@ -164,6 +164,9 @@ pub enum SigErrorKind {
     BadRefTag,
     /// The application tag is not the expected one.
     BadAppTag,
+    /// Not all bytes of the block were received, or not in order. The block was neither checked nor
+    /// stored.
+    Incomplete,
 }
 
 /// Failed check of an integrity region (Linux `ib_sig_err`).
@@ -171,9 +174,11 @@ pub enum SigErrorKind {
 pub struct SigError {
     /// Field.
     pub kind: SigErrorKind,
-    /// Expected value, in host byte order.
+    /// Expected value, in host byte order. For an incomplete block, its length in bytes, including
+    /// the tuple.
     pub expected: u32,
-    /// Value of the field, in host byte order.
+    /// Value of the field, in host byte order. For an incomplete block, the number of bytes received
+    /// in order.
     pub actual: u32,
     /// Offset of the block in bytes, with all blocks followed by tuples: the index of the block
     /// multiplied by the protection interval plus 8.

@@ -288,8 +288,8 @@ pub trait Verbs {
     ///
     /// The peer and scatter lists can use any range of the wire layout. A block that is received in
     /// several parts is stored when its last byte arrives, if its bytes arrive in order. If a check
-    /// fails, data is transferred nevertheless, so call [`Verbs::check_mr_status`] after the
-    /// transfer and before using the data.
+    /// fails or a block is incomplete, data is transferred nevertheless, so call
+    /// [`Verbs::check_mr_status`] after the transfer and before using the data.
     ///
     /// Currently not used.
     ///
@@ -311,9 +311,9 @@ pub trait Verbs {
         Err(VerbsError::Unsupported("integrity regions"))
     }
 
-    /// Returns the first failed check of an integrity region since the last call, and clears it
-    /// (Linux `ib_check_mr_status` with `IB_MR_CHECK_SIG_STATUS`). The region may be valid or
-    /// invalid.
+    /// Returns the first failed check of an integrity region since the last call, or otherwise the
+    /// first incomplete block, and clears both (Linux `ib_check_mr_status` with
+    /// `IB_MR_CHECK_SIG_STATUS`). The region may be valid or invalid.
     ///
     /// Currently not used.
     ///

@@ -624,6 +624,10 @@ pub(crate) fn parts_of_wire_layout_are_accessible<W: World>(mut w: W) {
     assert!(bench.blocks(blocks.len()) == blocks);
     assert_eq!(bench.tuples(8), tuples);
     assert_eq!(bench.status(w), None);
+    bench.transfer_in(w, In::PeerWrites, 521, &image[521..1040]);
+    let error = bench.status(w).unwrap();
+    assert_eq!((error.kind, error.offset), (SigErrorKind::Incomplete, 520));
+    assert_eq!(bench.status(w), None);
     // The wire layout has a size like any other region.
     bench
         .a

@@ -16,7 +16,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use riser_fabric::sa::administrator::{Administrator, AdministratorConfig};
-use riser_fabric::sa::client::{ClientConfig, QueryId, Request, SaClient, SaEvent};
+use riser_fabric::sa::client::{ClientConfig, QueryId, Request, SaClient, SaError, SaEvent};
 use riser_fabric::sa::rmpp::{Received, Receiver};
 use riser_fabric::sa::wire::path::PathRecord;
 use riser_fabric::sa::wire::{DATA, SaHeader};
@@ -31,6 +31,11 @@ use crate::queue::EventQueue;
 
 /// Timeout of the library's own queries before each retransmission.
 const TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Time without further path queries after the administrator has not responded. Each query blocks a
+/// call until its last retransmission has timed out. (A process that does not find ibacm's daemon
+/// when it starts never uses it.)
+const PAUSE: Duration = Duration::from_secs(30);
 
 /// Offset of the transaction identifier in a MAD.
 const TRANSACTION: usize = 8;
@@ -65,6 +70,8 @@ pub(crate) struct Administration {
     client: SaClient,
     /// Path queries, and the calls waiting for them.
     paths: Vec<(QueryId, Sender<Option<PathRecord>>)>,
+    /// The administrator has not responded: end of the [`PAUSE`].
+    paused_until: Option<Instant>,
 }
 
 impl Administration {
@@ -90,6 +97,7 @@ impl Administration {
             questions: Vec::new(),
             client: SaClient::new(config, first),
             paths: Vec::new(),
+            paused_until: None,
         }
     }
 
@@ -124,17 +132,24 @@ impl Administration {
     }
 
     /// Requests a path to another port. `done` receives `None` if there is no path, or no response
-    /// after some retransmissions.
+    /// after some retransmissions. In the latter case, further requests fail immediately for a while,
+    /// unless the administrator sends any response in the meantime.
     pub(crate) fn request_path(
         &mut self,
         nic: &mut Roce,
         to: Gid,
         done: Sender<Option<PathRecord>>,
     ) {
+        let now = Instant::now();
+        if self.paused_until.is_some_and(|until| now < until) {
+            // The caller is still waiting, so it receives this.
+            let _ = done.send(None);
+            return;
+        }
         let request = Request::path(self.own, to, None, None);
-        match self.client.query(Instant::now(), request) {
+        match self.client.query(now, request) {
             Ok(id) => self.paths.push((id, done)),
-            // There are too many queries. The caller is still waiting, so it receives this.
+            // There are too many queries. The caller is still waiting here, too.
             Err(_) => drop(done.send(None)),
         }
         self.progress(nic);
@@ -155,6 +170,9 @@ impl Administration {
             let SaEvent::Completed { id, result } = event else {
                 continue;
             };
+            if matches!(result, Err(SaError::TimedOut)) {
+                self.paused_until = Some(Instant::now() + PAUSE);
+            }
             if let Some(at) = self.paths.iter().position(|(query, _)| *query == id) {
                 let (_, done) = self.paths.swap_remove(at);
                 // The call may not be waiting anymore.
@@ -228,6 +246,9 @@ impl Administration {
         };
         if header.mad.method() & RESPONSE == 0 {
             return;
+        }
+        if from == self.addr {
+            self.paused_until = None;
         }
         self.client.handle_mad(Instant::now(), from.into(), mad);
         let Some(at) = self.questions.iter().position(is_it) else {
@@ -382,6 +403,26 @@ mod tests {
             administration.progress(&mut nic);
         }
         assert_eq!(path.try_recv(), Ok(None));
+        // The next query fails immediately, until the pause is over or a response arrives.
+        let request_again = |nic: &mut Roce, administration: &mut Administration| {
+            let (done, path) = mpsc::channel();
+            administration.request_path(nic, to, done);
+            path.try_recv().ok()
+        };
+        assert_eq!(request_again(&mut nic, &mut administration), Some(None));
+        assert_eq!(administration.deadline(), None, "nothing was sent");
+        let pause = administration.paused_until.unwrap();
+        assert!(pause <= Instant::now() + PAUSE && pause > Instant::now() + PAUSE / 2);
+        administration.paused_until = Some(Instant::now());
+        assert_eq!(request_again(&mut nic, &mut administration), None);
+        administration.paused_until = Some(pause);
+        let mut response = mad(SaMethod::Get);
+        response[3] = 0x81;
+        administration.handle_mad(&mut nic, IpAddr::from([127, 98, 0, 48]), &response);
+        assert_eq!(request_again(&mut nic, &mut administration), Some(None));
+        let administrator = administration.addr;
+        administration.handle_mad(&mut nic, administrator, &response);
+        assert_eq!(request_again(&mut nic, &mut administration), None);
     }
 
     #[test]

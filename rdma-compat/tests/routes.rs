@@ -157,4 +157,10 @@ fn route_is_queried_unless_disabled() {
     // SAFETY: it is alive.
     unsafe { assert!((*info).ai_route.is_null() && !(*info).ai_dst_addr.is_null()) };
     free(info);
+    // The failure is remembered: further calls do not wait.
+    let before = Instant::now();
+    for _ in 0..5 {
+        free(address_info(0));
+    }
+    assert!(before.elapsed() < Duration::from_secs(1));
 }

@@ -399,7 +399,7 @@ impl Three {
         Self { nics, now }
     }
 
-    /// Delivers packets until there are no more left.
+    /// Delivers packets until there are no more left. Packets to other hosts are lost.
     fn exchange(&mut self) {
         loop {
             let mut packets = Vec::new();
@@ -417,9 +417,9 @@ impl Three {
             }
             for (from, to, packet) in packets {
                 let mut nics = self.nics.iter_mut();
-                let nic = nics.find(|nic| nic.device.port.addr().ip() == to);
-                let nic = nic.expect("a device with this address");
-                nic.handle_datagram(self.now, from, packet.len(), &packet);
+                if let Some(nic) = nics.find(|nic| nic.device.port.addr().ip() == to) {
+                    nic.handle_datagram(self.now, from, packet.len(), &packet);
+                }
             }
         }
     }
@@ -559,4 +559,80 @@ fn unusable_redirections_are_reported() {
     assert_eq!(three.rejection(), 28);
     let late = three.nics[1].redirect(request, [10, 0, 0, 3].into());
     assert_eq!(late, Err(CmError::InvalidState("redirect")));
+}
+
+/// Requests must only be sent again as specified by the rejection, and their number is bounded, for
+/// arbitrary reasons and additional information.
+#[test]
+fn rejections() {
+    use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason};
+
+    bolero::check!(name = "rejections").for_each(|input: &[u8]| {
+        let (most, input) = input.split_first().unwrap_or((&0, &[]));
+        let most = most % 4;
+        let three = &mut Three::new();
+        let id = three.connect(most);
+        let mut chunks = input.chunks(74);
+        let mut last: Option<(usize, RejReason, AdditionalInfo)> = None;
+        for requests in 1.. {
+            let Some((at, request)) = [1, 2].into_iter().find_map(|at| {
+                let mut events = std::iter::from_fn(|| three.nics[at].poll_cm_event());
+                let request = events
+                    .find(|event| matches!(event.kind, CmEventKind::ConnectRequest { .. }))?;
+                Some((at, request.id))
+            }) else {
+                break;
+            };
+            // Each redirection may be followed by one retry with a smaller path MTU.
+            assert!(requests <= 2 * (u32::from(most) + 1), "{requests} requests");
+            let gid = Gid::from(IpAddr::from([10, 0, 0, at as u8 + 1])).0;
+            match &last {
+                None => assert_eq!(at, 1),
+                Some((from, RejReason::InvalidMtu, _)) => assert_eq!(at, *from),
+                Some((from, RejReason::PortCmRedirect, info)) => {
+                    assert!(at != *from && info[8..24] == gid && info[33..36] == [0, 0, 1]);
+                }
+                Some((from, RejReason::PortRedirect, info)) => {
+                    assert!(at != *from && info[..16] == gid);
+                }
+                Some((_, reason, _)) => panic!("a request after {reason:?}"),
+            }
+            let (reason, info) = match chunks.next() {
+                Some([reason, len, info @ ..]) => {
+                    let len = info.len().min(usize::from(*len));
+                    let info = AdditionalInfo::new(&info[..len]).unwrap();
+                    (RejReason::from(u16::from(*reason % 40)), info)
+                }
+                _ => (RejReason::ConsumerDefined, AdditionalInfo::default()),
+            };
+            let agent = &mut three.nics[at].cm;
+            let ib = agent.ids.get(request).unwrap().ib.unwrap();
+            let none = PrivateData::default();
+            agent
+                .cm
+                .send_rej(three.now, ib, reason, info, none)
+                .unwrap();
+            agent.may_send = true;
+            last = Some((at, reason, info));
+            three.exchange();
+        }
+        // Either the rejection was reported, or a request was sent to a host that does not respond.
+        let is_connecting = three.nics[0].cm.ids.get(id).unwrap().state == IdState::Connecting;
+        let events: Vec<_> = std::iter::from_fn(|| three.nics[0].poll_cm_event()).collect();
+        let rejected = |event: &CmEvent| matches!(event.kind, CmEventKind::Rejected { .. });
+        assert_eq!(events.iter().any(rejected), !is_connecting, "{events:?}");
+        let nic = &mut three.nics[0];
+        // A redirection to the device itself.
+        let requests = events
+            .iter()
+            .filter(|event| matches!(event.kind, CmEventKind::ConnectRequest { .. }));
+        for request in requests {
+            nic.destroy_id(request.id).unwrap();
+        }
+        if let Some(qp) = nic.cm.ids.get(id).unwrap().qp {
+            nic.destroy_qp(qp).unwrap();
+        }
+        nic.destroy_id(id).unwrap();
+        assert_eq!(nic.cm.by_ib.len(), 1, "only the listener");
+    });
 }

@@ -688,6 +688,103 @@ fn subnet_administrator() {
     });
 }
 
+/// Registrations of ports and queries for them are compared with a model.
+#[test]
+fn port_registrations() {
+    /// Returns the status and the data of the response to a host.
+    fn respond(fabric: &mut Fabric, from: Gid, mad: &Mad) -> (u16, Vec<u8>) {
+        fabric.administrator.handle_mad(fabric.now, from, mad);
+        let mut response = None;
+        while let Some((to, mad)) = fabric.administrator.poll_transmit(fabric.now) {
+            match nic_response(&mad) {
+                Some(response) => fabric.administrator.handle_mad(fabric.now, to, &response),
+                None if to == from => response = Some(mad),
+                None => {}
+            }
+        }
+        let mad = response.expect("a response");
+        (u16::from_be_bytes([mad[4], mad[5]]), mad[56..].to_vec())
+    }
+
+    bolero::check!(name = "port_registrations").for_each(|input: &[u8]| {
+        const OWN: usize = 0;
+        let mut fabric = Fabric::new(4);
+        // Capabilities and expiration times. The first port belongs to the administrator.
+        let mut registered: [Option<(u32, Instant)>; 5] = [None; 5];
+        let mut is_present = [true, false, false, false, false];
+        for chunk in input.chunks_exact(8) {
+            let [first, mask, port, flags, capabilities @ ..] = chunk else {
+                continue;
+            };
+            let (host, action) = (1 + usize::from(first & 3), first >> 2 & 3);
+            if action == 3 {
+                fabric.pass(Duration::from_secs(u64::from(*mask)));
+                let now = fabric.now;
+                for port in &mut registered {
+                    *port = port.filter(|(_, until)| *until > now);
+                }
+                continue;
+            }
+            let wanted = u32::from_be_bytes(capabilities.try_into().unwrap());
+            let mut record = PortInfoRecord::new_zeroed();
+            (record.port, record.info.capabilities) = (port & 3, U32::new(wanted));
+            let mask = u64::from(mask & 0x82 | flags & 4);
+            let method = [SaMethod::Set, SaMethod::Get, SaMethod::GetTable][usize::from(action)];
+            let request = Request::new(method, mask, &record);
+            let mut mad = request.emit(TransactionId(77));
+            mad[20] = flags & 0x80;
+            let is_subset = action == 1 && flags & 0x80 != 0;
+            let has = |ports: &[Option<(u32, Instant)>; 5], host: usize| {
+                ports[host].map_or(1 << 16, |(capabilities, _)| capabilities)
+            };
+            let matches = |found: u32| {
+                let can = match is_subset {
+                    true => found & wanted == wanted,
+                    false => found == wanted,
+                };
+                (mask & 2 == 0 || port & 3 == 1) && (mask & 0x80 == 0 || can)
+            };
+            let known = (0..5).filter(|at| *at == OWN || *at == host || is_present[*at]);
+            let found = known.map(|at| has(&registered, at));
+            let mut found: Vec<u32> = found.filter(|found| matches(*found)).collect();
+            found.sort_unstable();
+            let from = gid(1 + host as u8);
+            let first_of = |data: &[u8]| u32::from_be_bytes(data[24..28].try_into().unwrap());
+            match method {
+                SaMethod::Set => {
+                    let (status, data) = respond(&mut fabric, from, &mad);
+                    match mask {
+                        _ if mask & 0x80 == 0 => assert_eq!(status, 0x0600),
+                        0x80 => {
+                            assert_eq!((status, first_of(&data)), (0, wanted));
+                            registered[host] = Some((wanted, fabric.now + LIFETIME));
+                        }
+                        _ => assert_eq!(status, 0x0200),
+                    }
+                }
+                SaMethod::Get => {
+                    let (status, data) = respond(&mut fabric, from, &mad);
+                    match found[..] {
+                        [] => assert_eq!(status, 0x0300),
+                        [found] => assert_eq!((status, first_of(&data)), (0, found)),
+                        _ => assert_eq!(status, 0x0400),
+                    }
+                }
+                _ => {
+                    let response = fabric.query(host - 1, request).unwrap();
+                    let records = response.records::<PortInfoRecord>();
+                    let mut listed: Vec<u32> =
+                        records.map(|port| port.info.capabilities.get()).collect();
+                    listed.sort_unstable();
+                    assert_eq!(listed, found);
+                }
+            }
+            is_present[host] = true;
+            assert!(fabric.administrator.ports.len() <= 4);
+        }
+    });
+}
+
 /// Each query must complete exactly once for arbitrary datagrams from the administrator.
 #[test]
 fn subnet_administration_client() {

@@ -205,6 +205,49 @@ mod tests {
         }
     }
 
+    /// A header that can be parsed has the documented bytes.
+    #[test]
+    fn protected_header() {
+        bolero::check!(name = "protected_header").for_each(|input: &[u8]| {
+            let mut page = [0; PAGE];
+            let len = input.len().min(PAGE);
+            page[..len].copy_from_slice(&input[..len]);
+            let fixed = {
+                // Random bytes never have the checksum.
+                let mut page = page;
+                page[..8].copy_from_slice(&MAGIC);
+                page[8..11].fill(0);
+                let crc = crc(&page[..CHECKED]);
+                page[CHECKED..CHECKED + 4].copy_from_slice(&crc.to_be_bytes());
+                page
+            };
+            for page in [page, fixed] {
+                let sizes = [512, 4096];
+                let parsed = sizes.map(|size| (size, Header::parse(&page, size)));
+                for (size, header) in &parsed {
+                    let Ok(header) = header else { continue };
+                    assert_eq!(header.block_size, *size);
+                    let mut encoded = header.encode();
+                    // Reserved bytes are ignored, but covered by the checksum.
+                    encoded[20..24].copy_from_slice(&page[20..24]);
+                    assert_eq!(encoded[..CHECKED], page[..CHECKED]);
+                    assert_eq!(Header::parse(&header.encode(), *size), Ok(*header));
+                }
+                let is_ok = parsed.iter().any(|(_, header)| header.is_ok());
+                let has_rest = page[CHECKED + 4..].iter().any(|byte| *byte != 0);
+                assert_eq!(Header::is_present(&page), is_ok && !has_rest);
+                // The bytes must not be read beyond their end.
+                for len in [0, 7, 8, 35, 36] {
+                    let parsed = Header::parse(&page[..len], 512);
+                    assert_eq!(
+                        parsed.is_ok(),
+                        len == 36 && Header::parse(&page, 512).is_ok()
+                    );
+                }
+            }
+        });
+    }
+
     #[test]
     fn invalid_headers_are_rejected() {
         let good = Header::new(512, Some(ProtectionType::Type1)).encode();

@@ -173,11 +173,12 @@ pub(crate) fn prefetching_makes_pages_resident<W: World>(mut w: W) {
             let mut pages = pages.map(|page| is_resident(&memory, page * 4096));
             (pages.clone().any(|is| is), pages.all(|is| is))
         };
-        assert_eq!(resident(0..64), (false, false), "nothing was accessed");
+        // Our libibverbs accesses the first and the last page to check the range.
+        assert_eq!(resident(1..63), (false, false), "nothing was accessed");
         // The bounds of the second range are within a page.
-        let sges = [sge(&mr, 0, 4096), sge(&mr, 9 * 4096 - 1, 4096 + 2)];
+        let sges = [sge(&mr, 4 * 4096, 4096), sge(&mr, 9 * 4096 - 1, 4096 + 2)];
         p.advise_mr(pd, advice, &sges).unwrap();
-        assert_eq!(resident(0..1), (true, true));
+        assert_eq!(resident(4..5), (true, true));
         assert_eq!(resident(8..11), (true, true));
         p.dereg_mr(mr.id).unwrap();
     }

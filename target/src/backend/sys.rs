@@ -44,7 +44,7 @@ pub(super) fn extend(file: &Handle, len: u64) -> io::Result<()> {
 /// Reads at an offset until the end of the file. Returns the number of bytes.
 pub(super) fn read_at(file: &Handle, into: &mut [u8], offset: u64) -> io::Result<usize> {
     let Some(fd) = file.fd() else {
-        return Ok(file.disk().read(offset, into));
+        return file.disk().try_read(offset, into);
     };
     let mut done = 0;
     while done < into.len() {

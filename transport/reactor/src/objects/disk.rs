@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use super::lock;
@@ -37,6 +38,8 @@ struct State {
     /// Pending writes through the page cache: number, offset and data.
     writing: Vec<(u64, u64, Vec<u8>)>,
     next_writing: u64,
+    /// Bytes that cannot be read.
+    unreadable: Vec<Range<u64>>,
     /// Set if the disk can't be reopened.
     refuses: bool,
     /// Set if each operation blocks a thread.
@@ -269,6 +272,24 @@ impl Disk {
         len
     }
 
+    /// Same as [`Disk::read`], but fails for [unreadable](Disk::set_unreadable) bytes.
+    ///
+    /// # Errors
+    /// Returns `EIO`.
+    pub fn try_read(&self, offset: u64, out: &mut [u8]) -> io::Result<usize> {
+        let end = offset + out.len() as u64;
+        let overlaps = |bytes: &Range<u64>| bytes.start < end && offset < bytes.end;
+        if lock(&self.0).unreadable.iter().any(overlaps) {
+            return Err(io::Error::from_raw_os_error(libc::EIO));
+        }
+        Ok(self.read(offset, out))
+    }
+
+    /// Sets the bytes that processes cannot read until this is called again.
+    pub fn set_unreadable(&self, bytes: Vec<Range<u64>>) {
+        lock(&self.0).unreadable = bytes;
+    }
+
     /// Writes to the cache. A disk that is too short grows.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let change = |part: &mut [u8], from: usize, _| {
@@ -437,11 +458,12 @@ impl File {
         Some(Writing { disk, number })
     }
 
-    /// Like [`Disk::read`], but mixes in pending writes.
-    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> usize {
-        let len = self.disk.read(offset, out);
+    /// Like [`Disk::try_read`], but mixes in pending writes. Returns an error number.
+    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> Result<usize, i32> {
+        let read = self.disk.try_read(offset, out);
+        let len = read.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
         if !self.is_buffered {
-            return len;
+            return Ok(len);
         }
         let state = lock(&self.disk.0);
         let sectors = out[..len].chunks_exact_mut(SECTOR as usize);
@@ -457,7 +479,7 @@ impl File {
                 }
             }
         }
-        len
+        Ok(len)
     }
 
     /// Makes all writes stable, like `fdatasync(2)`.

@@ -399,9 +399,11 @@ impl Pending {
         let done = match self.op {
             Op::Read { offset } => {
                 let mut bytes = vec![0; self.len().min(most)];
-                let len = file.read(offset, &mut bytes);
-                self.scatter(0, &bytes[..len]);
-                Ok(len)
+                let read = file.read(offset, &mut bytes);
+                if let Ok(len) = read {
+                    self.scatter(0, &bytes[..len]);
+                }
+                read
             }
             Op::Write { offset, durability } => {
                 let mut bytes = self.gather(0);

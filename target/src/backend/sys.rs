@@ -2,6 +2,7 @@
 
 use std::io;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -62,9 +63,15 @@ pub(super) fn read_at(file: &Handle, into: &mut [u8], offset: u64) -> io::Result
 /// not written back yet stays in the cache. This is only a hint, so errors are ignored.
 pub(super) fn drop_cached(file: &Handle, offset: u64, len: u64) {
     if let Some(fd) = file.fd() {
-        let len = NonZeroU64::new(len);
-        let _ = rustix::fs::fadvise(fd, offset, len, rustix::fs::Advice::DontNeed);
+        let pages = whole_pages(offset, len, rustix::param::page_size() as u64);
+        let len = NonZeroU64::new(pages.end - pages.start);
+        let _ = rustix::fs::fadvise(fd, pages.start, len, rustix::fs::Advice::DontNeed);
     }
+}
+
+/// Extends a range to whole pages, because the kernel ignores incomplete pages at both ends.
+fn whole_pages(offset: u64, len: u64, page: u64) -> Range<u64> {
+    offset - offset % page..(offset + len).next_multiple_of(page)
 }
 
 /// Writes at an offset.
@@ -145,5 +152,17 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
         // POSIX permits both errors.
         Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EACCES) => Ok(false),
         Err(e) => Err(e.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn range_includes_incomplete_pages() {
+        assert_eq!(whole_pages(66_040, 520, 4096), 65_536..69_632);
+        assert_eq!(whole_pages(4096, 8192, 4096), 4096..12_288);
+        assert_eq!(whole_pages(4095, 2, 4096), 0..8192);
     }
 }

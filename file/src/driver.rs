@@ -1189,7 +1189,8 @@ impl<S: Storage> Driver<S> {
             file.flush_checks.finish_check();
         }
         if request.intent == Intent::Recorded {
-            attached.storage.end_change(self.now);
+            let bytes = request.op.offset..request.op.offset + request.op.len;
+            attached.storage.end_change(bytes, self.now);
         }
         if result.is_ok() {
             attached.storage.on_success(&request.op, self.now);

@@ -138,8 +138,8 @@ pub trait Storage {
         Ok(None)
     }
 
-    /// Called when a change that was started is complete.
-    fn end_change(&self, now: Instant) {}
+    /// Called when a change of these bytes that was started is complete.
+    fn end_change(&self, bytes: Range<u64>, now: Instant) {}
 
     /// Executes a command on a medium that is not a file. The first `done` bytes are complete.
     /// `window` is a list for the part of the buffer to transfer. Returns `None` to continue after

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_reactor::Waker;
+use riser_reactor::{Handle, Waker};
 
 use super::open_error::{OpenError, io_error};
 use super::protected::{self, Begin, BitmapPage, IntentLog, Intents};
@@ -51,8 +51,8 @@ impl Store {
                 "replaced protection information that did not match its block"
             );
         }
+        let log = IntentLog::new(header.region_size, &recovered.kept);
         let file = file.reopen().map_err(error("open it again"))?;
-        let log = IntentLog::new(header.region_size);
         self.intents = Some(Intents { log, file });
         Ok(())
     }
@@ -77,93 +77,79 @@ impl Store {
                 needs_thread,
             } => {
                 if needs_thread {
-                    let record = move |store: &Self, intents: &Intents| {
-                        intents.perform_attempts(|pages| store.write_pages(intents, pages, now));
-                    };
-                    self.start_intent_thread(intents, record);
+                    self.start_intent_thread(intents, now);
                 }
                 Ok(Some(attempt))
             }
         }
     }
 
-    /// Clears the log on a separate thread, unless there were changes recently. A crash after this
-    /// requires no recovery.
+    /// Clears the bits of regions without recent changes on a separate thread. A crash after this
+    /// does not require a recovery of these regions.
     pub fn rest(self: &Arc<Self>, now: Instant) {
         if let Some(intents) = &self.intents
-            && let Some(changes) = intents.log.begin_clear(Some(now))
+            && intents.log.begin_clear(Some(now))
         {
-            let clear = move |store: &Self, intents: &Intents| {
-                store.clear_intents(intents, changes, now);
-            };
-            self.start_intent_thread(intents, clear);
+            self.start_intent_thread(intents, now);
         }
     }
 
-    /// Clears the log after the last flush, unless there are active changes. Blocks if the file
-    /// system does not respond.
+    /// Clears the bits of all regions without active changes, after the last flush. Blocks if the
+    /// file system does not respond.
     pub(super) fn close_intents(&self, now: Instant) {
         if let Some(intents) = &self.intents
-            && let Some(changes) = intents.log.begin_clear(None)
+            && intents.log.begin_clear(None)
         {
-            self.clear_intents(intents, changes, now);
+            self.perform_attempts(intents, now);
         }
     }
 
-    /// Runs a job on a thread. It keeps the store open, because another process could otherwise lock
-    /// and change the file before the thread writes to it.
-    fn start_intent_thread(
-        self: &Arc<Self>,
-        intents: &Intents,
-        job: impl FnOnce(&Self, &Intents) + Send + 'static,
-    ) {
+    /// Performs attempts on a thread. It keeps the store open, because another process could
+    /// otherwise lock and change the file before the thread writes to it.
+    fn start_intent_thread(self: &Arc<Self>, intents: &Intents, now: Instant) {
         let (store, entry) = (Arc::clone(self), self.list_thread());
         let run = move || {
             if let Some(intents) = &store.intents {
-                job(&store, intents);
+                store.perform_attempts(intents, now);
             }
             drop(store);
             drop(entry);
         };
         if let Err(error) = self.host().threads().spawn("intent", Box::new(run)) {
             tracing::warn!(backend = self.name(), %error, "cannot start a thread for the intent log");
-            intents.perform_attempts(|_| Err(errno(&error)));
+            intents.perform_attempts(|_| Err(errno(&error)), |_| ());
         }
     }
 
-    /// Writes pages durably.
-    fn write_pages(
+    fn perform_attempts(&self, intents: &Intents, now: Instant) {
+        let attempt = |pages: &[BitmapPage]| self.record_intents(intents, pages, now);
+        let clear = |pages: &[BitmapPage]| {
+            // If this fails, the next recovery checks more frames than necessary.
+            if let Err(error) = write_pages(&intents.file, pages) {
+                tracing::debug!(backend = self.name(), %error, "cannot clear the intent log");
+            }
+        };
+        intents.perform_attempts(attempt, clear);
+    }
+
+    /// Writes pages and flushes the file. Returns whether all data that was written before is
+    /// durable as well. A failed flush may be due to data of initiators.
+    fn record_intents(
         &self,
         intents: &Intents,
         pages: &[BitmapPage],
         now: Instant,
-    ) -> Result<(), i32> {
-        for page in pages {
-            let written = sys::write_at(&intents.file, &page.bytes, page.offset);
-            written.map_err(|error| errno(&error))?;
-        }
-        self.sync(intents, now)
-    }
-
-    /// Flushes the file. An error may be due to data of initiators.
-    fn sync(&self, intents: &Intents, now: Instant) -> Result<(), i32> {
+    ) -> Result<bool, i32> {
+        write_pages(&intents.file, pages).map_err(|error| errno(&error))?;
         sys::sync_data(&intents.file).map_err(|error| {
             self.on_flush_failed(errno(&error), now);
             errno(&error)
-        })
+        })?;
+        Ok(self.flush_failure().is_none())
     }
+}
 
-    /// Flushes the file and clears the log, unless data may be lost, or there were other changes.
-    fn clear_intents(&self, intents: &Intents, changes: u64, now: Instant) {
-        let is_flushed = self.sync(intents, now).is_ok() && self.flush_failure().is_none();
-        if is_flushed {
-            for page in intents.log.clear(changes) {
-                // If this fails, the next recovery checks more frames than necessary.
-                if let Err(error) = sys::write_at(&intents.file, &page.bytes, page.offset) {
-                    tracing::debug!(backend = self.name(), %error, "cannot clear the intent log");
-                }
-            }
-        }
-        intents.perform_attempts(|pages| self.write_pages(intents, pages, now));
-    }
+fn write_pages(file: &Handle, pages: &[BitmapPage]) -> io::Result<()> {
+    let mut pages = pages.iter();
+    pages.try_for_each(|page| sys::write_at(file, &page.bytes, page.offset))
 }

@@ -208,9 +208,9 @@ impl Storage for Served {
         self.store.begin_change(&bytes, waited, waker, now)
     }
 
-    fn end_change(&self, now: Instant) {
+    fn end_change(&self, bytes: Range<u64>, now: Instant) {
         if let Some(intents) = &self.store.intents {
-            intents.log.end(now);
+            intents.log.end(&bytes, now);
         }
     }
 

@@ -30,6 +30,8 @@ pub(in crate::backend) struct Recovered {
     pub(in crate::backend) listed: Vec<u64>,
     /// Number of frames that cannot be read.
     pub(in crate::backend) unreadable: u64,
+    /// Bitmap of their regions, or an empty list.
+    pub(in crate::backend) kept: Vec<u8>,
 }
 
 /// Checks all frames in the regions of the write-intent bitmap. The write of a torn frame was never
@@ -101,6 +103,7 @@ fn recover_with(
         sys::write_at(file, &bitmap[page..page + PAGE], (PAGE + page) as u64)?;
     }
     sys::sync_data(file)?;
+    recovered.kept = bitmap;
     Ok(recovered)
 }
 

@@ -320,6 +320,14 @@ fn error_offsets_are_those_of_unit() {
     file.set_len(FIRST + 128 * 520).unwrap();
 }
 
+/// Size of a region in some tests.
+const SMALL_REGION: u64 = 64 << 10;
+
+/// A block whose frame is in this small region only, except for the first region.
+fn lba_in(region: u64) -> u64 {
+    (region * SMALL_REGION - FIRST).div_ceil(520) + 1
+}
+
 /// A protected disk in memory.
 struct Simulated {
     spec: Spec,
@@ -332,8 +340,22 @@ struct Simulated {
 
 impl Simulated {
     fn new(protection_type: ProtectionType) -> Self {
+        Self::with(protection_type, Disk::new(0))
+    }
+
+    /// Creates a disk of type 1 with small regions.
+    fn with_small_regions() -> Self {
+        let header = Header {
+            region_size: SMALL_REGION,
+            ..Header::new(512, Some(ProtectionType::Type1))
+        };
+        let disk = Disk::new(FIRST);
+        disk.write(0, &header.encode());
+        Self::with(ProtectionType::Type1, disk)
+    }
+
+    fn with(protection_type: ProtectionType, disk: Disk) -> Self {
         let spec = protected(file("/in/memory".into(), 1 << 20), protection_type);
-        let disk = Disk::new(0);
         let start = Instant::now();
         let (threads, store) = Self::open(&spec, &disk, start);
         let rig = InMemory::new(&store);
@@ -391,6 +413,22 @@ impl Simulated {
         let into = Blocks::new(blocks, 0);
         assert_eq!(self.run(into.read(lba), &into), StepResult::Done);
         into.bytes()
+    }
+
+    /// Writes a block with a valid tuple at this time after the start. Returns the block with its
+    /// tuple.
+    fn write_valid(&mut self, lba: u64, byte: u8, seconds: u64) -> Vec<u8> {
+        let now = self.start + Duration::from_secs(seconds);
+        self.rig.driver.begin_round(now);
+        let blocks = valid_blocks(lba, 1, byte);
+        assert_eq!(self.run(blocks.write(lba), &blocks), StepResult::Done);
+        blocks.bytes()
+    }
+
+    /// Clears bits at this time after the start.
+    fn rest(&mut self, seconds: u64) {
+        self.store.rest(self.start + Duration::from_secs(seconds));
+        self.run_threads();
     }
 
     /// Returns the first page of the bitmap in the cache.
@@ -683,4 +721,197 @@ fn orderly_close_clears_intents() {
     disk.run_threads();
     assert_eq!(disk.bitmap()[0], 1);
     disk.rig.run(&[]);
+}
+
+#[test]
+fn quiet_regions_are_cleared_during_writes() {
+    let mut disk = Simulated::with_small_regions();
+    disk.rest(0);
+    for region in [2, 3, 9] {
+        disk.write_valid(lba_in(region), 1, 1);
+    }
+    assert_eq!(disk.bitmap()[..2], [0b1100, 0b10]);
+    for seconds in 2..80 {
+        disk.write_valid(lba_in(2), seconds as u8, seconds);
+        if seconds % 10 == 0 {
+            disk.rest(seconds);
+        }
+    }
+    assert_eq!(disk.bitmap()[..2], [0b100, 0]);
+    // All data in cleared regions is durable, and a power failure may keep the old bits.
+    let written = disk.write_valid(lba_in(2), 3, 80);
+    disk.disk.crash(|_, _| 0);
+    disk.reopen();
+    assert_eq!(
+        disk.read(lba_in(9), 1),
+        valid_blocks(lba_in(9), 1, 1).bytes()
+    );
+    assert_ne!(disk.read(lba_in(2), 1), written);
+}
+
+#[test]
+fn unreadable_region_keeps_bit_after_writes() {
+    let mut disk = Simulated::with_small_regions();
+    disk.write_valid(lba_in(3), 1, 0);
+    disk.disk.flush();
+    let at = FIRST + lba_in(3) * 520;
+    disk.disk.set_unreadable(vec![at..at + 520]);
+    disk.reopen();
+    assert_eq!(disk.bitmap()[0], 0b1000);
+    disk.write_valid(lba_in(2), 1, 0);
+    assert_eq!(disk.bitmap()[0], 0b1100);
+    disk.rest(60);
+    disk.rest(120);
+    assert_eq!(disk.bitmap()[0], 0b1000);
+    close_all([&disk.store].into_iter());
+    assert_eq!(disk.bitmap()[0], 0b1000);
+    // The block can be read again, and does not match its tuple.
+    disk.disk.set_unreadable(Vec::new());
+    disk.disk.write(at, &[2]);
+    disk.reopen();
+    assert_eq!(disk.bitmap()[0], 0);
+    let bytes = disk.read(lba_in(3), 1);
+    let tuple = Tuple::parse(bytes[512..].try_into().unwrap());
+    let checked = tuple.check_stored(ProtectionType::Type1, lba_in(3), &bytes[..512]);
+    assert_eq!((bytes[0], checked), (2, Ok(())));
+}
+
+/// A step of a load that may be interrupted by a power failure.
+#[derive(Clone, Debug)]
+enum LoadStep {
+    /// Submit a write, discard or zeroing of these blocks.
+    Submit {
+        kind: u8,
+        lba: u64,
+        blocks: u32,
+    },
+    Flush,
+    /// Complete a pending operation, or a part of it.
+    Complete {
+        which: usize,
+        outcome: Outcome,
+    },
+    Thread,
+    Rest,
+}
+
+fn load() -> impl Strategy<Value = Vec<LoadStep>> {
+    let outcome = prop_oneof![
+        4 => Just(Outcome::Whole),
+        2 => (1..3000_usize).prop_map(Outcome::Short),
+    ];
+    let step = prop_oneof![
+        4 => (0..4_u8, 0..300_u64, 1..200_u32)
+            .prop_map(|(kind, lba, blocks)| LoadStep::Submit { kind, lba, blocks }),
+        1 => Just(LoadStep::Flush),
+        6 => (any::<usize>(), outcome)
+            .prop_map(|(which, outcome)| LoadStep::Complete { which, outcome }),
+        4 => Just(LoadStep::Thread),
+        1 => Just(LoadStep::Rest),
+    ];
+    prop::collection::vec(step, 1..60)
+}
+
+impl Simulated {
+    /// Executes a step of a load.
+    fn run_step(&mut self, step: &LoadStep, byte: u8) {
+        let now = self.rig.now;
+        self.rig.driver.begin_round(now);
+        match *step {
+            LoadStep::Submit { kind, lba, blocks } => {
+                let lba = lba_in(2) + lba;
+                let (offset, len) = (lba * 512, u64::from(blocks) * 512);
+                let data = valid_blocks(lba, blocks, byte);
+                let op = match kind {
+                    0 => BlockOp::Discard { offset, len },
+                    1 => BlockOp::WriteZeroes {
+                        offset,
+                        len,
+                        unmap: false,
+                        fua: false,
+                    },
+                    _ => data.write(lba),
+                };
+                self.submit(op, &data);
+            }
+            LoadStep::Flush => {
+                let (offset, len) = (0, 512);
+                self.submit(BlockOp::Flush { offset, len }, &Blocks::new(1, 0));
+            }
+            LoadStep::Complete { which, outcome } => {
+                self.rig.ring.submit().unwrap();
+                let operations = self.rig.kernel.operations();
+                if !operations.is_empty() {
+                    let id = operations[which % operations.len()].id;
+                    self.rig.kernel.complete(id, outcome);
+                }
+            }
+            LoadStep::Thread => {
+                if let [thread, ..] = self.threads.runnable()[..] {
+                    self.threads.step(thread);
+                }
+            }
+            LoadStep::Rest => {
+                self.rig.now += Duration::from_secs(20);
+                self.store.rest(self.rig.now);
+            }
+        }
+        self.rig.process_completions();
+    }
+}
+
+impl InMemory {
+    /// Processes completions without completing other operations.
+    fn process_completions(&mut self) {
+        let mut completions = Vec::new();
+        self.ring.reap(&mut completions).unwrap();
+        for completion in completions {
+            self.driver.handle_completion(&mut self.ring, &completion);
+        }
+        while self.driver.poll_done(&mut self.ring).is_some() {}
+        self.ring.submit().unwrap();
+    }
+}
+
+/// Returns blocks with valid tuples.
+fn valid_blocks(lba: u64, blocks: u32, byte: u8) -> Blocks {
+    let data = Blocks::new(blocks, byte);
+    for n in 0..blocks as usize {
+        let block = [byte.wrapping_add(n as u8); 512];
+        let tuple = Tuple {
+            guard: riser_scsi::protection::guard(&block),
+            application_tag: 0,
+            reference_tag: lba as u32 + n as u32,
+        };
+        data.memory
+            .whole()
+            .write(blocks as usize * 512 + 8 * n, &tuple.encode());
+    }
+    data
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn frames_are_valid_after_power_failure(steps in load(), seed in any::<u64>()) {
+        let mut disk = Simulated::with_small_regions();
+        for (byte, step) in (1..).zip(&steps) {
+            disk.run_step(step, byte);
+        }
+        let mut state = seed;
+        disk.disk.crash(|_, versions| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as usize % (versions + 1)
+        });
+        disk.reopen();
+        prop_assert_eq!(disk.bitmap(), vec![0; 4096]);
+        let mut bytes = [0; 520];
+        for lba in lba_in(2)..lba_in(2) + 500 {
+            disk.store.read_frames(lba, &mut bytes).unwrap();
+            let tuple = Tuple::parse(bytes[512..].try_into().unwrap());
+            let checked = tuple.check_stored(ProtectionType::Type1, lba, &bytes[..512]);
+            prop_assert_eq!(checked, Ok(()), "{}", lba);
+        }
+    }
 }

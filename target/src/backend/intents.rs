@@ -3,9 +3,11 @@
 use std::io;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use riser_block::FlushDescriptor;
+use riser_file::OpenFile;
 use riser_reactor::{Handle, Waker};
 
 use super::open_error::{OpenError, io_error};
@@ -53,6 +55,9 @@ impl Store {
         }
         let log = IntentLog::new(header.region_size, &recovered.kept);
         let file = file.reopen().map_err(error("open it again"))?;
+        // The record of failures is not available yet, so the descriptor may be renewed once without
+        // a reason.
+        let file = Mutex::new(FlushDescriptor::new(Some(file), false, 0));
         self.intents = Some(Intents { log, file });
         Ok(())
     }
@@ -125,7 +130,7 @@ impl Store {
         let attempt = |pages: &[BitmapPage]| self.record_intents(intents, pages, now);
         let clear = |pages: &[BitmapPage]| {
             // If this fails, the next recovery checks more frames than necessary.
-            if let Err(error) = write_pages(&intents.file, pages) {
+            if let Err(error) = write_pages(&self.intent_file(intents), pages) {
                 tracing::debug!(backend = self.name(), %error, "cannot clear the intent log");
             }
         };
@@ -140,12 +145,27 @@ impl Store {
         pages: &[BitmapPage],
         now: Instant,
     ) -> Result<bool, i32> {
-        write_pages(&intents.file, pages).map_err(|error| errno(&error))?;
-        sys::sync_data(&intents.file).map_err(|error| {
+        let file = self.intent_file(intents);
+        write_pages(&file, pages).map_err(|error| errno(&error))?;
+        sys::sync_data(&file).map_err(|error| {
             self.on_flush_failed(errno(&error), now);
             errno(&error)
         })?;
         Ok(self.flush_failure().is_none())
+    }
+
+    /// Returns the descriptor of the log. After a flush failure was cleared, the previous descriptor
+    /// may still report it.
+    fn intent_file(&self, intents: &Intents) -> Handle {
+        // The value is replaced as a whole, so ignore poisoning.
+        let mut file = intents.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let clears = self.flush_clears();
+        if file.is_outdated(clears)
+            && let Some(Ok(renewed)) = self.open_file().map(OpenFile::reopen)
+        {
+            drop(file.renew(Some(renewed), false, clears));
+        }
+        file.handle().expect("the file is open").clone()
     }
 }
 

@@ -27,6 +27,7 @@ use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use riser_block::FlushDescriptor;
 use riser_reactor::{Handle, Waker};
 
 use super::header::{HEADER_LEN, PAGE};
@@ -48,8 +49,9 @@ const REGION_IDLE: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(in crate::backend) struct Intents {
     pub(in crate::backend) log: IntentLog,
-    /// Separate descriptor, because the kernel reports a lost write once for each descriptor.
-    pub(in crate::backend) file: Handle,
+    /// Separate descriptor, because the kernel reports a lost write once for each descriptor. It is
+    /// only used by the thread that performs attempts.
+    pub(in crate::backend) file: Mutex<FlushDescriptor<Handle>>,
 }
 
 impl Intents {

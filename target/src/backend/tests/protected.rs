@@ -776,6 +776,24 @@ fn unreadable_region_keeps_bit_after_writes() {
     assert_eq!((bytes[0], checked), (2, Ok(())));
 }
 
+/// A descriptor reports an error again that other descriptors have reported.
+#[test]
+fn cleared_flush_failure_fails_no_write() {
+    let mut disk = Simulated::with_small_regions();
+    disk.write_valid(lba_in(2), 1, 0);
+    disk.disk.fail_write_back(libc::EIO, |_| true);
+    let (offset, len) = (0, 512);
+    let flush = BlockOp::Flush { offset, len };
+    let failed = disk.run(flush, &Blocks::new(1, 0));
+    assert!(matches!(failed, StepResult::Failed(_)), "{failed:?}");
+    assert!(disk.store.clear_flush_failure().is_some());
+    disk.write_valid(lba_in(3), 1, 1);
+    assert_eq!(disk.store.flush_failure(), None);
+    disk.rest(60);
+    assert_eq!(disk.store.flush_failure(), None);
+    assert_eq!(disk.bitmap()[0], 0);
+}
+
 /// A step of a load that may be interrupted by a power failure.
 #[derive(Clone, Debug)]
 enum LoadStep {

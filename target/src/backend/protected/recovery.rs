@@ -16,6 +16,9 @@ use crate::backend::sys;
 /// Maximum number of bytes to read at once.
 const PIECE: u64 = 1 << 20;
 
+/// Number of bits that are cleared at once, because this requires a flush.
+const CLEARED: usize = 256;
+
 /// Maximum number of repaired frames that are listed.
 const LISTED: usize = 8;
 
@@ -26,7 +29,7 @@ pub(in crate::backend) struct Recovered {
     pub(in crate::backend) regions: u64,
     /// Number of frames with a new tuple.
     pub(in crate::backend) repaired: u64,
-    /// LBAs of the first ones.
+    /// LBAs of the first repaired frames.
     pub(in crate::backend) listed: Vec<u64>,
     /// Number of frames that cannot be read.
     pub(in crate::backend) unreadable: u64,
@@ -38,8 +41,8 @@ pub(in crate::backend) struct Recovered {
 /// reported as stable, so any combination of its old and new data is valid, and it gets the same
 /// tuple as for a write without protection information.
 ///
-/// The bit of each region is cleared as soon as its frames are durable, so that the next recovery
-/// continues if this one is interrupted. A bit is kept if some of its frames cannot be read.
+/// The bits of regions are cleared as soon as their frames are durable, so that the next recovery
+/// continues if this recovery is interrupted. A bit is kept if some of its frames cannot be read.
 ///
 /// # Errors
 /// Returns I/O errors, except for medium errors of frames.
@@ -81,30 +84,49 @@ fn recover_with(
         recovered: &mut recovered,
     };
     let len = sys::file_size(file)?;
+    let mut checked = Vec::new();
     for bit in 0..BITS {
-        let (byte, mask) = ((bit / 8) as usize, 1 << (bit % 8));
-        if bitmap[byte] & mask == 0 {
+        if bitmap[(bit / 8) as usize] & 1 << (bit % 8) == 0 {
             continue;
         }
-        let unreadable = frames.recovered.unreadable;
         let regions = (bit..len.div_ceil(header.region_size)).step_by(BITS as usize);
-        for region in regions {
-            let start = region * header.region_size;
-            frames.check(start..(start + header.region_size).min(len))?;
-            frames.recovered.regions += 1;
+        let regions = regions.map(|region| region * header.region_size);
+        match frames.check_regions(regions.map(|at| at..(at + header.region_size).min(len))) {
+            Ok(true) => checked.push(bit),
+            Ok(false) => {}
+            Err(error) => {
+                clear_bits(file, &mut bitmap, &mut checked)?;
+                return Err(error);
+            }
         }
-        if frames.recovered.unreadable > unreadable {
-            continue;
+        if checked.len() == CLEARED {
+            clear_bits(file, &mut bitmap, &mut checked)?;
         }
-        // Also flush frames that were not torn, because they may only be in the page cache.
-        sys::sync_data(file)?;
-        bitmap[byte] &= !mask;
-        let page = byte - byte % PAGE;
-        sys::write_at(file, &bitmap[page..page + PAGE], (PAGE + page) as u64)?;
     }
+    clear_bits(file, &mut bitmap, &mut checked)?;
     sys::sync_data(file)?;
     recovered.kept = bitmap;
     Ok(recovered)
+}
+
+/// Makes the frames of these regions durable, and clears their bits.
+fn clear_bits(file: &Handle, bitmap: &mut [u8], bits: &mut Vec<u64>) -> io::Result<()> {
+    if bits.is_empty() {
+        return Ok(());
+    }
+    // Also flush frames that were not torn, because they may only be in the page cache.
+    sys::sync_data(file)?;
+    let mut pages = Vec::new();
+    for bit in bits.drain(..) {
+        let byte = (bit / 8) as usize;
+        bitmap[byte] &= !(1 << (bit % 8));
+        pages.push(byte - byte % PAGE);
+    }
+    pages.dedup();
+    for page in pages {
+        sys::write_at(file, &bitmap[page..page + PAGE], (PAGE + page) as u64)?;
+    }
+    Ok(())
 }
 
 struct Frames<'a> {
@@ -116,13 +138,31 @@ struct Frames<'a> {
 }
 
 impl Frames<'_> {
+    /// Checks all frames in these regions. Returns whether all of them can be read.
+    fn check_regions(&mut self, regions: impl Iterator<Item = Range<u64>>) -> io::Result<bool> {
+        let before = self.recovered.unreadable;
+        for region in regions {
+            self.check(region)?;
+            self.recovered.regions += 1;
+        }
+        Ok(self.recovered.unreadable == before)
+    }
+
     /// Checks all frames that contain some of these bytes.
     fn check(&mut self, Range { start, end }: Range<u64>) -> io::Result<()> {
         let frame = self.layout.frame();
         let mut at = (start - start % frame).max(self.layout.medium_offset(0));
         let mut piece = vec![0; (PIECE - PIECE % frame) as usize];
         while at < end {
-            let len = (end - at).next_multiple_of(frame).min(piece.len() as u64);
+            let len = (end - at).next_multiple_of(frame);
+            // Deallocated frames are valid. If this fails, reading the frames fails as well.
+            let extent = riser_file::extent(self.file, at, len, frame as u32);
+            let (is_data, len) = extent.unwrap_or((true, len));
+            if !is_data {
+                at += len;
+                continue;
+            }
+            let len = len.min(piece.len() as u64);
             let piece = &mut piece[..len as usize];
             // An incomplete frame at the end is not part of the disk.
             match (self.read)(piece, at) {
@@ -238,5 +278,29 @@ mod tests {
         assert_eq!(recovered.listed, [lbas[0], lbas[2]]);
         assert_eq!((recovered.regions, recovered.unreadable), (3, 1));
         assert_eq!(bits(&file), 0b010);
+    }
+
+    #[test]
+    fn holes_are_not_read() {
+        let header = Header::new(4096, None);
+        let file = Handle::from(Disk::new(1000 * REGION).open().buffered());
+        sys::write_at(&file, &header.encode(), 0).unwrap();
+        sys::write_at(&file, &[0xff; 4096], PAGE as u64).unwrap();
+        let at = 700 * REGION + 5;
+        sys::write_at(&file, &[1; 5000], at).unwrap();
+        let protection = Protection::new(ProtectionType::Type1);
+        let reads = std::cell::RefCell::new(Vec::new());
+        let recovered = recover_with(&file, &header, protection, &|into, at| {
+            reads.borrow_mut().push(at..at + into.len() as u64);
+            sys::read_at(&file, into, at)
+        });
+        let recovered = recovered.unwrap();
+        assert_eq!((recovered.regions, recovered.unreadable), (1000, 0));
+        let reads = reads.into_inner();
+        let read: u64 = reads.iter().map(|range| range.end - range.start).sum();
+        assert!(read < 64 << 10, "{reads:?}");
+        let is_read = |at| reads.iter().any(|range| range.contains(&at));
+        assert!(is_read(at) && is_read(at + 4999));
+        assert_eq!(recovered.kept, [0; BITMAP]);
     }
 }

@@ -8,7 +8,7 @@ use riser_scsi::config::{Protection, ProtectionFormat, ProtectionType};
 use riser_scsi::step::BackendError;
 
 use super::errno::from_errno;
-use super::protected::{self, Header, HeaderError, PAGE, inverted};
+use super::protected::{self, Header, inverted};
 use super::store::Store;
 use super::sys;
 
@@ -51,15 +51,19 @@ impl Store {
         else {
             return Err(io::ErrorKind::Unsupported.into());
         };
-        let mut page = [0; PAGE];
-        let len = sys::read_at(&file.handle, &mut page, 0)?;
-        let invalid = |error: HeaderError| io::Error::new(io::ErrorKind::InvalidData, error);
-        let header = Header::parse(&page[..len], self.geometry.block_size).map_err(invalid)?;
+        let previous = protected::read_header(&file.handle, self.geometry.block_size)?;
         let header = Header {
             protection_type,
-            ..header
+            ..previous
         };
-        protected::write_header(&file.handle, &header)?;
+        if let Err(error) = protected::write_header(&file.handle, &header) {
+            // Blocks that are written with the current type may not match the new type, which
+            // the next start would read from the file.
+            if let Err(error) = protected::write_header(&file.handle, &previous) {
+                tracing::error!(backend = self.name(), %error, "cannot restore the protection type");
+            }
+            return Err(error);
+        }
         *self.lock_protection_format() = ProtectionFormat::Changeable(protection_type);
         Ok(())
     }

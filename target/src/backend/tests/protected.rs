@@ -794,6 +794,18 @@ fn cleared_flush_failure_fails_no_write() {
     assert_eq!(disk.bitmap()[0], 0);
 }
 
+#[test]
+fn failed_format_keeps_type() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    disk.disk.fail_write_back(libc::EIO, |_| false);
+    let error = disk.store.set_protection_type(Some(ProtectionType::Type3));
+    assert_eq!(error.unwrap_err().raw_os_error(), Some(libc::EIO));
+    disk.disk.flush();
+    disk.reopen();
+    let protection = disk.store.protection().unwrap();
+    assert_eq!(protection.protection_type, ProtectionType::Type1);
+}
+
 /// A step of a load that may be interrupted by a power failure.
 #[derive(Clone, Debug)]
 enum LoadStep {

@@ -5,7 +5,8 @@
 //! bytes are the same as before.
 //!
 //! The thread only holds the store, and is only listed in [`threads`](super::threads), while it
-//! reads a chunk, or a single block if the medium has errors. Therefore, neither the removal of the backend nor an upgrade waits for a scrub.
+//! reads a chunk, or a single block if the medium has errors. Therefore, neither the removal of the
+//! backend nor an upgrade waits for a scrub.
 
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -113,6 +114,8 @@ pub struct Scrub {
     progress: Mutex<ScrubProgress>,
     is_stopped: Mutex<bool>,
     stopped: Condvar,
+    /// Token owned by the thread.
+    thread: Weak<()>,
 }
 
 impl Scrub {
@@ -125,6 +128,7 @@ impl Scrub {
         if store.protection().is_none() || store.open_file().is_none() {
             return Err(io::ErrorKind::Unsupported.into());
         }
+        let token = Arc::new(());
         let scrub = Arc::new(Self {
             store: Arc::downgrade(store),
             backend: store.name().to_owned(),
@@ -140,10 +144,14 @@ impl Scrub {
             }),
             is_stopped: Mutex::new(false),
             stopped: Condvar::new(),
+            thread: Arc::downgrade(&token),
         });
         let own = Arc::clone(&scrub);
-        let threads = store.host().threads();
-        threads.spawn("scrub", Box::new(move || own.run()))?;
+        let run = move || {
+            own.run();
+            drop(token);
+        };
+        store.host().threads().spawn("scrub", Box::new(run))?;
         Ok(scrub)
     }
 
@@ -157,6 +165,13 @@ impl Scrub {
     #[must_use]
     pub fn is_running(&self) -> bool {
         self.lock().state == ScrubState::Running
+    }
+
+    /// Returns whether its thread is still reading this store. After the scrub was stopped, this is
+    /// the case until the file system completes the current read.
+    #[must_use]
+    pub fn is_reading(&self, store: &Arc<Store>) -> bool {
+        self.store.ptr_eq(&Arc::downgrade(store)) && self.thread.strong_count() > 0
     }
 
     /// Stops the thread after the current chunk, without waiting for it.
@@ -208,7 +223,7 @@ impl Scrub {
         !*is_stopped
     }
 
-    /// Sets the final state, unless there is one.
+    /// Sets the final state, unless the scrub has ended before.
     fn finish(&self, state: ScrubState) {
         let mut progress = self.lock();
         if progress.state != ScrubState::Running {
@@ -238,7 +253,7 @@ fn blocks(store: &Store) -> u64 {
     store.capacity() / u64::from(store.geometry().block_size)
 }
 
-/// Reads and verifies one chunk after another.
+/// Reads and verifies all chunks of a store.
 struct Reader<'a> {
     scrub: &'a Scrub,
     /// Next block.

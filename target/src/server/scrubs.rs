@@ -1,15 +1,23 @@
-//! Scrubs of backends: see [`Scrub`]. Each backend has at most one, which is kept after it has
+//! Scrubs of backends: see [`Scrub`]. Each backend has at most one scrub, which is kept after it has
 //! ended.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use riser_admin_api::view::{DefectView, ScrubView};
 
 use super::Server;
 use crate::backend::{Defect, Scrub, ScrubProgress, ScrubState, Store};
+
+/// Maximum time for the thread of the last scrub to exit before the next scrub. If the file system does
+/// not respond, each scrub would otherwise block another thread.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Polling interval of this thread.
+const POLL: Duration = Duration::from_millis(5);
 
 /// The last scrub of each backend. When this is dropped, all of them are stopped.
 #[derive(Debug, Default)]
@@ -19,7 +27,7 @@ pub(super) struct Scrubs(BTreeMap<String, Entry>);
 #[derive(Debug)]
 struct Entry {
     scrub: Arc<Scrub>,
-    /// End time of the last completed scrub before this one.
+    /// End time of the last completed scrub before this scrub.
     completed: Option<SystemTime>,
 }
 
@@ -83,6 +91,12 @@ impl Scrubs {
         if last.is_some_and(|last| last.scrub.is_running()) {
             return Err(format!("a scrub of backend `{backend}` is already running"));
         }
+        if last.is_some_and(|last| !has_exited(&last.scrub, store)) {
+            return Err(format!(
+                "cannot scrub backend `{backend}`: its file system has not completed the last read of \
+                 the previous scrub"
+            ));
+        }
         let completed = last.and_then(|last| last.completed(&last.scrub.progress()));
         let scrub = Scrub::start(store, rate).map_err(|error| match error.kind() {
             io::ErrorKind::Unsupported => {
@@ -95,6 +109,19 @@ impl Scrubs {
         self.0.insert(backend.to_owned(), entry);
         Ok(view)
     }
+}
+
+/// Waits until the thread of a scrub that is not running has exited. Returns `false` if it is still
+/// reading this store.
+fn has_exited(scrub: &Scrub, store: &Arc<Store>) -> bool {
+    let until = Instant::now() + PATIENCE;
+    while scrub.is_reading(store) {
+        if Instant::now() >= until {
+            return false;
+        }
+        thread::sleep(POLL);
+    }
+    true
 }
 
 impl Drop for Scrubs {
@@ -136,5 +163,56 @@ fn view(backend: &str, entry: &Entry) -> ScrubView {
         checked: progress.checked,
         defects: Defect::ALL.into_iter().map(count).collect(),
         listed: listed.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_config::{Direct, Source, Spec};
+    use riser_reactor::simulated::{Disk, Threads};
+    use riser_scsi::config::{Protection, ProtectionType};
+
+    use super::*;
+    use crate::host::SimulatedHost;
+
+    /// The threads of a simulated host do not run until they are continued.
+    #[test]
+    fn blocked_thread_prevents_next_scrub() {
+        let spec = Spec {
+            name: "f".into(),
+            source: Source::File {
+                path: "/in/memory".into(),
+                size: Some(1 << 20),
+                create: true,
+            },
+            block_size: 512,
+            direct: Direct::Off,
+            write_cache: true,
+            read_only: false,
+            protection: Some(Protection::new(ProtectionType::Type1)),
+            faults: None,
+        };
+        let threads = Threads::default();
+        let open = || {
+            let host = SimulatedHost::new(threads.clone(), Instant::now());
+            Store::on_disk(&spec, &Disk::new(0), Arc::new(host)).unwrap()
+        };
+        let (store, other) = (open(), open());
+        let mut scrubs = Scrubs::default();
+        scrubs.start("f", &store, None).unwrap();
+        scrubs.0["f"].scrub.stop();
+        let error = scrubs.start("f", &store, None).unwrap_err();
+        assert_eq!(
+            error,
+            "cannot scrub backend `f`: its file system has not completed the last read of the \
+             previous scrub"
+        );
+        assert_eq!(threads.runnable().len(), 1);
+        scrubs.start("g", &other, None).unwrap();
+        threads.step(threads.runnable()[0]);
+        assert_eq!(scrubs.start("f", &store, None).unwrap().state, "running");
+        // The backend was opened again, perhaps on another file system.
+        scrubs.0["f"].scrub.stop();
+        assert_eq!(scrubs.start("f", &other, None).unwrap().state, "running");
     }
 }

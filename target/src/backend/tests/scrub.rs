@@ -121,6 +121,32 @@ fn stopped_scrub_does_not_continue() {
     check_threads(DEADLINE).unwrap();
 }
 
+/// Each block is then read separately.
+#[test]
+fn stopped_scrub_ends_during_medium_errors() {
+    let spec = Spec {
+        protection: Some(Protection::new(ProtectionType::Type1)),
+        ..spec(file("/in/memory".into(), 64 << 20))
+    };
+    let (disk, threads) = (Disk::new(0), simulated::Threads::default());
+    let host = SimulatedHost::new(threads.clone(), Instant::now());
+    let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
+    disk.set_unreadable(vec![frame_offset(0)..u64::MAX]);
+    let scrub = Scrub::start(&store, None).unwrap();
+    std::thread::scope(|scope| {
+        let ended = scope.spawn(|| threads.step(threads.runnable()[0]));
+        eventually("a block is read", DEADLINE, || scrub.progress().checked > 0);
+        let stopped = Instant::now();
+        scrub.stop();
+        assert!(ended.join().unwrap());
+        assert!(stopped.elapsed() < Duration::from_secs(3));
+    });
+    let progress = scrub.progress();
+    assert_eq!(progress.state, ScrubState::Stopped);
+    assert!(progress.checked < progress.blocks, "{progress:?}");
+    assert!(!scrub.is_reading(&store));
+}
+
 #[test]
 fn removed_backend_ends_scrub() {
     let dir = Dir::new(&std::env::temp_dir(), "scrub-removed");

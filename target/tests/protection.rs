@@ -4,11 +4,16 @@ use std::fs::{self, File};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
+use riser_scsi::config::ProtectionType;
 use riser_scsi::iscsi::pdu::FromTarget;
+use riser_target::backend::open_all;
 use riser_target::config::Config;
-use riser_target::server::Server;
+use riser_target::server::reload::ChangeStep;
+use riser_target::server::{Keepers, Server};
 use riser_test_peers::open_target;
 use riser_test_peers::tcp::Client;
 use riser_testkit::eventually;
@@ -62,6 +67,15 @@ impl Disk {
     fn stop(&mut self) {
         let server = self.server.take().expect("it runs");
         server.shutdown().unwrap();
+    }
+
+    /// Replaces the server like an upgrade does.
+    fn hand_over(&mut self) {
+        let server = self.server.take().expect("it runs");
+        let state = server.export_state(Vec::new()).unwrap();
+        let config = Config::parse(&self.text, "test.yaml").unwrap();
+        let next = Server::start_after(&config, &state, Keepers::default());
+        self.server = Some(next.unwrap());
     }
 
     fn log_in(&self) -> Client {
@@ -260,13 +274,133 @@ fn format_changes_stored_type() {
         assert_eq!(write(&mut client, 0), 0);
         drop(client);
         // The configuration only has the type of a new file.
-        disk.stop();
-        disk.start();
-        let mut client = disk.log_in();
-        assert_eq!(reported_type(&mut client), reported);
-        assert_eq!(read(&mut client), [7; 2048]);
-        drop(client);
+        for is_handover in [false, true] {
+            match is_handover {
+                true => disk.hand_over(),
+                false => {
+                    disk.stop();
+                    disk.start();
+                }
+            }
+            let mut client = disk.log_in();
+            assert_eq!(reported_type(&mut client), reported);
+            assert_eq!(read(&mut client), [7; 2048]);
+            drop(client);
+        }
     }
+    disk.stop();
+}
+
+/// Commands of other sessions use either the previous type with the previous blocks, or the new type
+/// with erased blocks.
+#[test]
+fn format_during_load_fails_no_check() {
+    let mut disk = Disk::new(1, 512);
+    let is_over = AtomicBool::new(false);
+    let to = disk.to;
+    let load = &|isid| {
+        let mut client = Client::ready_at(to, IQN, isid);
+        let mut count = 0;
+        while !is_over.load(Ordering::Relaxed) {
+            let write = send(&mut client, &cdb(0x2a, 0, 20, 8), 4096, &[isid as u8; 4096]);
+            let read = send(&mut client, &cdb(0x28, 0, 16, 16), 8192, &[]);
+            for (status, _, sense) in [write, read] {
+                let is_changed = status == 2 && sense[0] == 6;
+                assert!(status == 0 || is_changed, "{status} {sense:x?}");
+                count += 1;
+            }
+        }
+        count
+    };
+    let server = Mutex::new(disk.server.take().unwrap());
+    std::thread::scope(|scope| {
+        let loads = [2, 3].map(|isid| scope.spawn(move || load(isid)));
+        let mut client = disk.log_in();
+        for (information, usage) in [(0b11, 1), (0b10, 0), (0b00, 0), (0b10, 0)].repeat(5) {
+            // It may be running.
+            let _ = server.lock().unwrap().start_scrub("f", None);
+            assert_eq!(format(&mut client, information, usage), 0);
+        }
+        is_over.store(true, Ordering::Relaxed);
+        for load in loads {
+            assert!(load.join().unwrap() > 0);
+        }
+    });
+    let mut server = server.into_inner().unwrap();
+    let timeout = Duration::from_secs(60);
+    eventually("the scrub is complete", timeout, || {
+        server.scrubs()[0].state == "completed"
+    });
+    server.start_scrub("f", None).unwrap();
+    eventually("the scrub is complete", timeout, || {
+        server.scrubs()[0].state == "completed"
+    });
+    assert_eq!(server.scrubs()[0].listed.len(), 0);
+    disk.server = Some(server);
+    disk.stop();
+}
+
+/// The unit of a command may be replaced before FORMAT UNIT has stored the type.
+#[test]
+fn measurement_applies_stored_type() {
+    let mut disk = Disk::new(1, 512);
+    let mut client = disk.log_in();
+    assert_eq!(reported_type(&mut client), 0b0001);
+    let server = disk.server.as_ref().unwrap();
+    let store = Arc::clone(server.backends().next().unwrap().1);
+    store
+        .set_protection_type(Some(ProtectionType::Type3))
+        .unwrap();
+    assert!(server.measurer()());
+    let (status, _, sense) = send(&mut client, &[0; 6], 0, &[]);
+    // INQUIRY DATA HAS CHANGED or CAPACITY DATA HAS CHANGED.
+    assert_eq!((status, sense[0]), (2, 6));
+    let (status, _, sense) = send(&mut client, &[0; 6], 0, &[]);
+    assert_eq!((status, sense[0]), (2, 6));
+    assert_eq!(reported_type(&mut client), 0b0101);
+    drop((client, store));
+    disk.stop();
+}
+
+#[test]
+fn replacing_unit_has_stored_type() {
+    let mut disk = Disk::new(1, 512);
+    disk.stop();
+    // Without its file, the unit is not ready, and is replaced when the file is available.
+    let (path, elsewhere) = (disk.dir.join("disk"), disk.dir.join("elsewhere"));
+    fs::rename(&path, &elsewhere).unwrap();
+    disk.text = disk.text.replace("size: 1MiB, create: true, ", "");
+    disk.start();
+    let server = disk.server.as_mut().unwrap();
+    fs::rename(&elsewhere, &path).unwrap();
+    let wishes = server.open_requests();
+    let spec = wishes[0].spec.clone();
+    let mut opened = open_all(wishes);
+    let store = opened.take_result("f", &spec).unwrap().unwrap();
+    opened.insert("f", &spec, Ok(Arc::clone(&store)));
+    let config = server.config().clone();
+    let mut change = server.begin_change(config, opened, Instant::now()).unwrap();
+    store
+        .set_protection_type(Some(ProtectionType::Type3))
+        .unwrap();
+    drop(store);
+    eventually(
+        "the change is applied",
+        Duration::from_secs(60),
+        || match server.poll_change(&mut change, Instant::now()) {
+            ChangeStep::Waiting => false,
+            ChangeStep::Staged => {
+                server.save_numbers(&mut change).unwrap();
+                server.commit_change(&mut change, Instant::now());
+                false
+            }
+            ChangeStep::Applied => true,
+            ChangeStep::Undone(error) => panic!("{error:?}"),
+        },
+    );
+    let mut client = disk.log_in();
+    assert_eq!(reported_type(&mut client), 0b0101);
+    drop(client);
     disk.stop();
 }
 
@@ -297,7 +431,7 @@ fn scrub_finds_damaged_block() {
         (scrub.listed[0].lba, scrub.listed[0].defect.as_str()),
         (22, "guard")
     );
-    // Another one keeps the time of this one, and does not continue after the removal.
+    // Another scrub keeps the time of this scrub, and does not continue after the removal.
     let slow = server.start_scrub("f", Some(512)).unwrap();
     assert_eq!(
         (slow.state.as_str(), slow.completed),

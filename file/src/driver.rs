@@ -660,7 +660,7 @@ impl<S: Storage> Driver<S> {
             _ => op.offset..op.offset + op.len,
         };
         let join = || file.turns.join(bytes, changes, || self.waker.clone());
-        request.turn.get_or_insert_with(join).has_come()
+        request.turn.get_or_insert_with(join).may_continue()
     }
 
     /// Returns whether a request has been recorded, unless it does not change the medium.

@@ -63,7 +63,7 @@ impl Place {
         self.bytes.start < bytes.end && bytes.start < self.bytes.end
     }
 
-    /// Resumes all newer requests that were only waiting for this one.
+    /// Resumes all newer requests that were only waiting for this request.
     fn resume_newer(&self, places: &mut Slab<Self>) {
         // An iteration includes unused entries, and there may be many of these.
         if places.is_empty() {
@@ -181,14 +181,14 @@ impl Turns {
         })
     }
 
-    /// Removes a request, and resumes all requests that were only waiting for this one.
+    /// Removes a request, and resumes all requests that were only waiting for this request.
     fn remove(&self, key: usize, changes: bool) {
         let mut line = self.line();
         let (own, others) = line.sides(changes);
-        let gone = own.remove(key);
-        gone.resume_newer(others);
+        let removed = own.remove(key);
+        removed.resume_newer(others);
         if changes && self.has_exclusive_changes {
-            gone.resume_newer(own);
+            removed.resume_newer(own);
         }
     }
 
@@ -200,7 +200,7 @@ impl Turns {
 
 impl Turn {
     /// Returns whether the request may continue.
-    pub(super) fn has_come(&self) -> bool {
+    pub(super) fn may_continue(&self) -> bool {
         let is_over = |flag: &Arc<AtomicBool>| flag.load(Ordering::Acquire);
         self.is_over.as_ref().is_none_or(is_over)
     }
@@ -255,18 +255,22 @@ mod tests {
         let change = join(1000..1536, true);
         let elsewhere = join(2048..4096, true);
         let late = join(0..1001, false);
-        assert!([&first, &disjoint, &elsewhere].iter().all(|t| t.has_come()));
-        assert!(!change.has_come() && !late.has_come());
+        assert!(
+            [&first, &disjoint, &elsewhere]
+                .iter()
+                .all(|t| t.may_continue())
+        );
+        assert!(!change.may_continue() && !late.may_continue());
         drop(elsewhere);
-        assert!(!waker.is_pending(), "no request waited for it");
+        assert!(!waker.is_pending(), "no request waited for the change");
         drop(first);
-        assert!(!change.has_come(), "another one reads");
-        assert!(!waker.is_pending(), "none can proceed yet");
+        assert!(!change.may_continue(), "another request reads");
+        assert!(!waker.is_pending(), "no request can continue");
         drop(disjoint);
-        assert!(waker.is_pending() && change.has_come());
-        assert!(!late.has_come(), "it is behind the change");
+        assert!(waker.is_pending() && change.may_continue());
+        assert!(!late.may_continue(), "the change is older");
         drop(change);
-        assert!(late.has_come());
+        assert!(late.may_continue());
     }
 
     #[test]
@@ -274,12 +278,12 @@ mod tests {
         let turns = Arc::new(Turns::default());
         let join = |changes| turns.join(0..512, changes, Waker::simulated);
         let [first, second, third] = [(); 3].map(|()| join(true));
-        assert!([&first, &second, &third].iter().all(|t| t.has_come()));
+        assert!([&first, &second, &third].iter().all(|t| t.may_continue()));
         let read = join(false);
         drop((first, third));
-        assert!(!read.has_come());
+        assert!(!read.may_continue());
         drop(second);
-        assert!(read.has_come());
+        assert!(read.may_continue());
     }
 
     #[test]
@@ -292,18 +296,18 @@ mod tests {
         let disjoint = turns.try_join(520..1040, true).unwrap();
         let (second, third) = (join(0..1040, true), join(0..520, true));
         let reads = [(); 2].map(|()| join(1040..2080, false));
-        assert!(reads.iter().all(Turn::has_come), "reads are shared");
+        assert!(reads.iter().all(Turn::may_continue), "reads are shared");
         drop(first);
-        assert!(!second.has_come() && !third.has_come());
+        assert!(!second.may_continue() && !third.may_continue());
         assert!(!waker.is_pending());
         drop(disjoint);
-        assert!(second.has_come() && !third.has_come());
+        assert!(second.may_continue() && !third.may_continue());
         // If it is canceled, only the requests behind it continue.
         let read = join(0..520, false);
         drop(second);
-        assert!(third.has_come() && !read.has_come());
+        assert!(third.may_continue() && !read.may_continue());
         drop(third);
-        assert!(read.has_come());
+        assert!(read.may_continue());
     }
 
     #[test]
@@ -312,24 +316,21 @@ mod tests {
         let waker = Waker::simulated();
         let join = |changes| turns.join(0..512, changes, || waker.clone());
         let read = turns.try_join(0..512, false).unwrap();
-        assert!(
-            turns.try_join(511..600, true).is_none(),
-            "a read is under way"
-        );
+        assert!(turns.try_join(511..600, true).is_none(), "a read is active");
         assert!(turns.try_join(512..600, true).is_some(), "other bytes");
         let change = join(true);
-        assert!(!change.has_come());
-        assert!(turns.try_join(0..1, false).is_none(), "behind the change");
+        assert!(!change.may_continue());
+        assert!(turns.try_join(0..1, false).is_none(), "the change is older");
         drop(read);
-        assert!(change.has_come() && waker.is_pending());
+        assert!(change.may_continue() && waker.is_pending());
         drop(change);
         // A request that didn't complete synchronously keeps its position.
         let kept = turns.try_join(0..512, true).unwrap().into_turn();
-        assert!(kept.has_come());
+        assert!(kept.may_continue());
         let late = join(false);
-        assert!(!late.has_come());
+        assert!(!late.may_continue());
         drop(kept);
-        assert!(late.has_come());
+        assert!(late.may_continue());
         drop(late);
         assert!(turns.line().reads.is_empty() && turns.line().changes.is_empty());
     }
@@ -341,11 +342,11 @@ mod tests {
         let join = |changes| turns.join(0..512, changes, Waker::simulated);
         let (read, change, late) = (join(false), join(true), join(false));
         drop(change);
-        assert!(late.has_come());
+        assert!(late.may_continue());
         let change = join(true);
         drop(read);
-        assert!(!change.has_come());
+        assert!(!change.may_continue());
         drop(late);
-        assert!(change.has_come());
+        assert!(change.may_continue());
     }
 }

@@ -36,8 +36,8 @@ impl LogicalUnit {
     /// information that disables all checks.
     #[inline]
     pub(crate) fn stored_protection(&self) -> Option<Protection> {
-        // The initiator cannot transfer protection information, so each block gets all ones in both
-        // tags.
+        // The initiator cannot transfer protection information, so all bits of both tags are set in
+        // each block.
         const UNCHECKED: Protection = Protection::new(ProtectionType::Type3);
         self.config.protection?;
         Some(self.protection().unwrap_or(UNCHECKED))
@@ -68,8 +68,8 @@ impl LogicalUnit {
         Ok(())
     }
 
-    /// Updates the protection type if the medium was formatted via the LU that was replaced by this
-    /// one. `current` returns the type of the medium. All nexuses are notified.
+    /// Updates the protection type if the medium was formatted via the LU that this LU has replaced.
+    /// `current` returns the type of the medium. All nexuses are notified.
     ///
     /// This blocks while [`Self::save_protection`] is running.
     pub fn restore_protection(&self, current: impl FnOnce() -> Option<ProtectionType>) {

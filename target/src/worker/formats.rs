@@ -13,7 +13,7 @@ use super::env::Env;
 use super::work::Owner;
 use crate::fabric::UnitIdx;
 
-/// Pending changes. A FORMAT UNIT executes alone, so there is at most one for each unit.
+/// Pending changes. A FORMAT UNIT executes alone, so there is at most one change for each unit.
 #[derive(Debug, Default)]
 pub(super) struct Formats(Vec<Format>);
 

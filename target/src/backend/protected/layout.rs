@@ -33,8 +33,8 @@ impl Layout {
         self.block + Tuple::LEN as u64
     }
 
-    /// Returns the number of frames before the first one. The header is shorter than these, so that
-    /// the offset of each frame is a multiple of its size.
+    /// Returns the number of frames that the space for the header could contain. It is not shorter than
+    /// the header, and the offset of each frame is a multiple of its size.
     const fn reserved(self) -> u64 {
         HEADER_LEN.div_ceil(self.frame())
     }

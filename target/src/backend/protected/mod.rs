@@ -106,7 +106,7 @@ pub(super) fn read_header(file: &Handle, block_size: u32) -> io::Result<Header> 
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-/// Writes the first page durably. A crash preserves either the previous header or this one, because
+/// Writes the first page durably. A crash preserves either the previous or the new header, because
 /// a device does not split the sector that contains it.
 pub(super) fn write_header(file: &Handle, header: &Header) -> io::Result<()> {
     sys::write_at(file, &header.encode(), 0)?;

@@ -730,6 +730,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
         #[test]
         fn torn_frames_are_always_recorded(actions in actions()) {
             let mut model = Model {

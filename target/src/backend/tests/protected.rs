@@ -921,7 +921,7 @@ fn valid_blocks(lba: u64, blocks: u32, byte: u8) -> Blocks {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn frames_are_valid_after_power_failure(steps in load(), seed in any::<u64>()) {

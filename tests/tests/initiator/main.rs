@@ -2,7 +2,9 @@
 //! protocol: SRP and iSER use the software NIC on loopback.
 
 #![allow(missing_docs, reason = "a test")]
+#![allow(clippy::print_stdout, reason = "prints results")]
 
+mod damage;
 mod iser;
 mod protection;
 mod srp;

@@ -300,6 +300,23 @@ fn damage_on_network_is_detected() {
 }
 
 #[test]
+fn damage_on_network_is_undetected_without_protection() {
+    let rig = Rig::new(Protocol::Tcp, 51, "{ kind: ram, size: 1MiB }");
+    let damager = Damager::start(rig.address(9), rig.address(1));
+    let session = block_on(rig.client.connect(rig.url_on(9, "", ""))).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    let data = [Damager::DATA; 1024];
+    put(&lun, 0, &data);
+    damager.to_initiator.store(true, Ordering::SeqCst);
+    assert_ne!(get(&lun, 0, 1024), data);
+    assert_eq!(get(&lun, 0, 1024), data);
+    damager.to_target.store(true, Ordering::SeqCst);
+    put(&lun, 0, &data);
+    assert_ne!(get(&lun, 0, 1024), data, "it was written");
+    block_on(session.close());
+}
+
+#[test]
 fn remaining_path_transfers_protected_data() {
     let mut file = FileRig::new(Protocol::Tcp, 44, 1, 4096);
     file.rig.serve(&[1, 3]);

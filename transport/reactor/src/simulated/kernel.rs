@@ -153,6 +153,14 @@ impl Kernel {
         able.map(Pending::describe).collect()
     }
 
+    /// Returns the memory of a pending operation, which the driver may change.
+    #[must_use]
+    pub fn memory(&self, id: OperationId) -> Vec<MemSlice> {
+        let state = self.0.borrow();
+        let pending = state.pending.iter().find(|p| p.user_data == id.0);
+        pending.map_or_else(Vec::new, |pending| pending.slices.clone())
+    }
+
     /// Executes an operation and reports its completion to the ring. Returns the result, or `None`
     /// if there is no such operation, or if it is still waiting for its socket or for a thread.
     pub fn complete(&self, id: OperationId, outcome: Outcome) -> Option<i32> {

@@ -188,7 +188,7 @@ serve_again() {
     before=$(grep -c ' serving ' "$KEEP/riserd.log" 2>/dev/null || true)
     "${PEER[@]}" "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
     RISERD=$!
-    wait_for 30 riserd_is_up "${before:-0}"
+    wait_for 120 riserd_is_up "${before:-0}"
 }
 
 # Returns whether the log contains more than this number of messages that it is serving.

@@ -1,6 +1,6 @@
 #: group: iscsi
 #: about: sg_format changes the type of protection information
-#: limit: 240
+#: limit: 600
 TRANSPORT=tcp
 DISK_KEYS=", protection: { type: 1 }"
 . /vm/iscsi.sh

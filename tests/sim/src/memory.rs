@@ -26,9 +26,9 @@ const OF_PLACE: usize = 4 << 10;
 /// Bytes that remain allocated after a queued command, for the same tables.
 const OF_COMMAND: usize = 2 << 10;
 
-/// Bytes used by a disk with protection information: three bitmaps of its write-intent log, and a
+/// Bytes used by a disk with protection information: four bitmaps of its write-intent log, and a
 /// bitmap page that is written.
-const OF_PROTECTED_DISK: usize = 3 * (60 << 10) + 4096;
+const OF_PROTECTED_DISK: usize = 4 * (60 << 10) + 4096;
 
 /// Growth after which we calculate the limit, because this is slow.
 const GROWTH: usize = 64 << 10;

@@ -290,7 +290,7 @@ fn device_attr(context: &Context) -> ibv_device_attr {
             | IBV_DEVICE_MEM_WINDOW
             | IBV_DEVICE_MEM_WINDOW_TYPE_2B,
         max_sge: int(ours.max_sge),
-        max_sge_rd: int(ours.max_sge),
+        max_sge_rd: int(ours.max_sge_rd),
         max_cq: int(ours.max_cq),
         max_cqe: int(ours.max_cqe),
         max_mr: int(ours.max_mr),

@@ -1,6 +1,13 @@
-//! RDMA READs and WRITEs with protection information, like the signature contexts of Linux
-//! `rdma/rw.h`.
+//! RDMA READs and WRITEs of a target, like Linux `rdma/rw.h`: READs on iWARP adapters, and transfers
+//! with protection information.
 //!
+//! # iWARP adapters
+//! The response to a READ names its local memory, the *sink*, by a key. An iWARP adapter processes it
+//! like a WRITE of the peer, so the sink needs the right for remote writes. The memory of a target
+//! must not have this right as a whole. [`ReadSinks`] therefore registers the sink of each READ, and
+//! deregisters it before the target uses the data. [`mr_factor`] returns the number of sinks.
+//!
+//! # Protection information
 //! A target transfers the blocks of a command between its memory and a range of the initiator's
 //! memory. Its device checks, inserts or strips the tuples, using an integrity region for the local
 //! side:
@@ -11,9 +18,13 @@
 //!  destroy: error of the checks ◀── on_completed ◀───────────────────────┘
 //! ```
 //!
-//! Currently not used.
+//! A [`SignatureContext`] is currently not used.
+
+mod sinks;
 
 use riser_memory::MemSlice;
+
+pub use sinks::{ReadSinks, mr_factor};
 
 use crate::mr_pool::{MrPool, PooledMr};
 use crate::verbs::{

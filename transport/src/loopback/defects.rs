@@ -11,9 +11,9 @@ use riser_memory::MemSlice;
 
 use crate::nic::{Breakage, Nic};
 use crate::verbs::{
-    Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, CqInitAttr, Mr, MrId, PdId,
-    PortSpace, PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RdmaCm as _,
-    RecvWr, SendWr, Sge, Verbs as _, VerbsError, WcOpcode, WcStatus, WrId,
+    Access, AhAttr, AhId, CmError, CmId, Completion, ConnParam, CqId, CqInitAttr, LKey, Mr, MrId,
+    PdId, PortSpace, PostError, PostReason, QpAttr, QpId, QpInitAttr, QpState, QpType, RdmaCm as _,
+    RecvWr, SendOp, SendWr, Sge, Verbs as _, VerbsError, WcOpcode, WcStatus, WrId,
 };
 
 /// Posts to be rejected by a device.
@@ -200,6 +200,8 @@ pub(super) struct DefectiveNic {
     pub(super) defects: Arc<Mutex<Defects>>,
     /// Delayed receives in the order they were posted.
     pub(super) late: VecDeque<LateRecv>,
+    /// Keys of regions that can be written by peers, if READs require this.
+    pub(super) writable: Vec<(LKey, MrId)>,
 }
 
 impl DefectiveNic {
@@ -215,7 +217,6 @@ impl DefectiveNic {
 
     calls_that_take_memory! {
         alloc_pd() -> Result<PdId, VerbsError>;
-        reg_mr(pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
         reg_mr_iova(pd: PdId, range: &MemSlice, iova: u64, access: Access) -> Result<Mr, VerbsError>;
         alloc_fast_mr(pd: PdId, max_segments: u32) -> Result<Mr, VerbsError>;
         map_mr_sg(mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
@@ -233,6 +234,36 @@ impl DefectiveNic {
         accept(id: CmId, param: &ConnParam) -> Result<(), CmError>;
         reject(id: CmId, private_data: &[u8]) -> Result<(), CmError>;
         disconnect(id: CmId) -> Result<(), CmError>;
+    }
+
+    pub(super) fn reg_mr(
+        &mut self,
+        pd: PdId,
+        range: &MemSlice,
+        access: Access,
+    ) -> Result<Mr, VerbsError> {
+        if self.fails_call("reg_mr") {
+            return Err(NO_MEMORY);
+        }
+        let mr = self.nic.reg_mr(pd, range, access)?;
+        if self.nic.device_attr().registered_reads && access.contains(Access::REMOTE_WRITE) {
+            self.writable.push((mr.lkey, mr.id));
+        }
+        Ok(mr)
+    }
+
+    pub(super) fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
+        self.nic.dereg_mr(mr)?;
+        self.writable.retain(|(_, writable)| *writable != mr);
+        Ok(())
+    }
+
+    /// Returns whether an iWARP adapter would reject a request.
+    fn is_unregistered_read(&self, wr: &SendWr<'_>) -> bool {
+        let is_writable = |sink: &Sge| self.writable.iter().any(|(key, _)| *key == sink.lkey);
+        self.nic.device_attr().registered_reads
+            && matches!(wr.op, SendOp::Read(_))
+            && !matches!(wr.sges, [sink] if is_writable(sink))
     }
 
     pub(super) fn poll_cq(
@@ -262,6 +293,10 @@ impl DefectiveNic {
     pub(super) fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
         if self.fails_call("post_send") {
             return Err(no_memory());
+        }
+        if let Some(index) = wrs.iter().position(|wr| self.is_unregistered_read(wr)) {
+            let reason = PostReason::InvalidKey;
+            return Err(PostError { index, reason });
         }
         let taken = self.defects().refusals.take_sends(wrs.len());
         self.nic.post_send(qp, &wrs[..taken])?;

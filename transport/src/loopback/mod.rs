@@ -406,6 +406,7 @@ impl Fabric {
             nic: Nic::new(config, wire.now),
             defects,
             late: VecDeque::new(),
+            writable: Vec::new(),
         };
         let here = wire.occupied.iter().copied();
         let occupied: Vec<_> = here.filter(|at| at.ip() == addr).collect();

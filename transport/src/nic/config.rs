@@ -60,6 +60,8 @@ pub struct NicLimits {
     pub max_qps_per_peer: u32,
     /// Max number of RDMA CM ids.
     pub max_cm_ids: u32,
+    /// Reports [`DeviceAttr::registered_reads`], so that a simulation has an iWARP adapter.
+    pub registered_reads: bool,
 }
 
 impl Default for NicLimits {
@@ -84,6 +86,7 @@ impl Default for NicLimits {
             max_mcast_qp_attach: 64,
             max_qps_per_peer: 1024,
             max_cm_ids: 8192,
+            registered_reads: false,
         }
     }
 }
@@ -267,6 +270,11 @@ impl NicConfig {
             max_qp: l.max_qp,
             max_qp_wr: l.max_qp_wr,
             max_sge: l.max_sge,
+            max_sge_rd: match l.registered_reads {
+                true => 1,
+                false => l.max_sge,
+            },
+            registered_reads: l.registered_reads,
             max_inline: l.max_inline,
             max_srq: l.max_srq,
             max_srq_wr: l.max_srq_wr,

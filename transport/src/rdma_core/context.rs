@@ -196,10 +196,8 @@ impl RdmaCoreDevice {
 
     /// Returns whether our port uses RoCE. The link layer of an iWARP port is Ethernet as well.
     pub(super) fn is_roce(&self) -> bool {
-        // SAFETY: an open context has a device.
-        let transport = unsafe { (*(*self.context).device).transport_type };
         let port = self.port_attr(self.port);
-        transport == IBV_TRANSPORT_IB
+        transport_type(self) == IBV_TRANSPORT_IB
             && port.is_ok_and(|port| port.link_layer == LINK_LAYER_ETHERNET)
     }
 
@@ -291,6 +289,12 @@ impl Drop for RdmaCoreDevice {
             (cm.rdma_destroy_event_channel)(self.connections.channel);
         }
     }
+}
+
+/// Returns the transport of a device: iWARP, or InfiniBand, which includes RoCE.
+pub(super) fn transport_type(device: &RdmaCoreDevice) -> ibv_transport_type {
+    // SAFETY: an open context has a device.
+    unsafe { (*(*device.context).device).transport_type }
 }
 
 type ProbedId = (*mut rdma_cm_id, *mut ibv_context, u8);

@@ -9,7 +9,7 @@ use riser_memory::MemSlice;
 use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
-use super::context::RdmaCoreDevice;
+use super::context::{RdmaCoreDevice, transport_type};
 use super::convert::{self, checked, checked_cm, last_os_error, last_refusal, refused};
 use super::objects::{Ah, Srq, Times, Xrcd, pack};
 use crate::forward::forward;
@@ -47,6 +47,7 @@ impl RdmaCoreDevice {
         // Linux uses signed numbers here.
         let count = |v: i32| u32::try_from(v).unwrap_or(0);
         let depth = |v: i32| v.clamp(0, 255) as u8;
+        let max_sge = count(d.max_sge.min(MAX_SGE));
         Ok(DeviceAttr {
             name: name.to_string_lossy().into_owned(),
             provider: "rdma_core",
@@ -69,7 +70,13 @@ impl RdmaCoreDevice {
             comp_vectors: count(unsafe { (*self.context).num_comp_vectors }),
             max_qp: count(d.max_qp),
             max_qp_wr: count(d.max_qp_wr),
-            max_sge: count(d.max_sge.min(MAX_SGE)),
+            max_sge,
+            // Some drivers don't set this.
+            max_sge_rd: match count(d.max_sge_rd) {
+                0 => max_sge,
+                most => most.min(max_sge),
+            },
+            registered_reads: transport_type(self) == IBV_TRANSPORT_IWARP,
             max_inline: 64,
             max_srq: count(d.max_srq),
             max_srq_wr: count(d.max_srq_wr),

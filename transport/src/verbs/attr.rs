@@ -92,6 +92,11 @@ pub struct DeviceAttr {
     pub max_qp_wr: u32,
     /// Maximum number of scatter/gather entries in a request.
     pub max_sge: u32,
+    /// Maximum number of scatter/gather entries in a READ.
+    pub max_sge_rd: u32,
+    /// Set if the local memory of a READ must be a region with [`Access::REMOTE_WRITE`], as on iWARP
+    /// adapters ([`ReadSinks`](crate::rdma_rw::ReadSinks)).
+    pub registered_reads: bool,
     /// Maximum size of inline data in bytes.
     pub max_inline: u32,
     /// Maximum number of shared receive queues.

@@ -58,7 +58,8 @@ macro_rules! suite_names {
                 integrity_regions_are_invalidated_and_reused
                 invalid_signature_attributes_are_refused;
             transfers: command_registers_transfers_and_invalidates
-                region_returned_valid_is_replaced signature_contexts_transfer_and_check;
+                region_returned_valid_is_replaced signature_contexts_transfer_and_check
+                read_sink_is_inaccessible_after_read flushed_reads_release_sinks_once;
         }
     };
 }
@@ -130,7 +131,8 @@ macro_rules! stream_names {
                 integrity_regions_are_invalidated_and_reused
                 invalid_signature_attributes_are_refused;
             transfers: command_registers_transfers_and_invalidates
-                region_returned_valid_is_replaced signature_contexts_transfer_and_check;
+                region_returned_valid_is_replaced signature_contexts_transfer_and_check
+                read_sink_is_inaccessible_after_read flushed_reads_release_sinks_once;
             streams: unsupported_iwarp_calls_are_rejected send_without_receive_closes_connection
                 write_with_wrong_key_closes_connection
                 local_qp_error_closes_peer_connection

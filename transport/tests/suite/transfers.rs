@@ -1,13 +1,14 @@
 //! Chains of RDMA requests and `mr_pool`, as used by a target and an initiator.
 
 use riser_transport::mr_pool::{MrPool, MrState};
-use riser_transport::rdma_rw::{Direction, ProtectedMemory, SignatureContext};
+use riser_transport::rdma_rw::{Direction, ProtectedMemory, ReadSinks, SignatureContext};
 use riser_transport::verbs::{
-    Access, RemoteAddr, SendFlags, SendOp, SendWr, Sge, SigAttrs, SigCheck, SigDomain, SigError,
-    SigErrorKind, T10Dif, Verbs as _, VerbsError, WcOpcode, WcStatus, WrId,
+    Access, DeviceAttr, QpAttr, QpState, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
+    SigAttrs, SigCheck, SigDomain, SigError, SigErrorKind, T10Dif, Verbs as _, VerbsError,
+    WcOpcode, WcStatus, WrId,
 };
 
-use crate::suite::world::{End, World, connected, ended, pattern};
+use crate::suite::world::{End, Side, World, connected, ended, pattern};
 
 /// Requests that transfer 70 kB at offset 100 of the local data: the offset in the remote region,
 /// and the local pieces. The local data consist of 33,333 bytes at 0, followed by the bytes at
@@ -282,4 +283,114 @@ pub(crate) fn signature_contexts_transfer_and_check<W: World>(mut w: W) {
     assert_eq!(failed.destroy(p, &mut pool), Ok(None));
     assert_eq!((pool.available(), pool.outstanding()), (1, 0));
     pool.destroy(p);
+}
+
+/// Returns sinks for up to `count` READs, as on an iWARP adapter.
+fn sinks_of<W: World>(w: &mut W, side: &Side, count: u32) -> ReadSinks {
+    let attr = DeviceAttr {
+        registered_reads: true,
+        ..w.provider(side.end).device_attr().clone()
+    };
+    let sinks = ReadSinks::new(&attr, side.pd, count, 1).unwrap();
+    sinks.expect("a device that needs sinks")
+}
+
+/// A acts as the target. B can write to the sink of a READ until it is released, and not after.
+pub(crate) fn read_sink_is_inaccessible_after_read<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let data = pattern(3, 20_000);
+    b.memory.write(0, &data);
+    let mut sinks = sinks_of(w, &a, 3);
+    let pieces = [(100_000, 12_345), (300_001, 7655)];
+    for round in 0..4 {
+        let id = WrId(round);
+        let p = w.provider(End::A);
+        let entries = pieces.map(|(at, len)| {
+            let entry = sinks.register(p, id, &a.slice(at, len)).unwrap();
+            let place = a.sge(at, len);
+            assert_eq!((entry.addr, entry.length), (place.addr, place.length));
+            assert_ne!(entry.lkey, place.lkey);
+            entry
+        });
+        sinks.register(p, WrId(99), &a.slice(0, 8)).unwrap();
+        let full = sinks.register(p, WrId(99), &a.slice(8, 8));
+        let error = VerbsError::InsufficientResources("sinks of READs");
+        assert_eq!((full, sinks.registered()), (Err(error), 3));
+        let reads = [
+            SendWr::new(7, SendOp::Read(b.remote(0)), &entries[..1]).flags(SendFlags::empty()),
+            SendWr::new(round, SendOp::Read(b.remote(12_345)), &entries[1..]),
+        ];
+        p.post_send(a.qp, &reads).unwrap();
+        let c = a.completion(w);
+        assert_eq!(
+            (c.wr_id, c.opcode, c.status),
+            (id, WcOpcode::Read, WcStatus::Success)
+        );
+        let p = w.provider(End::A);
+        sinks.release(p, id).unwrap();
+        assert_eq!(sinks.registered(), 1);
+        sinks.release(p, id).unwrap();
+        sinks.release(p, WrId(99)).unwrap();
+        let read = pieces.map(|(at, len)| a.bytes(at, len)).concat();
+        assert!(read == data, "round {round}");
+        a.memory.write(100_000, &[0; 12_345]);
+    }
+    assert_eq!((sinks.registered(), sinks.total()), (0, 12));
+    let sink = sinks
+        .register(w.provider(End::A), WrId(1), &a.slice(0, 8))
+        .unwrap();
+    // These devices use the same number for local and remote access.
+    let to = RemoteAddr {
+        addr: sink.addr,
+        rkey: RKey(sink.lkey.0),
+    };
+    let before = a.bytes(0, 8);
+    b.send(w, 1, SendOp::Write(to), 0, 8);
+    assert_eq!(b.completion(w).status, WcStatus::Success);
+    w.until("the written bytes", |_| {
+        (a.bytes(0, 8) != before).then_some(())
+    });
+    sinks.release_all(w.provider(End::A)).unwrap();
+    b.send(w, 2, SendOp::Write(to), 100, 8);
+    // With iWARP, a WRITE completes before it is rejected.
+    let status = match w.is_iwarp(End::B) {
+        true => WcStatus::Success,
+        false => WcStatus::RemAccessErr,
+    };
+    assert_eq!(b.completion(w).status, status);
+    ended(w);
+    assert_eq!(a.bytes(0, 8), data[..8]);
+}
+
+/// The queue pair fails before the READs are complete. Each sink is released once, after its READ
+/// was flushed.
+pub(crate) fn flushed_reads_release_sinks_once<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let mut sinks = sinks_of(w, &a, 3);
+    let p = w.provider(End::A);
+    for n in 0..3 {
+        let sink = sinks.register(p, WrId(n), &a.slice(1000 * n as usize, 1000));
+        let entry = [sink.unwrap()];
+        let read = SendWr::new(n, SendOp::Read(b.remote(0)), &entry);
+        p.post_send(a.qp, &[read]).unwrap();
+    }
+    p.modify_qp(a.qp, &QpAttr::to(QpState::Error)).unwrap();
+    for left in (0..3).rev() {
+        let c = a.completion(w);
+        assert_eq!(c.opcode, WcOpcode::Read);
+        let p = w.provider(End::A);
+        let full = sinks.register(p, WrId(9), &a.slice(0, 8));
+        assert_eq!(full.is_err(), left == 2, "a READ may still use its sink");
+        sinks.release(p, WrId(9)).unwrap();
+        sinks.release(p, c.wr_id).unwrap();
+        sinks.release(p, c.wr_id).unwrap();
+        assert_eq!(sinks.registered(), left);
+    }
+    // No region is left in the domain.
+    let p = w.provider(End::A);
+    p.dereg_mr(a.mr.id).unwrap();
+    p.destroy_qp(a.qp).unwrap();
+    p.dealloc_pd(a.pd).unwrap();
 }

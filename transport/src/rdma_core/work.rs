@@ -2,7 +2,7 @@
 //!
 //! We pass a slot number of our table to the library to identify a request. Requests in a queue
 //! complete in order, so a completion also indicates that all previous unsignaled requests are
-//! complete.
+//! complete. On iWARP adapters, READs have a separate order.
 
 use std::net::IpAddr;
 use std::ptr;
@@ -288,6 +288,8 @@ impl RdmaCoreDevice {
             SendOp::SendInv(key) => {
                 out.opcode = IBV_WR_SEND_WITH_INV;
                 out.__bindgen_anon_1.invalidate_rkey = key.0;
+                // The library of siw reads the key from here. A SEND does not use this field.
+                out.wr = rdma(RemoteAddr { addr: 0, rkey: key });
             }
             SendOp::Write(remote) => {
                 out.opcode = IBV_WR_RDMA_WRITE;
@@ -513,7 +515,7 @@ impl RdmaCoreDevice {
         let slot = self.slots.remove(id).ok()?;
         let qp = match slot.queue {
             SlotQueue::Send(qp) => {
-                self.retire(qp, id);
+                self.retire(qp, id, slot.opcode);
                 qp
             }
             SlotQueue::Recv(qp) => {
@@ -583,10 +585,33 @@ impl RdmaCoreDevice {
     }
 
     /// Removes all unsignaled requests before this completion, since they must be complete as well.
-    fn retire(&mut self, qp: QpId, completed: SlotId) {
+    fn retire(&mut self, qp: QpId, completed: SlotId, opcode: WcOpcode) {
         let Ok(entry) = self.qps.get_mut(qp) else {
             return;
         };
+        // Only iWARP adapters set this.
+        if self.attr.registered_reads {
+            // siw completes a SEND or WRITE before previously posted READs, which complete in order
+            // with each other.
+            let slots = &mut self.slots;
+            let is_read = |opcode| opcode == WcOpcode::Read;
+            let mut is_before = true;
+            entry.sent.retain(|&slot| {
+                if slot == completed {
+                    is_before = false;
+                    return false;
+                }
+                let is_done = is_before
+                    && slots
+                        .get(slot)
+                        .is_ok_and(|slot| is_read(slot.opcode) == is_read(opcode));
+                if is_done {
+                    let _ = slots.remove(slot);
+                }
+                !is_done
+            });
+            return;
+        }
         while let Some(slot) = entry.sent.pop_front() {
             if slot == completed {
                 return;
@@ -652,6 +677,33 @@ mod tests {
         assert_eq!(device.slots.len(), 1, "the last is not signaled");
     }
 
+    /// siw completes a SEND while the READs before it wait for data of the peer.
+    #[test]
+    fn iwarp_send_does_not_retire_reads() {
+        let mut device = RdmaCoreDevice::fake();
+        device.attr.registered_reads = true;
+        let (cq, qp) = device.fake_queues();
+        let remote = RemoteAddr {
+            addr: 0,
+            rkey: RKey(1),
+        };
+        let (quiet, signaled) = (SendFlags::empty(), SendFlags::SIGNALED);
+        let list = [
+            SendWr::new(0, SendOp::Read(remote), &[]).flags(quiet),
+            SendWr::new(1, SendOp::Read(remote), &[]).flags(signaled),
+            write(2, quiet),
+            SendWr::new(3, SendOp::Send, &[]).flags(signaled),
+        ];
+        device.post_send(qp, &list).unwrap();
+        let posted = library(|library| library.posted.clone());
+        device.fake_completion(cq, posted[3]);
+        assert_eq!(poll_ids(&mut device, cq), [3]);
+        assert_eq!(device.slots.len(), 2, "the WRITE is complete as well");
+        device.fake_completion(cq, posted[1]);
+        assert_eq!(poll_ids(&mut device, cq), [1]);
+        assert_eq!(device.slots.len(), 0);
+    }
+
     #[test]
     fn failing_receive_list_is_partially_posted() {
         let mut device = RdmaCoreDevice::fake();
@@ -687,6 +739,19 @@ mod tests {
         let error = device.post_send(qp, &[good, bad, good]).unwrap_err();
         assert_eq!((error.index, error.reason), (1, PostReason::InvalidOpcode));
         assert_eq!(library(|library| library.posted.len()), 1);
+    }
+
+    /// The library of siw ignores the documented field.
+    #[test]
+    fn key_to_invalidate_is_in_both_fields() {
+        let mut device = RdmaCoreDevice::fake();
+        let (_, qp) = device.fake_queues();
+        let init = device.qps.get(qp).unwrap().init;
+        let wr = SendWr::new(1, SendOp::SendInv(RKey(7)), &[]);
+        let out = device.send_wr(&init, &wr).unwrap();
+        // SAFETY: both are plain numbers.
+        let keys = unsafe { (out.__bindgen_anon_1.invalidate_rkey, out.wr.rdma.rkey) };
+        assert_eq!(keys, (7, 7));
     }
 
     #[test]

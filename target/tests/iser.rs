@@ -4,22 +4,26 @@
 mod world;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 
+use riser_reactor::{Ring, RingConfig};
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::name::parse_targets;
 use riser_scsi::iscsi::pdu::{LoginStatus, TmfStatus};
 use riser_scsi::srp::{LoginReq, LoginReqFlags, TskMgmtFunction};
 use riser_target::config::Config;
-use riser_target::server::Server;
+use riser_target::host::SystemHost;
+use riser_target::server::{Server, build_shared};
 use riser_target::worker::mail::{Mail, Snapshot};
 use riser_test_peers::Pump;
 use riser_test_peers::iser_client::Client;
 use riser_test_peers::mini::{Mini, Said, login_req, real};
 use riser_test_peers::pdus::{cdb10, pattern};
 use riser_test_peers::tcp;
-use riser_transport::loopback::{Endpoint, Refusals};
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig, Failing, Refusals};
+use riser_transport::nic::NicLimits;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
@@ -43,6 +47,29 @@ fn config(addr: IpAddr, portals: &str, rest: &str) -> Config {
 impl World {
     fn new(faults: FaultConfig, rest: &str) -> Self {
         Self::serving(faults, &config(SERVER, "", rest))
+    }
+
+    /// Creates a wire whose devices are iWARP adapters, which reject a READ without a sink.
+    fn of_iwarp_adapters() -> Self {
+        let fabric = Fabric::new(FabricConfig {
+            limits: NicLimits {
+                registered_reads: true,
+                ..NicLimits::default()
+            },
+            ..FabricConfig::default()
+        });
+        let shared = build_shared(&config(SERVER, "", ""), None).unwrap();
+        let ring = Ring::new(RingConfig::default()).unwrap();
+        Self::on(fabric, shared, ring, Vec::new(), (1, Arc::new(SystemHost)))
+    }
+
+    /// Returns the number of regions of the worker's device.
+    fn regions(&mut self, dev: &mut Endpoint) -> usize {
+        let (tx, rx) = channel();
+        self.mail.send(Mail::Snapshot(tx)).unwrap();
+        self.pump(dev);
+        let nic = rx.try_recv().unwrap().devices[0].nic;
+        nic.expect("counters of a software NIC").usage.mrs
     }
 
     fn connect(&mut self, n: u8) -> Client<Endpoint> {
@@ -329,6 +356,70 @@ fn rejected_chains_close_connection() {
     client.wait_closed(&mut |d| world.pump(d));
     world.fabric.refuse_posts(SERVER, Refusals::NONE);
     world.is_empty();
+}
+
+#[test]
+fn iwarp_adapter_registers_sinks_of_reads() {
+    let mut world = World::of_iwarp_adapters();
+    let idle = world.regions(&mut world.client(98));
+    let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
+    let connected = world.regions(&mut client.dev);
+    for unsolicited in [false, true] {
+        round_trips(&mut client, unsolicited, &mut |d| world.pump(d));
+        assert_eq!(world.regions(&mut client.dev), connected);
+    }
+    // Both rings and the pool, but no sinks.
+    assert_eq!(connected, idle + 3);
+    client.send_write(500, 0, &pattern(256 << 10, 1), 0, 0);
+    let mut most = 0;
+    for _ in 0..200 {
+        most = world.regions(&mut client.dev).max(most);
+    }
+    assert!(most > connected, "a sink while data is transferred");
+    client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+    assert_eq!(world.regions(&mut world.client(97)), idle);
+}
+
+/// Connections of an iWARP adapter end at any time. Their sinks are deregistered once, which the
+/// device checks, and their buffers are released, although an adapter may not flush its requests.
+#[test]
+fn sinks_end_with_connection() {
+    let mut world = World::of_iwarp_adapters();
+    let idle = world.regions(&mut world.client(98));
+    let data = pattern(256 << 10, 9);
+    for steps in [0, 1, 2, 5, 20] {
+        let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
+        for tag in 0..8 {
+            client.send_write(500 + tag, tag * 512, &data, 0, 0);
+        }
+        (0..steps).for_each(|_| world.pump(&mut client.dev));
+        client.disconnect(&mut |d| world.pump(d));
+        world.is_empty();
+        assert_eq!(world.regions(&mut world.client(97)), idle);
+    }
+    // The device rejects a part of a chain, or each chain and the markers after it.
+    for (after, calls) in [(1, 1), (2, 1), (0, 1), (1, u32::MAX)] {
+        let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
+        world.fabric.refuse_posts(SERVER, Refusals { after, calls });
+        client.send_write(500, 0, &data, 0, 0);
+        client.send_write(501, 0, &data, 0, 0);
+        client.wait_closed(&mut |d| world.pump(d));
+        world.fabric.refuse_posts(SERVER, Refusals::NONE);
+        world.is_empty();
+        assert_eq!(world.regions(&mut world.client(97)), idle);
+    }
+    // A sink cannot be registered.
+    let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
+    world.fabric.record(SERVER, None);
+    assert_eq!(client.write(0, &data, 0, 0, &mut |d| world.pump(d)), 0);
+    let mut calls = world.fabric.take_record(SERVER).calls.into_iter();
+    let at = calls.position(|name| name == "reg_mr").expect("a sink");
+    world.fabric.record(SERVER, Some(Failing::Call(at)));
+    client.send_write(501, 0, &data, 0, 0);
+    client.wait_closed(&mut |d| world.pump(d));
+    world.is_empty();
+    assert_eq!(world.regions(&mut world.client(97)), idle);
 }
 
 /// Serves one disk over three protocols at the same time: each must read the data written with the

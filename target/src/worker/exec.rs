@@ -101,6 +101,15 @@ impl PollGroup {
             return;
         };
         let (device, cm, qp) = (link.device, link.cm, link.hardware.qp);
+        // iWARP adapters do not flush all requests: siw ignores those posted in the error state, and
+        // READs if the peer has closed the connection. The buffers are unused when the queues are
+        // destroyed.
+        if link.hardware.sinks.is_some() {
+            if !destroy_queues(self, key) {
+                self.input(key, Input::Drained);
+            }
+            return;
+        }
         // If there is no drain marker, nothing would complete this wait. The channel also counts
         // its receives and chains, so memory that is still in use will not be released.
         if link.hardware.has_lost_queues || !self.devices.cut(device, cm, qp) {
@@ -112,19 +121,11 @@ impl PollGroup {
     /// in use by the device, and a drain marker doesn't help either, so the queues have to be
     /// destroyed before releasing the buffers.
     pub(super) fn end_overrun(&mut self, key: ConnKey) {
-        let Some(conn) = self.conns.get_mut(key) else {
+        let Some(peer) = self.conns.get(key).map(|conn| conn.peer) else {
             return;
         };
-        let peer = conn.peer;
-        let Some(link) = conn.fabric.rdma_mut() else {
-            return;
-        };
-        let dev = &mut self.devices[link.device];
-        // Notify the peer while we still have the queue pair.
-        let _ = dev.disconnect(link.cm);
-        if link.hardware.destroy_queues(dev) {
+        if destroy_queues(self, key) {
             tracing::error!(%peer, "a completion queue overran; closing its connection");
-            self.input(key, Input::QueuesGone);
         }
     }
 
@@ -154,5 +155,31 @@ impl PollGroup {
         if let Some(link) = self.conns.get(key).and_then(|c| c.fabric.rdma()) {
             let _ = self.devices[link.device].notify_established(link.cm);
         }
+    }
+}
+
+/// Disconnects an RDMA connection, destroys its queues and notifies its channel. Returns false if
+/// they were already destroyed.
+fn destroy_queues(group: &mut PollGroup, key: ConnKey) -> bool {
+    let conn = group.conns.get_mut(key);
+    let Some(link) = conn.and_then(|conn| conn.fabric.rdma_mut()) else {
+        return false;
+    };
+    let dev = &mut group.devices[link.device];
+    // Notify the peer while we still have the queue pair.
+    let _ = dev.disconnect(link.cm);
+    let is_destroyed = link.hardware.destroy_queues(dev);
+    if is_destroyed {
+        group.input(key, Input::QueuesGone);
+    }
+    is_destroyed
+}
+
+/// Deregisters the sinks of a chain that has completed or was not posted.
+pub(super) fn release_sinks(group: &mut PollGroup, key: ConnKey, chain: Work) {
+    let conn = group.conns.get_mut(key);
+    if let Some(link) = conn.and_then(|conn| conn.fabric.rdma_mut()) {
+        let dev = &mut group.devices[link.device];
+        link.hardware.release_sinks(dev, chain.id());
     }
 }

@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use arrayvec::ArrayVec;
 use riser_memory::Memory;
+use riser_transport::rdma_rw::ReadSinks;
 use riser_transport::verbs::{
     CmId, LKey, QpAttr, QpId, QpState, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
-    WrId,
+    VerbsError, WrId,
 };
 
 use super::device::{Device, Devices};
@@ -164,6 +165,49 @@ impl Chains {
             is_apart,
         });
         Ok(())
+    }
+
+    /// Registers the sinks of the READs in the last chain. On error, the chain is removed, and
+    /// nothing is registered.
+    pub(super) fn register_sinks(
+        &mut self,
+        device: &mut (dyn Device + 'static),
+        pool: &Memory,
+        sinks: &mut ReadSinks,
+    ) -> Result<(), VerbsError> {
+        let Some(chain) = self.chains.last() else {
+            return Ok(());
+        };
+        let (id, requests) = (chain.work.id(), chain.requests.clone());
+        let reads = self.requests[requests].iter();
+        let reads = reads.filter(|request| matches!(request.op, SendOp::Read(_)));
+        let mut places = reads.flat_map(|request| request.sges.clone());
+        let registered = places.try_for_each(|at| {
+            let sge = &mut self.sges[at];
+            let start = (sge.addr - pool.addr()) as usize;
+            let memory = pool.slice(start..start + sge.length as usize);
+            *sge = sinks.register(device, id, &memory.expect("a range of the pool"))?;
+            Ok(())
+        });
+        if registered.is_err() {
+            let _ = sinks.release(device, id);
+            self.pop();
+        }
+        registered
+    }
+
+    /// Removes the last chain.
+    fn pop(&mut self) {
+        let Some(chain) = self.chains.pop() else {
+            return;
+        };
+        let of_chain = &self.requests[chain.requests.clone()];
+        let first_sge = of_chain
+            .first()
+            .map_or(self.sges.len(), |request| request.sges.start);
+        let removed = self.sges.drain(first_sge..);
+        self.bytes -= removed.map(|sge| u64::from(sge.length)).sum::<u64>();
+        self.requests.truncate(chain.requests.start);
     }
 
     /// Returns true if the chains should be posted before adding the next one.

@@ -2,13 +2,14 @@
 //! connection manager identifier.
 
 use riser_memory::{MemSlice, Memory};
+use riser_transport::rdma_rw::ReadSinks;
 use riser_transport::verbs::{
-    Access, CmError, CmId, ConnParam, CqId, LKey, MrId, Notify, PdId, QpCap, QpId, QpInitAttr,
-    QpType, RecvOrder, VerbsError,
+    Access, CmError, CmId, ConnParam, CqId, DeviceAttr, LKey, MrId, Notify, PdId, QpCap, QpId,
+    QpInitAttr, QpType, RecvOrder, VerbsError, WrId,
 };
 
 use super::device::Device;
-use crate::fabric::{INITIATOR_DEPTH, RESPONDER_RESOURCES};
+use crate::fabric::{INITIATOR_DEPTH, MAX_SGE, RESPONDER_RESOURCES};
 
 /// Device and connection manager state for a connection.
 #[derive(Debug)]
@@ -82,6 +83,8 @@ pub(super) struct Hardware {
     pub(super) receive_key: LKey,
     pub(super) send_key: LKey,
     pub(super) pool_key: LKey,
+    /// Local memory of READs, if it must be registered for each READ instead of using `pool_key`.
+    pub(super) sinks: Option<ReadSinks>,
     /// Set if the queues were already destroyed.
     pub(super) has_lost_queues: bool,
 }
@@ -115,6 +118,12 @@ impl Hardware {
         regions: Regions<'_>,
     ) -> Result<Self, SetupError> {
         let pd = dev.alloc_pd()?;
+        let max_sge = queues.max_sge as u32;
+        // Each READ has a work request in the send queue.
+        let sinks = ReadSinks::new(dev.device_attr(), pd, queues.sends, max_sge);
+        let sinks = sinks.inspect_err(|_| {
+            let _ = dev.dealloc_pd(pd);
+        })?;
         let mut mrs = Vec::with_capacity(3);
         let built = Self::fill(dev, cm, pd, queues, regions, &mut mrs);
         match built {
@@ -126,6 +135,7 @@ impl Hardware {
                 receive_key,
                 send_key,
                 pool_key,
+                sinks,
                 has_lost_queues: false,
             }),
             Err(error) => {
@@ -191,19 +201,40 @@ impl Hardware {
         check_freed(dev, results);
     }
 
-    /// Destroys only the queues. After this, the device will not access any buffers. Returns false
-    /// if they were already destroyed.
+    /// Destroys only the queues and the sinks of READs. After this, the device will not access any
+    /// buffers. Returns false if they were already destroyed.
     pub(super) fn destroy_queues(&mut self, dev: &mut (dyn Device + 'static)) -> bool {
         if std::mem::replace(&mut self.has_lost_queues, true) {
             return false;
         }
-        let results = vec![dev.destroy_qp(self.qp), dev.destroy_cq(self.cq)];
+        let results = [dev.destroy_qp(self.qp), dev.destroy_cq(self.cq)];
         check_freed(dev, results);
+        if let Some(sinks) = &mut self.sinks {
+            let released = sinks.release_all(dev);
+            check_freed(dev, [released]);
+        }
         true
+    }
+
+    /// Deregisters the sinks of a chain whose READs have completed or were not posted. Do this
+    /// before using the data: until then, the initiator can modify it.
+    pub(super) fn release_sinks(&mut self, dev: &mut (dyn Device + 'static), chain: WrId) {
+        if let Some(sinks) = &mut self.sinks {
+            let released = sinks.release(dev, chain);
+            check_freed(dev, [released]);
+        }
     }
 }
 
-fn check_freed(dev: &(dyn Device + 'static), results: Vec<Result<(), VerbsError>>) {
+/// Returns the maximum number of scatter-gather entries for a request.
+pub(super) fn max_sge(attr: &DeviceAttr) -> usize {
+    (attr.max_sge.min(attr.max_sge_rd) as usize).min(MAX_SGE)
+}
+
+fn check_freed(
+    dev: &(dyn Device + 'static),
+    results: impl IntoIterator<Item = Result<(), VerbsError>>,
+) {
     if dev.is_gone() {
         // It was already destroyed.
         return;

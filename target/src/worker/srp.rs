@@ -9,16 +9,17 @@ use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
 use riser_transport::verbs::{CmId, Completion, ConnParam, SendFlags, SendOp, Sge};
 
 use super::conns::ConnKey;
+use super::exec::release_sinks;
 use super::fabrics::{Fabric, Input, SrpConn};
 use super::login_log::Reason;
 use super::mail::SessionInfo;
 use super::queue::{ChainSend, Chains, Posted, RECV_BATCH, Receive};
-use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError};
+use super::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError, max_sge};
 use super::work::Work;
 use super::{PollGroup, Worker};
 use crate::audit::Who;
 use crate::config::Protocol;
-use crate::fabric::{ConnRef, ConnectionMemory, MAX_SGE, TaskIdx};
+use crate::fabric::{ConnRef, ConnectionMemory, TaskIdx};
 use crate::pool::Owner;
 use crate::sessions::blocklist::BLOCKED;
 use crate::sessions::catalog::{Entrance, Serves};
@@ -318,7 +319,7 @@ impl Worker {
         let receive_ring = Memory::sparse(memory.receive_ring)?.whole();
         let send_ring = Memory::sparse(memory.send_ring)?.whole();
         let dev = &mut self.group.devices[device];
-        let max_sge = (dev.device_attr().max_sge as usize).min(MAX_SGE);
+        let max_sge = max_sge(dev.device_attr());
         let queues = Queues {
             receives: params.receives(),
             sends: params.send_queue,
@@ -413,7 +414,9 @@ impl PollGroup {
                     }
                 }
                 Action::Disconnect => {
-                    // The drain marker has to be posted after everything else.
+                    // The drain marker has to be posted after everything else, and nothing can be
+                    // posted to destroyed queues.
+                    self.post_srp_receives(key, &mut receives);
                     self.post_srp_chains(key, &mut chains);
                     self.disconnect(key);
                 }
@@ -454,7 +457,7 @@ impl PollGroup {
         send: Option<SendIu>,
         chains: &mut Chains,
     ) {
-        let Some(conn) = self.conns.srp(key) else {
+        let Some(conn) = self.conns.srp_mut(key) else {
             return;
         };
         let send = send.map(|iu| ChainSend {
@@ -476,7 +479,14 @@ impl PollGroup {
         // posted and the channel is closed.
         if let Err(error) = chains.push(Work::Post(task), requests, pool, send) {
             tracing::debug!(%error, "a descriptor names no memory");
-            self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
+            return on_posted(self, key, task, false);
+        }
+        if let Some(sinks) = &mut conn.rdma.hardware.sinks {
+            let dev = &mut self.devices[conn.rdma.device];
+            if let Err(error) = chains.register_sinks(dev, self.pool.memory(), sinks) {
+                tracing::warn!(%error, "cannot register memory for a READ");
+                on_posted(self, key, task, false);
+            }
         }
     }
 
@@ -494,9 +504,7 @@ impl PollGroup {
             };
             match posted {
                 Posted::Part => self.end_torn_chain(key, Work::Torn(task)),
-                Posted::Nothing => {
-                    self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false));
-                }
+                Posted::Nothing => on_posted(self, key, task, false),
             }
         }
         if left.is_empty() {
@@ -510,9 +518,9 @@ impl PollGroup {
         match Work::of(completion.wr_id) {
             Work::Recv(recv) if ok => self.on_srp_message(key, recv, completion.byte_len as usize),
             Work::Recv(recv) => self.with_srp(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
-            Work::Post(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, ok)),
+            Work::Post(task) => on_posted(self, key, task, ok),
             // The message was not sent, regardless of the status of the marker.
-            Work::Torn(task) => self.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, false)),
+            Work::Torn(task) => on_posted(self, key, task, false),
             // This only completes on error, and the remaining requests of its chain will also fail.
             Work::Inner => self.input(key, Input::Disconnected),
             Work::Probe => self.with_srp(key, |ch, cx| ch.handle_probed(cx, ok)),
@@ -554,4 +562,10 @@ impl PollGroup {
         };
         self.devices.is_open(device) && (!is_open || !is_home())
     }
+}
+
+/// Handles a chain that has completed or was not posted.
+fn on_posted(group: &mut PollGroup, key: ConnKey, task: TaskIdx, ok: bool) {
+    release_sinks(group, key, Work::Post(task));
+    group.with_srp(key, |ch, cx| ch.handle_post_done(cx, task, ok));
 }

@@ -6,7 +6,6 @@ use riser_memory::Memory;
 use riser_scsi::iser::CmHeader;
 use riser_transport::verbs::{CmId, ConnParam};
 
-use crate::fabric::MAX_SGE;
 use crate::iser::{ConnState, IserChannel, IserConfig, IserParams};
 use crate::sessions::budget::counted_address;
 use crate::sessions::unconfirmed::{self, Unconfirmed};
@@ -14,7 +13,7 @@ use crate::worker::conns::ConnKey;
 use crate::worker::fabrics::{Fabric, Input, IserConn, Login};
 use crate::worker::gate::{ConnAddrs, Transport};
 use crate::worker::login_log::Reason;
-use crate::worker::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError, reads};
+use crate::worker::rdma::{Hardware, Queues, RdmaLink, Regions, SetupError, max_sge, reads};
 use crate::worker::{Phase, Worker};
 
 /// Our offer: responses can invalidate a key, and buffers use addresses.
@@ -128,7 +127,7 @@ impl Worker {
         let reads = reads(param);
         let attr = self.group.devices[device].device_attr();
         let params = IserParams {
-            max_sge: (attr.max_sge as usize).min(MAX_SGE),
+            max_sge: max_sge(attr),
             reads: reads.into(),
             remote_invalidate: agreed.remote_invalidate,
             data_out_timeout: self.group.catalog.data_out_timeout,

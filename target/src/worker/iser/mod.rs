@@ -17,6 +17,7 @@ use riser_transport::verbs::{Completion, RKey, SendFlags, SendOp, Sge};
 
 use super::PollGroup;
 use super::conns::{Conn, ConnKey, Conns};
+use super::exec::release_sinks;
 use super::fabrics::{Fabric, Input, IserConn};
 use super::queue::{ChainSend, Chains, Posted, Receive};
 use super::work::Work;
@@ -74,7 +75,11 @@ impl PollGroup {
                     receives.push(conn.receive(rx));
                 }
                 IserAction::NotifyEstablished => self.notify_established(key),
-                IserAction::Disconnect => self.disconnect(key),
+                IserAction::Disconnect => {
+                    // Nothing can be posted to destroyed queues.
+                    self.post_iser_receives(key, &mut receives);
+                    self.disconnect(key);
+                }
                 IserAction::Release => released = true,
                 IserAction::Channel(action) => self.carry_out_iser(key, action),
             }
@@ -145,7 +150,17 @@ impl PollGroup {
             if let Err(error) = chains.push(work, post.requests.drain(..), pool, send) {
                 tracing::debug!(%error, "a descriptor names no memory");
                 self.post_iser(key, &mut chains, Some(work));
-            } else if chains.is_full() {
+                continue;
+            }
+            if let Some(sinks) = &mut conn.rdma.hardware.sinks {
+                let dev = &mut self.devices[conn.rdma.device];
+                if let Err(error) = chains.register_sinks(dev, self.pool.memory(), sinks) {
+                    tracing::warn!(%error, "cannot register memory for a READ");
+                    self.post_iser(key, &mut chains, Some(work));
+                    continue;
+                }
+            }
+            if chains.is_full() {
                 self.post_iser(key, &mut chains, None);
             }
         }
@@ -208,6 +223,7 @@ impl PollGroup {
     }
 
     fn on_iser_posted(&mut self, key: ConnKey, chain: ChainIdx, ok: bool) {
+        release_sinks(self, key, Work::IserPost(chain));
         self.with_iser(key, |conn, cx| conn.handle_post_done(cx, chain, ok));
     }
 

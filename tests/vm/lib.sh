@@ -75,15 +75,21 @@ two_hosts() {
     fi
 }
 
-# Same as `two_hosts`, but with Linux's iWARP device siw0 instead of rdma_rxe.
+# Same as `two_hosts`, but with Linux's iWARP devices siw0 and, with CORE=yes, siw1 instead of
+# rdma_rxe.
 iwarp_hosts() {
     local mtu=${1:-1500}
     modprobe -a veth siw rdma_ucm ib_uverbs
-    ip netns add peer
-    PEER=(ip netns exec peer)
-    ip link add v0 type veth peer name v1
-    ip link set v1 netns peer
-    on_peer ip link set lo up
+    if [ -n "${CORE:-}" ]; then
+        switch "$mtu"
+        ulimit -l unlimited
+    else
+        ip netns add peer
+        PEER=(ip netns exec peer)
+        ip link add v0 type veth peer name v1
+        ip link set v1 netns peer
+        on_peer ip link set lo up
+    fi
     ip link set v0 mtu "$mtu" up
     on_peer ip link set v1 mtu "$mtu" up
     ip addr add 10.99.0.1/24 dev v0
@@ -93,6 +99,13 @@ iwarp_hosts() {
     CAPTURED="-s 400 -c 100000 tcp" capture
     rdma link add siw0 type siw netdev v0
     wait_for 20 grep -q ACTIVE /sys/class/infiniband/siw0/ports/1/state
+    if [ -n "${CORE:-}" ]; then
+        over_the_wire
+        rdma link add siw1 type siw netdev v1
+        wait_for 20 grep -q ACTIVE /sys/class/infiniband/siw1/ports/1/state
+        # Wait until the CM knows the addresses.
+        sleep 1
+    fi
 }
 
 # Connects v0 and v1 to a switch in a separate namespace.
@@ -145,6 +158,7 @@ one_host() {
     rdma link delete siw0 2>/dev/null || true
     if [ -n "${CORE:-}" ]; then
         rdma link delete rxe1 2>/dev/null || true
+        rdma link delete siw1 2>/dev/null || true
         ip rule add pref 0 lookup local
         ip rule delete pref 20
         ip rule delete pref 10

@@ -48,6 +48,13 @@ impl Client {
         &self.0.pool
     }
 
+    /// Returns the pool for data with protection information, if a protected unit was opened. Its
+    /// memory is in use in [`Self::buffers`].
+    #[must_use]
+    pub fn protection_buffers(&self) -> Option<&BufferPool> {
+        self.0.protection_pool.get()
+    }
+
     /// Closes all sessions and waits for the engine to terminate. Outstanding commands fail with
     /// [`RequestError::Closed`].
     pub fn shutdown(&self) {

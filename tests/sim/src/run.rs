@@ -383,9 +383,11 @@ impl World {
             format!("{why}; not ready: {:?}", missing.collect::<Vec<_>>())
         })?;
         for initiator in self.initiators.iter().chain(self.twins.values()) {
+            let pool = initiator.client.buffers();
+            let protected = initiator.client.protection_buffers();
             let (free, all) = (
-                initiator.client.buffers().free(),
-                initiator.client.buffers().size(),
+                pool.free() + protected.map_or(0, |pool| pool.free()),
+                pool.size(),
             );
             if free != all {
                 return Err(format!("an initiator has only {free} of {all} bytes free"));

@@ -117,8 +117,29 @@ fn series(version: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+    use crate::interop::case;
+
     #[test]
     fn sources_are_named_by_their_series() {
-        assert_eq!(super::series("6.12.95+deb12-amd64"), "6.12");
+        assert_eq!(series("6.12.95+deb12-amd64"), "6.12");
+    }
+
+    #[test]
+    fn module_is_used_by_case() {
+        let cases = case::load(&[], false).unwrap();
+        for module in modules() {
+            let count = cases.iter().filter(|case| module.is_for(case)).count();
+            assert!(count > 0, "{}", module.name);
+        }
+        // These cases use the module in a common script.
+        let modules = modules();
+        let module = modules.iter().find(|m| m.name == "sg_pi").unwrap();
+        assert!(
+            cases
+                .iter()
+                .filter(|case| case.group == "pi")
+                .all(|case| module.is_for(case))
+        );
     }
 }

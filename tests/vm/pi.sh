@@ -18,7 +18,9 @@ pi_rig() {
     modprobe -a sd_mod sg_pi
     two_hosts
     trap pi_clean EXIT
-    pi_config "$@" | serve
+    # With a pipe, serve would set RISERD in a subshell only.
+    pi_config "$@" >/tmp/pi.yaml
+    serve </tmp/pi.yaml
     case $OVER in
     srp)
         modprobe ib_srp

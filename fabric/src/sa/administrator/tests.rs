@@ -723,6 +723,12 @@ fn port_registrations() {
                 for port in &mut registered {
                     *port = port.filter(|(_, until)| *until > now);
                 }
+                // Hosts without state are forgotten until their next request.
+                for host in (1..5).filter(|host| is_present[*host]) {
+                    let record = PortInfoRecord::new_zeroed();
+                    let request = Request::new(SaMethod::GetTable, 0, &record);
+                    fabric.query(host - 1, request).unwrap();
+                }
                 continue;
             }
             let wanted = u32::from_be_bytes(capabilities.try_into().unwrap());

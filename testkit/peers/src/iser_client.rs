@@ -538,9 +538,6 @@ impl<P: Provider> Client<P> {
 
     /// Disconnects and releases the device.
     pub fn disconnect(mut self, pump: Pump<'_, P>) {
-        for mr in std::mem::take(&mut self.regions) {
-            self.put(mr);
-        }
         let _ = self.dev.disconnect(self.cm);
         for _ in 0..100_000 {
             self.poll();
@@ -548,6 +545,10 @@ impl<P: Provider> Client<P> {
                 break;
             }
             pump(&mut self.dev);
+        }
+        // Until now, a late response may invalidate a region.
+        for mr in std::mem::take(&mut self.regions) {
+            self.put(mr);
         }
         let _ = self.dev.destroy_qp(self.qp);
         let _ = self.dev.destroy_id(self.cm);

@@ -92,8 +92,8 @@ impl Disk {
         let start = at - at % PAGE as u64;
         medium.read_exact_at(page, start).unwrap();
         page[(at - start) as usize] ^= 0x10;
+        // This also removes the page from the cache, if it was read again.
         medium.write_all_at(page, start).unwrap();
-        assert!(!self.is_cached());
         true
     }
 

@@ -676,6 +676,7 @@ pub(crate) fn integrity_regions_are_invalidated_and_reused<W: World>(mut w: W) {
     let image = interleave(&blocks, 512, &tuples(&blocks, 512, 0, 0));
     bench.transfer_in(w, In::PeerWrites, 0, &image[..519]);
     bench.invalidate(w);
+    assert_eq!(bench.status(w).unwrap().kind, SigErrorKind::Incomplete);
     bench.register(w, &memory, &[], attrs(PLAIN, dif));
     bench.transfer_in(w, In::PeerWrites, 519, &image[519..520]);
     assert_eq!(memory[0].to_vec(), [0; 1024]);

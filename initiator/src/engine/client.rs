@@ -48,11 +48,12 @@ impl Client {
         &self.0.pool
     }
 
-    /// Returns the pool for data with protection information, if a protected unit was opened. Its
-    /// memory is in use in [`Self::buffers`].
+    /// Returns the number of free bytes in [`Self::buffers`], including the part that is reserved
+    /// for data with protection information.
     #[must_use]
-    pub fn protection_buffers(&self) -> Option<&BufferPool> {
-        self.0.protection_pool.get()
+    pub fn free_bytes(&self) -> usize {
+        let protected = self.0.protection_pool.get();
+        self.0.pool.free() + protected.map_or(0, BufferPool::free)
     }
 
     /// Closes all sessions and waits for the engine to terminate. Outstanding commands fail with

@@ -540,7 +540,9 @@ impl Plan {
             recovery_level: [0, 1, 2, 2][sessions.usize(..4)],
             queue_depth: [128, 128, 128, 8][sessions.usize(..4)],
             pool: [1 << 20, 2 << 20][others.usize(..2)],
-            window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)],
+            // COMPARE AND WRITE requires two blocks, with their tuples if the disk is protected.
+            window: [1 << 20, 64 << 10, 8 << 10, 1 << 10][pieces.usize(..4)]
+                .max(if protection > 0 { 2 << 10 } else { 0 }),
             sends: [None, Some(8), Some(16)][pieces.usize(..3)],
             // The smallest ring is sufficient for eight connections.
             ring: [64, 128, if is_deep { 64 } else { 511 }][others.usize(..3)]

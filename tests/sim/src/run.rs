@@ -383,12 +383,8 @@ impl World {
             format!("{why}; not ready: {:?}", missing.collect::<Vec<_>>())
         })?;
         for initiator in self.initiators.iter().chain(self.twins.values()) {
-            let pool = initiator.client.buffers();
-            let protected = initiator.client.protection_buffers();
-            let (free, all) = (
-                pool.free() + protected.map_or(0, |pool| pool.free()),
-                pool.size(),
-            );
+            let client = &initiator.client;
+            let (free, all) = (client.free_bytes(), client.buffers().size());
             if free != all {
                 return Err(format!("an initiator has only {free} of {all} bytes free"));
             }

@@ -302,7 +302,7 @@ fn format_during_load_fails_no_check() {
         let mut client = Client::ready_at(to, IQN, isid);
         let mut count = 0;
         while !is_over.load(Ordering::Relaxed) {
-            let write = send(&mut client, &cdb(0x2a, 0, 20, 8), 4096, &[isid as u8; 4096]);
+            let write = send(&mut client, &cdb(0x2a, 0, 20, 8), 4096, &[isid; 4096]);
             let read = send(&mut client, &cdb(0x28, 0, 16, 16), 8192, &[]);
             for (status, _, sense) in [write, read] {
                 let is_changed = status == 2 && sense[0] == 6;

@@ -855,7 +855,7 @@ mod tests {
         };
         // Ranges, and the number of bytes in order of the first incomplete block.
         for (ranges, actual, offset) in [
-            (vec![0..519], 519, 0),
+            (vec![0..300, 300..519], 519, 0),
             (vec![0..520, 520..1000], 480, 520),
             // The second part is a complete block.
             (vec![521..1040, 1040..1560], 0, 520),

@@ -755,7 +755,8 @@ fn unreadable_region_keeps_bit_after_writes() {
     disk.write_valid(lba_in(3), 1, 0);
     disk.disk.flush();
     let at = FIRST + lba_in(3) * 520;
-    disk.disk.set_unreadable(vec![at..at + 520]);
+    disk.disk
+        .set_unreadable(std::iter::once(at..at + 520).collect());
     disk.reopen();
     assert_eq!(disk.bitmap()[0], 0b1000);
     disk.write_valid(lba_in(2), 1, 0);

@@ -131,7 +131,7 @@ fn stopped_scrub_ends_during_medium_errors() {
     let (disk, threads) = (Disk::new(0), simulated::Threads::default());
     let host = SimulatedHost::new(threads.clone(), Instant::now());
     let store = Store::on_disk(&spec, &disk, Arc::new(host)).unwrap();
-    disk.set_unreadable(vec![frame_offset(0)..u64::MAX]);
+    disk.set_unreadable(std::iter::once(frame_offset(0)..u64::MAX).collect());
     let scrub = Scrub::start(&store, None).unwrap();
     std::thread::scope(|scope| {
         let ended = scope.spawn(|| threads.step(threads.runnable()[0]));

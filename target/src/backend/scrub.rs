@@ -223,7 +223,7 @@ impl Scrub {
         !*is_stopped
     }
 
-    /// Sets the final state, unless the scrub has ended before.
+    /// Sets the final state, unless the scrub already has a final state.
     fn finish(&self, state: ScrubState) {
         let mut progress = self.lock();
         if progress.state != ScrubState::Running {

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! User space has no work request to register memory for local use, and type 2 memory windows only
-//! apply to keys of peers. A sink is therefore a region of its own, which the device registers and
+//! apply to keys of peers. A sink is therefore a separate region, which the device registers and
 //! deregisters in a call. Regions are not reused: a key identifies one READ, and is invalid after it.
 
 use riser_memory::MemSlice;

@@ -50,7 +50,7 @@ pub(super) struct Source {
     path: PathBuf,
     file: File,
     len: u64,
-    /// Offset of the first data after the holes that were found, or the maximum if there is none.
+    /// Offset of the first data after the known holes, or the maximum if no data follows.
     data: u64,
 }
 
@@ -58,7 +58,7 @@ impl Source {
     pub(super) fn open(path: &Path) -> Result<Self, OpenError> {
         let file = OpenOptions::new()
             .read(true)
-            // Prevents the command from blocking on a FIFO.
+            // Opening a FIFO must not block.
             .custom_flags(libc::O_NONBLOCK)
             .open(path)
             .map_err(io_error(path, "open it"))?;

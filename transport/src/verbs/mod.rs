@@ -313,7 +313,8 @@ pub trait Verbs {
 
     /// Returns the first failed check of an integrity region since the last call, or otherwise the
     /// first incomplete block, and clears both (Linux `ib_check_mr_status` with
-    /// `IB_MR_CHECK_SIG_STATUS`). The region may be valid or invalid.
+    /// `IB_MR_CHECK_SIG_STATUS`). The region may be valid or invalid. While it is valid, an error can
+    /// be set again after this call, because the peer may repeat a READ request.
     ///
     /// Currently not used.
     ///

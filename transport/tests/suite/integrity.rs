@@ -104,6 +104,8 @@ impl Bench {
     ) {
         let p = w.provider(End::B);
         let id = self.mr.id;
+        // If the peer repeated a READ request after the status was read, the same error is set again.
+        p.check_mr_status(id).unwrap();
         let length = p.map_mr_sg_pi(id, data, protection, &attrs).unwrap();
         let key = self.mr.rkey.next();
         let op = SendOp::RegMr {

@@ -118,9 +118,9 @@ impl FlushFailures {
         lock(&self.inner.record).clears()
     }
 
-    /// Loads a saved failure for a unit, and saves future failures. If the saved state cannot be
-    /// read, this is treated as a failure at `date`. This has no effect if failures are already
-    /// saved, because the current state is newer than the saved one.
+    /// Loads a saved failure for a unit, and saves the current failure and future failures. If the
+    /// saved state cannot be read, this is treated as a failure at `date`. This has no effect if
+    /// failures are already saved, because the current state is newer than the saved one.
     pub(super) fn keep(
         &self,
         keeper: Arc<dyn FlushKeeper>,
@@ -141,14 +141,19 @@ impl FlushFailures {
         // Lock in the same order as `Inner::save`.
         let mut kept = lock(&self.inner.kept);
         let mut record = lock(&self.inner.record);
+        let is_saved = loaded.is_some() || record.failure().is_none();
         if let Some(failure) = loaded {
             record.record(failure);
         }
         *kept = Some(Kept {
             keeper,
             unit: unit.clone(),
-            is_saved: true,
+            is_saved,
         });
+        drop((record, kept));
+        if !is_saved {
+            self.inner.save();
+        }
         loaded
     }
 

@@ -32,6 +32,8 @@ impl Store {
             return Ok(());
         };
         let error = |action| io_error(self.path().unwrap_or(Path::new("")), action);
+        // Do this first: after a failed flush, the file must be opened successfully.
+        let own = file.reopen().map_err(error("open it again"))?;
         let header = protected::read_header(&file.handle, self.geometry.block_size)
             .map_err(error("read its header"))?;
         let recovered = protected::recover(&file.handle, &header, protection)
@@ -53,12 +55,23 @@ impl Store {
                 "replaced protection information that did not match its block"
             );
         }
+        if let Some(errno) = recovered.flush_failed {
+            let error = io::Error::from_raw_os_error(errno);
+            tracing::error!(
+                backend = self.name(),
+                %error,
+                "a flush failed when the backend was opened: acknowledged writes may be lost; flushes \
+                 fail until an administrator clears the failure (riserd clear-flush-failure)"
+            );
+            // This descriptor would report the error again, and fail the first write.
+            let _ = sys::sync_data(&own);
+        }
         let log = IntentLog::new(header.region_size, &recovered.kept);
-        let file = file.reopen().map_err(error("open it again"))?;
         // The record of failures is not available yet, so the descriptor may be renewed once without
         // a reason.
-        let file = Mutex::new(FlushDescriptor::new(Some(file), false, 0));
+        let file = Mutex::new(FlushDescriptor::new(Some(own), false, 0));
         self.intents = Some(Intents { log, file });
+        self.recovery_failure = recovered.flush_failed;
         Ok(())
     }
 

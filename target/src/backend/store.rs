@@ -58,6 +58,8 @@ pub struct Store {
     pub(super) layout: Option<Layout>,
     /// Log of changes, if it is a protected file that can be changed.
     pub(super) intents: Option<Intents>,
+    /// Error number of a failed flush during its recovery. It is added to the record.
+    pub(super) recovery_failure: Option<i32>,
     /// Current type of the protection information, if FORMAT UNIT can change it.
     pub(super) protection_format: Mutex<ProtectionFormat>,
     /// Name in the configuration, for the log.
@@ -186,6 +188,7 @@ impl Store {
             geometry,
             layout: spec.protection.map(|_| Layout::new(spec.block_size)),
             intents: None,
+            recovery_failure: None,
             protection_format: Mutex::new(geometry.protection_format),
             name: spec.name.clone(),
             label: match &spec.source {
@@ -523,13 +526,26 @@ impl Store {
     }
 
     fn flush(&self) -> &FlushFailures {
-        &self.flush.get_or_init(Default::default).0
+        let create = || {
+            let failures = Arc::default();
+            self.record_recovery(&failures);
+            (failures, Arc::default())
+        };
+        &self.flush.get_or_init(create).0
+    }
+
+    fn record_recovery(&self, failures: &FlushFailures) {
+        if let Some(errno) = self.recovery_failure {
+            let host = &self.host;
+            failures.fail(errno, host.date(Instant::now()), host.threads());
+        }
     }
 
     /// Uses the flush failures of previous stores for the same unit. Must be called before the
     /// store is used.
     pub(crate) fn share_flush_failures(&self, failures: Arc<FlushFailures>) {
         let user = failures.user();
+        self.record_recovery(&failures);
         let is_shared = self.flush.set((failures, user)).is_ok();
         debug_assert!(is_shared, "the store is already in use");
     }

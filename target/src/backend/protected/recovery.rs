@@ -33,8 +33,11 @@ pub(in crate::backend) struct Recovered {
     pub(in crate::backend) listed: Vec<u64>,
     /// Number of frames that cannot be read.
     pub(in crate::backend) unreadable: u64,
-    /// Bitmap of their regions, or an empty list.
+    /// Bitmap of the regions to be checked again, or an empty list.
     pub(in crate::backend) kept: Vec<u8>,
+    /// Error number of a failed flush. The kernel reports this only once, and data that initiators
+    /// wrote before may be lost.
+    pub(in crate::backend) flush_failed: Option<i32>,
 }
 
 /// Checks all frames in the regions of the write-intent bitmap. The write of a torn frame was never
@@ -42,10 +45,12 @@ pub(in crate::backend) struct Recovered {
 /// tuple as for a write without protection information.
 ///
 /// The bits of regions are cleared as soon as their frames are durable, so that the next recovery
-/// continues if this recovery is interrupted. A bit is kept if some of its frames cannot be read.
+/// continues if this recovery is interrupted. A bit is kept if some of its frames cannot be read, or
+/// if a flush fails.
 ///
 /// # Errors
-/// Returns I/O errors, except for medium errors of frames.
+/// Returns I/O errors, except for medium errors of frames. After a failed flush, no error is
+/// returned, because this must be recorded.
 pub(in crate::backend) fn recover(
     file: &Handle,
     header: &Header,
@@ -63,13 +68,12 @@ fn recover_with(
     protection: Protection,
     read: &dyn Fn(&mut [u8], u64) -> io::Result<usize>,
 ) -> io::Result<Recovered> {
-    let mut recovered = Recovered::default();
     let mut bitmap = vec![0; BITMAP];
     sys::read_at(file, &mut bitmap, PAGE as u64)?;
     if bitmap.iter().all(|byte| *byte == 0) {
-        return Ok(recovered);
+        return Ok(Recovered::default());
     }
-    let mut frames = Frames {
+    let mut recovery = Recovery {
         file,
         read,
         layout: Layout::new(header.block_size),
@@ -81,63 +85,97 @@ fn recover_with(
             // All tuples disable the checks of this type.
             None => Protection::new(ProtectionType::Type3),
         },
-        recovered: &mut recovered,
+        bitmap,
+        recovered: Recovered::default(),
     };
-    let len = sys::file_size(file)?;
-    let mut checked = Vec::new();
-    for bit in 0..BITS {
-        if bitmap[(bit / 8) as usize] & 1 << (bit % 8) == 0 {
-            continue;
-        }
-        let regions = (bit..len.div_ceil(header.region_size)).step_by(BITS as usize);
-        let regions = regions.map(|region| region * header.region_size);
-        match frames.check_regions(regions.map(|at| at..(at + header.region_size).min(len))) {
-            Ok(true) => checked.push(bit),
-            Ok(false) => {}
-            Err(error) => {
-                clear_bits(file, &mut bitmap, &mut checked)?;
-                return Err(error);
-            }
-        }
-        if checked.len() == CLEARED {
-            clear_bits(file, &mut bitmap, &mut checked)?;
-        }
-    }
-    clear_bits(file, &mut bitmap, &mut checked)?;
-    sys::sync_data(file)?;
+    let result = recovery.check_all(header.region_size);
+    let Recovery {
+        bitmap,
+        mut recovered,
+        ..
+    } = recovery;
     recovered.kept = bitmap;
-    Ok(recovered)
+    match (result, recovered.flush_failed) {
+        (Err(error), None) => Err(error),
+        (Err(error), Some(_)) => {
+            tracing::warn!(%error, "cannot check all interrupted writes");
+            Ok(recovered)
+        }
+        (Ok(()), _) => Ok(recovered),
+    }
 }
 
-/// Makes the frames of these regions durable, and clears their bits.
-fn clear_bits(file: &Handle, bitmap: &mut [u8], bits: &mut Vec<u64>) -> io::Result<()> {
-    if bits.is_empty() {
-        return Ok(());
-    }
-    // Also flush frames that were not torn, because they may only be in the page cache.
-    sys::sync_data(file)?;
-    let mut pages = Vec::new();
-    for bit in bits.drain(..) {
-        let byte = (bit / 8) as usize;
-        bitmap[byte] &= !(1 << (bit % 8));
-        pages.push(byte - byte % PAGE);
-    }
-    pages.dedup();
-    for page in pages {
-        sys::write_at(file, &bitmap[page..page + PAGE], (PAGE + page) as u64)?;
-    }
-    Ok(())
-}
-
-struct Frames<'a> {
+struct Recovery<'a> {
     file: &'a Handle,
     read: &'a dyn Fn(&mut [u8], u64) -> io::Result<usize>,
     layout: Layout,
     protection: Protection,
-    recovered: &'a mut Recovered,
+    /// Bits that were not cleared.
+    bitmap: Vec<u8>,
+    recovered: Recovered,
 }
 
-impl Frames<'_> {
+impl Recovery<'_> {
+    /// Checks the regions of all bits, and clears the bits.
+    fn check_all(&mut self, region_size: u64) -> io::Result<()> {
+        let len = sys::file_size(self.file)?;
+        let mut checked = Vec::new();
+        for bit in 0..BITS {
+            if self.bitmap[(bit / 8) as usize] & 1 << (bit % 8) == 0 {
+                continue;
+            }
+            let regions = (bit..len.div_ceil(region_size)).step_by(BITS as usize);
+            let regions = regions.map(|region| region * region_size);
+            match self.check_regions(regions.map(|at| at..(at + region_size).min(len))) {
+                Ok(true) => checked.push(bit),
+                Ok(false) => {}
+                Err(error) => {
+                    self.clear_bits(&mut checked)?;
+                    return Err(error);
+                }
+            }
+            if checked.len() == CLEARED {
+                self.clear_bits(&mut checked)?;
+            }
+        }
+        self.clear_bits(&mut checked)?;
+        self.flush();
+        Ok(())
+    }
+
+    /// Makes the frames of these regions durable, and clears their bits. If a flush has failed, they
+    /// may not be durable, even if the kernel reports success.
+    fn clear_bits(&mut self, bits: &mut Vec<u64>) -> io::Result<()> {
+        if bits.is_empty() {
+            return Ok(());
+        }
+        // Also flush frames that were not torn, because they may only be in the page cache.
+        self.flush();
+        if self.recovered.flush_failed.is_some() {
+            bits.clear();
+            return Ok(());
+        }
+        let mut pages = Vec::new();
+        for bit in bits.drain(..) {
+            let byte = (bit / 8) as usize;
+            self.bitmap[byte] &= !(1 << (bit % 8));
+            pages.push(byte - byte % PAGE);
+        }
+        pages.dedup();
+        for page in pages {
+            let bytes = &self.bitmap[page..page + PAGE];
+            sys::write_at(self.file, bytes, (PAGE + page) as u64)?;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) {
+        if let Err(error) = sys::sync_data(self.file) {
+            let errno = error.raw_os_error().unwrap_or(libc::EIO);
+            self.recovered.flush_failed.get_or_insert(errno);
+        }
+    }
+
     /// Checks all frames in these regions. Returns whether all of them can be read.
     fn check_regions(&mut self, regions: impl Iterator<Item = Range<u64>>) -> io::Result<bool> {
         let before = self.recovered.unreadable;
@@ -175,7 +213,7 @@ impl Frames<'_> {
         Ok(())
     }
 
-    /// Same as [`Frames::check_frames`], but reads each frame separately.
+    /// Same as [`Recovery::check_frames`], but reads each frame separately.
     fn check_each(&mut self, mut at: u64, piece: &mut [u8]) -> io::Result<()> {
         for frame in piece.chunks_exact_mut(self.layout.frame() as usize) {
             match (self.read)(frame, at) {
@@ -278,6 +316,18 @@ mod tests {
         assert_eq!(recovered.listed, [lbas[0], lbas[2]]);
         assert_eq!((recovered.regions, recovered.unreadable), (3, 1));
         assert_eq!(bits(&file), 0b010);
+    }
+
+    /// The next flush reports no error.
+    #[test]
+    fn failed_flush_outweighs_other_errors() {
+        let (file, header, lbas) = torn();
+        file.disk().flush();
+        sys::write_at(&file, &[2], Layout::new(512).medium_offset(lbas[0] * 512)).unwrap();
+        file.disk().fail_write_back(libc::EIO, |_| true);
+        let recovered = run(&file, &header, lbas[1], libc::ETIMEDOUT).unwrap();
+        assert_eq!(recovered.flush_failed, Some(libc::EIO));
+        assert_eq!((recovered.kept[0], bits(&file)), (0b111, 0b111));
     }
 
     #[test]

@@ -425,6 +425,12 @@ impl Simulated {
         blocks.bytes()
     }
 
+    fn flush(&mut self) -> StepResult {
+        let (offset, len) = (0, 512);
+        self.submit(BlockOp::Flush { offset, len }, &Blocks::new(1, 0));
+        self.rig.run(&[])[0]
+    }
+
     /// Clears bits at this time after the start.
     fn rest(&mut self, seconds: u64) {
         self.store.rest(self.start + Duration::from_secs(seconds));
@@ -793,6 +799,45 @@ fn cleared_flush_failure_fails_no_write() {
     disk.rest(60);
     assert_eq!(disk.store.flush_failure(), None);
     assert_eq!(disk.bitmap()[0], 0);
+}
+
+#[derive(Debug, Default)]
+struct SavedFailure(std::sync::Mutex<Option<FlushFailure>>);
+
+impl FlushKeeper for SavedFailure {
+    fn load(&self, _: &Identity) -> io::Result<Option<FlushFailure>> {
+        Ok(*self.0.lock().unwrap())
+    }
+
+    fn save(&self, _: &Identity, failure: Option<&FlushFailure>) -> io::Result<()> {
+        *self.0.lock().unwrap() = failure.copied();
+        Ok(())
+    }
+}
+
+/// A descriptor that is opened later reports success.
+#[test]
+fn recovery_records_failed_flush() {
+    let mut disk = Simulated::with_small_regions();
+    disk.write_valid(lba_in(2), 1, 0);
+    disk.disk.fail_write_back(libc::EIO, |_| true);
+    let saved = Arc::new(SavedFailure::default());
+    let identity = crate::fixture::unit_config(1).identity;
+    for bits in [0b100, 0] {
+        (disk.threads, disk.store) = Simulated::open(&disk.spec, &disk.disk, disk.start);
+        assert_eq!(disk.bitmap()[0], bits);
+        let (store, now) = (&disk.store, disk.start);
+        store.share_flush_failures(Arc::default());
+        store.keep_flush_failures(saved.clone(), &identity, now);
+        let failure = store.flush_failure();
+        assert_eq!(failure.map(|failure| failure.errno), Some(libc::EIO));
+        assert_eq!(*saved.0.lock().unwrap(), failure);
+        disk.rig = InMemory::new(&disk.store);
+        disk.run_threads();
+        let flush = disk.flush();
+        assert!(matches!(flush, StepResult::Failed(_)), "{flush:?}");
+        disk.write_valid(lba_in(3), 1, 1);
+    }
 }
 
 #[test]

@@ -112,6 +112,13 @@ impl Store {
         }
     }
 
+    /// Keeps all bits until a recovery has checked the frames on the medium.
+    pub(super) fn keep_intents(&self) {
+        if let Some(intents) = &self.intents {
+            intents.log.keep_all();
+        }
+    }
+
     /// Clears the bits of all regions without active changes, after the last flush. Blocks if the
     /// file system does not respond.
     pub(super) fn close_intents(&self, now: Instant) {

@@ -559,6 +559,8 @@ impl Store {
     /// Clears the flush failure, so that flushes can succeed again. Called after an administrator
     /// has handled the loss of data.
     pub fn clear_flush_failure(&self) -> Option<FlushFailure> {
+        // Data that was written since the failure may be lost as well.
+        self.keep_intents();
         self.flush().clear()
     }
 
@@ -591,6 +593,7 @@ impl Store {
 
     /// Called when a flush has failed, so that all subsequent flushes fail.
     pub(crate) fn on_flush_failed(&self, errno: i32, now: Instant) {
+        self.keep_intents();
         let host = &self.host;
         if self.flush().fail(errno, host.date(now), host.threads()) {
             let error = io::Error::from_raw_os_error(errno);

@@ -66,6 +66,8 @@ pub(super) fn drop_cached(file: &Handle, offset: u64, len: u64) {
         let pages = whole_pages(offset, len, rustix::param::page_size() as u64);
         let len = NonZeroU64::new(pages.end - pages.start);
         let _ = rustix::fs::fadvise(fd, pages.start, len, rustix::fs::Advice::DontNeed);
+    } else if let Some(Object::File(file)) = file.simulated() {
+        file.disk().drop_cached(offset, len);
     }
 }
 

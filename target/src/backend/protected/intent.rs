@@ -21,6 +21,9 @@
 //!      └────────────────────────┘ change, or failure
 //! ```
 //!
+//! After a failed flush, the bits of all regions are kept until the next recovery, because frames in
+//! the page cache may differ from the medium.
+//!
 //! Bits are reused for regions beyond the end of the bitmap, so a file can grow to any size.
 
 use std::ops::Range;
@@ -74,8 +77,6 @@ impl Intents {
 #[derive(Debug)]
 pub(in crate::backend) struct IntentLog {
     region_size: u64,
-    /// Regions with frames that cannot be read. Their bits are only cleared by a recovery.
-    kept: Bitmap,
     state: Mutex<State>,
 }
 
@@ -83,6 +84,9 @@ pub(in crate::backend) struct IntentLog {
 struct State {
     /// Regions that may be changed, because their bits are durable.
     recorded: Bitmap,
+    /// Recorded regions whose bits are only cleared by a recovery: some of their frames cannot be
+    /// read, or may differ from the medium since a flush has failed.
+    kept: Bitmap,
     /// Regions of the current attempt.
     attempted: Bitmap,
     /// Regions of the next attempt.
@@ -161,11 +165,17 @@ impl Bitmap {
         }
     }
 
+    /// Sets all bits that are set in another bitmap.
+    fn add(&mut self, other: &Self) {
+        for (byte, other) in self.0.iter_mut().zip(&other.0) {
+            *byte |= other;
+        }
+    }
+
     /// Moves all bits to another bitmap.
     fn move_to(&mut self, other: &mut Self) {
-        for (from, to) in self.0.iter_mut().zip(&mut other.0) {
-            *to |= std::mem::take(from);
-        }
+        other.add(self);
+        self.0.fill(0);
     }
 
     /// Returns the numbers of the pages with bits.
@@ -229,8 +239,8 @@ impl IntentLog {
                 last: None,
                 recent: Bitmap::new(),
                 period: None,
+                kept,
             }),
-            kept,
         }
     }
 
@@ -362,7 +372,7 @@ impl IntentLog {
             return false;
         }
         let mut resting = state.recorded.clone();
-        resting.subtract(&self.kept);
+        resting.subtract(&state.kept);
         if !is_idle {
             resting.subtract(&state.recent);
         }
@@ -377,6 +387,15 @@ impl IntentLog {
         }
         state.resting = resting;
         !state.resting.is_empty() && !std::mem::replace(&mut state.is_busy, true)
+    }
+
+    /// Keeps all current bits until a recovery. Called when a flush has failed, and when this was
+    /// cleared: data in these regions may be lost, and no later flush reports this.
+    pub(in crate::backend) fn keep_all(&self) {
+        let state = &mut *self.lock();
+        state.kept.add(&state.recorded);
+        state.resting.0.fill(0);
+        state.clearing.0.fill(0);
     }
 
     /// Returns the bits of the regions that contain these bytes.
@@ -615,6 +634,23 @@ mod tests {
     }
 
     #[test]
+    fn kept_bits_remain_after_successful_flush() {
+        let log = IntentLog::new(REGION, &[]);
+        change(&log, 0, Instant::now());
+        change(&log, 1, Instant::now());
+        assert!(log.begin_clear(None));
+        // An attempt may have started before the failure.
+        assert_eq!(log.next_attempt(), Some(Vec::new()));
+        log.keep_all();
+        assert_eq!(log.complete_attempt(Ok(true)), []);
+        assert_eq!(log.next_attempt(), None);
+        assert!(!log.begin_clear(None), "all bits are kept");
+        change(&log, 2, Instant::now());
+        assert!(log.begin_clear(None));
+        assert_eq!(clear(&log, Ok(true)), [(4096, vec![0, 1])]);
+    }
+
+    #[test]
     fn bits_are_reused_beyond_bitmap() {
         let log = IntentLog::new(4096, &[]);
         let bits = |range: Range<u64>| log.bits(&range).collect::<Vec<_>>();
@@ -637,6 +673,8 @@ mod tests {
         /// Continue the thread.
         Thread,
         Rest,
+        /// Clear the failure of a flush.
+        ClearFailure,
     }
 
     /// Position of the thread.
@@ -655,6 +693,8 @@ mod tests {
         active: std::collections::VecDeque<Range<u64>>,
         /// Completed changes that are not durable.
         cached: Vec<Range<u64>>,
+        /// Completed changes that may be lost. No flush makes them durable.
+        lost: Vec<Range<u64>>,
         step: Step,
         /// Changes covered by the current flush.
         covered: usize,
@@ -689,6 +729,7 @@ mod tests {
                 }
                 Step::Flush if is_failed => {
                     self.has_failed = true;
+                    self.log.keep_all();
                     Step::Clear(self.log.complete_attempt(Err(5)))
                 }
                 Step::Flush => {
@@ -708,8 +749,16 @@ mod tests {
             };
         }
 
+        fn clear_failure(&mut self) {
+            if std::mem::take(&mut self.has_failed) {
+                self.log.keep_all();
+                self.lost.append(&mut self.cached);
+                self.covered = 0;
+            }
+        }
+
         fn check(&self) {
-            for bytes in self.active.iter().chain(&self.cached) {
+            for bytes in self.active.iter().chain(&self.cached).chain(&self.lost) {
                 for bit in self.log.bits(bytes) {
                     let versions = &self.versions[&bit];
                     assert!(versions.iter().all(|is_set| *is_set), "{bit}: {versions:?}");
@@ -725,6 +774,7 @@ mod tests {
             2 => Just(Action::End),
             4 => Just(Action::Thread),
             1 => Just(Action::Rest),
+            1 => Just(Action::ClearFailure),
         ];
         prop::collection::vec((action, prop::bool::weighted(0.03)), 1..100)
     }
@@ -739,6 +789,7 @@ mod tests {
                 versions: std::collections::HashMap::new(),
                 active: std::collections::VecDeque::new(),
                 cached: Vec::new(),
+                lost: Vec::new(),
                 step: Step::Idle,
                 covered: 0,
                 has_failed: false,
@@ -760,6 +811,7 @@ mod tests {
                         }
                     }
                     Action::Thread => model.continue_thread(is_failed),
+                    Action::ClearFailure => model.clear_failure(),
                     Action::Rest => {
                         model.now += Duration::from_secs(20);
                         model.log.begin_clear((!is_failed).then_some(model.now));

@@ -119,6 +119,10 @@ impl Recovery<'_> {
     /// Checks the regions of all bits, and clears the bits.
     fn check_all(&mut self, region_size: u64) -> io::Result<()> {
         let len = sys::file_size(self.file)?;
+        // After a failed write-back, the page cache has frames that differ from the medium, which it
+        // would evict later. Check the frames of the medium, and flush later writes before this.
+        self.flush();
+        sys::drop_cached(self.file, 0, len);
         let mut checked = Vec::new();
         for bit in 0..BITS {
             if self.bitmap[(bit / 8) as usize] & 1 << (bit % 8) == 0 {
@@ -149,7 +153,6 @@ impl Recovery<'_> {
         if bits.is_empty() {
             return Ok(());
         }
-        // Also flush frames that were not torn, because they may only be in the page cache.
         self.flush();
         if self.recovered.flush_failed.is_some() {
             bits.clear();
@@ -328,6 +331,22 @@ mod tests {
         let recovered = run(&file, &header, lbas[1], libc::ETIMEDOUT).unwrap();
         assert_eq!(recovered.flush_failed, Some(libc::EIO));
         assert_eq!((recovered.kept[0], bits(&file)), (0b111, 0b111));
+    }
+
+    #[test]
+    fn frames_are_read_from_medium() {
+        let (file, header, lbas) = torn();
+        file.disk().flush();
+        // The cache contains a whole frame that is not on the medium.
+        let (lba, layout) = (lbas[0], Layout::new(512));
+        let protection = Protection::new(ProtectionType::Type1);
+        let tag = lba_tag(ProtectionType::Type1, lba);
+        let tuple = Tuple::generate(protection, &[2; 512], tag);
+        let frame = [&[2; 512][..], &inverted(tuple.encode())].concat();
+        sys::write_at(&file, &frame, layout.medium_offset(lba * 512)).unwrap();
+        file.disk().fail_write_back(libc::EIO, |_| true);
+        let recovered = recover(&file, &header, protection).unwrap();
+        assert_eq!(recovered.listed, lbas);
     }
 
     #[test]

@@ -798,7 +798,39 @@ fn cleared_flush_failure_fails_no_write() {
     assert_eq!(disk.store.flush_failure(), None);
     disk.rest(60);
     assert_eq!(disk.store.flush_failure(), None);
-    assert_eq!(disk.bitmap()[0], 0);
+    // The next recovery reads the region of the first write from the medium.
+    assert_eq!(disk.bitmap()[0], 0b100);
+}
+
+/// The kernel keeps lost data in the page cache, and evicts it at any time.
+#[test]
+fn lost_frames_are_repaired_after_restart() {
+    for is_cleared in [false, true] {
+        let mut disk = Simulated::with_small_regions();
+        let old = disk.write_valid(lba_in(2), 1, 0);
+        disk.disk.flush();
+        disk.write_valid(lba_in(2), 9, 0);
+        let sectors = disk.disk.dirty();
+        assert_eq!(sectors.len(), 2);
+        disk.disk.fail_write_back(libc::EIO, |n| n == sectors[0].0);
+        let flush = disk.flush();
+        assert!(matches!(flush, StepResult::Failed(_)), "{flush:?}");
+        if is_cleared {
+            assert!(disk.store.clear_flush_failure().is_some());
+        }
+        disk.rest(60);
+        disk.rest(120);
+        close_all([&disk.store].into_iter());
+        assert_eq!(disk.bitmap()[0], 0b100);
+        disk.reopen();
+        assert_eq!(disk.bitmap()[0], 0);
+        disk.disk.drop_cache();
+        let bytes = disk.read(lba_in(2), 1);
+        assert_eq!(bytes[..10], old[..10]);
+        let tuple = Tuple::parse(bytes[512..].try_into().unwrap());
+        let checked = tuple.check_stored(ProtectionType::Type1, lba_in(2), &bytes[..512]);
+        assert_eq!(checked, Ok(()));
+    }
 }
 
 #[derive(Debug, Default)]

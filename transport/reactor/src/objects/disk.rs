@@ -364,6 +364,13 @@ impl Disk {
         lost.into_keys().collect()
     }
 
+    /// Same as [`Disk::drop_cache`], for the sectors in a range, like `posix_fadvise(2)`.
+    pub fn drop_cached(&self, offset: u64, len: u64) {
+        let end = (offset + len).div_ceil(SECTOR);
+        let is_kept = |number: &u64| !(offset / SECTOR..end).contains(number);
+        lock(&self.0).lost.retain(|number, _| is_kept(number));
+    }
+
     /// Returns whether a write-back has failed and no open file has reported it. In this case, the
     /// next file that is opened will report it.
     #[must_use]

@@ -119,6 +119,20 @@ impl Store {
         }
     }
 
+    /// Same as [`Store::rest`] for all regions without active changes. Called when the backend was
+    /// removed, so that opening it again does not require a recovery. Until then, the thread keeps
+    /// it open.
+    pub(super) fn release_intents(self: &Arc<Self>, now: Instant) {
+        if !self.may_hang() {
+            // A disk in memory responds immediately.
+            self.close_intents(now);
+        } else if let Some(intents) = &self.intents
+            && intents.log.begin_clear(None)
+        {
+            self.start_intent_thread(intents, now);
+        }
+    }
+
     /// Clears the bits of all regions without active changes, after the last flush. Blocks if the
     /// file system does not respond.
     pub(super) fn close_intents(&self, now: Instant) {

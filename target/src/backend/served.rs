@@ -120,6 +120,7 @@ impl Storage for Served {
 
     /// Closes the files on a separate thread, because the worker has to serve other backends.
     fn release(self, descriptor: Option<Handle>) {
+        self.store.release_intents(Instant::now());
         if !self.store.may_hang() {
             return;
         }

@@ -78,10 +78,11 @@ pub enum ConversionError {
         /// Path of the file.
         path: PathBuf,
     },
-    /// Frames may be torn, and were not repaired.
+    /// Frames may be torn or unreadable, and were not repaired.
     #[error(
-        "{}: was not closed after its last writes; serve it once for writing and stop riserd, so \
-         that interrupted writes are repaired",
+        "{}: blocks of its last writes were not verified since a crash, a failed flush or a medium \
+         error; serve it for writing and stop riserd, which repairs interrupted writes; if this does \
+         not help, `riserd scrub` lists blocks that cannot be read",
         path.display()
     )]
     Torn {

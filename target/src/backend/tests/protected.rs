@@ -730,6 +730,39 @@ fn orderly_close_clears_intents() {
 }
 
 #[test]
+fn removed_disk_clears_intents() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    let blocks = Blocks::new(1, 7);
+    disk.run(blocks.write(1), &blocks);
+    assert_eq!(disk.bitmap()[0], 1);
+    assert!(disk.rig.driver.detach(&mut disk.rig.ring, disk.rig.id));
+    assert_eq!(disk.bitmap()[0], 0);
+    let flushed = disk.disk.dirty();
+    assert!(
+        flushed.iter().all(|(n, _)| (8..16).contains(n)),
+        "{flushed:?}"
+    );
+}
+
+#[test]
+fn removed_file_clears_intents_by_thread() {
+    let dir = Dir::new(&std::env::temp_dir(), "removed-intents");
+    let path = dir.file("lun");
+    let store = Store::open(&type_1(path.clone())).unwrap();
+    store.keep();
+    let label = store.label().to_owned();
+    let mut rig = Rig::new(store);
+    assert_eq!(rig.write_blocks(2, &Blocks::new(2, 1)), StepResult::Done);
+    let bits = || std::fs::read(&path).unwrap()[4096];
+    assert_eq!(bits(), 1);
+    assert!(rig.driver.detach(&mut rig.ring, rig.id));
+    eventually("the file is closed", Duration::from_secs(60), || {
+        !threads::has_thread(&label)
+    });
+    assert_eq!(bits(), 0);
+}
+
+#[test]
 fn quiet_regions_are_cleared_during_writes() {
     let mut disk = Simulated::with_small_regions();
     disk.rest(0);

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::sync::{MutexGuard, PoisonError};
+use std::time::Instant;
 
 use riser_scsi::config::{Protection, ProtectionFormat, ProtectionType};
 use riser_scsi::step::BackendError;
@@ -42,6 +43,8 @@ impl Store {
     /// protection. The tuples of blocks do not change, so the blocks should be deallocated. Blocks
     /// if the file system does not respond.
     ///
+    /// If this fails and the header cannot be restored, this is recorded as a failed flush.
+    ///
     /// # Errors
     /// Returns I/O errors. `Unsupported` if the store is not a file with protection information.
     pub fn set_protection_type(&self, protection_type: Option<ProtectionType>) -> io::Result<()> {
@@ -60,7 +63,15 @@ impl Store {
             // Blocks that are written with the current type may not match the new type, which
             // the next start would read from the file.
             if let Err(error) = protected::write_header(&file.handle, &previous) {
-                tracing::error!(backend = self.name(), %error, "cannot restore the protection type");
+                tracing::error!(
+                    backend = self.name(),
+                    %error,
+                    "cannot restore the protection type in the file: after a restart, blocks may fail \
+                     their checks until the unit is formatted again"
+                );
+                // Initiators must not consider their next writes as durable.
+                let errno = error.raw_os_error().unwrap_or(libc::EIO);
+                self.on_flush_failed(errno, Instant::now());
             }
             return Err(error);
         }

@@ -917,6 +917,19 @@ fn failed_format_keeps_type() {
     assert_eq!(protection.protection_type, ProtectionType::Type1);
 }
 
+#[test]
+fn unrestored_header_fails_flushes() {
+    let mut disk = Simulated::new(ProtectionType::Type1);
+    disk.disk.fail_syncs(Some(libc::EIO));
+    let error = disk.store.set_protection_type(Some(ProtectionType::Type3));
+    assert_eq!(error.unwrap_err().raw_os_error(), Some(libc::EIO));
+    disk.disk.fail_syncs(None);
+    let failure = disk.store.flush_failure();
+    assert_eq!(failure.map(|failure| failure.errno), Some(libc::EIO));
+    let flush = disk.flush();
+    assert!(matches!(flush, StepResult::Failed(_)), "{flush:?}");
+}
+
 /// A step of a load that may be interrupted by a power failure.
 #[derive(Clone, Debug)]
 enum LoadStep {

@@ -44,6 +44,8 @@ struct State {
     refuses: bool,
     /// Set if each operation blocks a thread.
     blocks_threads: bool,
+    /// Error number of all flushes.
+    failing: Option<i32>,
 }
 
 /// The last failed write-back, and whether it was reported (Linux, `lib/errseq.c`).
@@ -357,6 +359,11 @@ impl Disk {
         };
     }
 
+    /// Fails the write-back of all dirty sectors in each [`File::sync`], until this is called again.
+    pub fn fail_syncs(&self, errno: Option<i32>) {
+        lock(&self.0).failing = errno;
+    }
+
     /// Evicts clean sectors from the cache, so that lost writes are no longer visible. Returns the
     /// numbers of the lost sectors.
     pub fn drop_cache(&self) -> Vec<u64> {
@@ -494,7 +501,11 @@ impl File {
     /// # Errors
     /// Returns a write-back error that this file has not reported yet.
     pub fn sync(&self) -> io::Result<()> {
-        self.disk.flush();
+        let failing = lock(&self.disk.0).failing;
+        match failing {
+            Some(errno) => self.disk.fail_write_back(errno, |_| true),
+            None => self.disk.flush(),
+        }
         self.check_write_back()
             .map_err(io::Error::from_raw_os_error)
     }

@@ -35,7 +35,7 @@ pub struct OpenFile {
     /// sequentially, and deallocates gigabytes in a single call.
     pub(super) changing: AtomicUsize,
     /// Errors of durable writes that are checked by a thread.
-    pub(super) flush_checks: FlushChecks,
+    pub flush_checks: FlushChecks,
 }
 
 impl OpenFile {

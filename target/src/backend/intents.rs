@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use riser_block::FlushDescriptor;
-use riser_file::OpenFile;
 use riser_reactor::{Handle, Waker};
 
 use super::open_error::{OpenError, io_error};
@@ -164,7 +163,7 @@ impl Store {
         let attempt = |pages: &[BitmapPage]| self.record_intents(intents, pages, now);
         let clear = |pages: &[BitmapPage]| {
             // If this fails, the next recovery checks more frames than necessary.
-            if let Err(error) = write_pages(&self.intent_file(intents), pages) {
+            if let Err(error) = write_pages(&self.intent_file(intents, now), pages) {
                 tracing::debug!(backend = self.name(), %error, "cannot clear the intent log");
             }
         };
@@ -179,7 +178,7 @@ impl Store {
         pages: &[BitmapPage],
         now: Instant,
     ) -> Result<bool, i32> {
-        let file = self.intent_file(intents);
+        let file = self.intent_file(intents, now);
         write_pages(&file, pages).map_err(|error| errno(&error))?;
         sys::sync_data(&file).map_err(|error| {
             self.on_flush_failed(errno(&error), now);
@@ -190,14 +189,20 @@ impl Store {
 
     /// Returns the descriptor of the log. After a flush failure was cleared, the previous descriptor
     /// may still report it.
-    fn intent_file(&self, intents: &Intents) -> Handle {
+    fn intent_file(&self, intents: &Intents, now: Instant) -> Handle {
         // The value is replaced as a whole, so ignore poisoning.
         let mut file = intents.file.lock().unwrap_or_else(PoisonError::into_inner);
         let clears = self.flush_clears();
         if file.is_outdated(clears)
-            && let Some(Ok(renewed)) = self.open_file().map(OpenFile::reopen)
+            && let Some(open) = self.open_file()
+            && let Ok(renewed) = open.reopen()
         {
             drop(file.renew(Some(renewed), false, clears));
+            // A durable write has received an error that the kernel may not report to the new
+            // descriptor, so a flush by this thread would succeed before the error is recorded.
+            if open.flush_checks.is_active() {
+                self.on_flush_failed(libc::EIO, now);
+            }
         }
         file.handle().expect("the file is open").clone()
     }

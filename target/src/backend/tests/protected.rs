@@ -866,6 +866,22 @@ fn lost_frames_are_repaired_after_restart() {
     }
 }
 
+/// A durable write of a worker has received an error, and the flush that checks it is pending.
+#[test]
+fn renewed_descriptor_records_checked_error() {
+    let mut disk = Simulated::with_small_regions();
+    disk.write_valid(lba_in(2), 1, 0);
+    disk.store.on_flush_failed(libc::EIO, disk.start);
+    assert!(disk.store.clear_flush_failure().is_some());
+    let checks = &disk.store.open_file().unwrap().flush_checks;
+    checks.start_check();
+    disk.write_valid(lba_in(3), 1, 1);
+    let failure = disk.store.flush_failure();
+    assert_eq!(failure.map(|failure| failure.errno), Some(libc::EIO));
+    disk.rest(60);
+    assert_eq!(disk.bitmap()[0], 0b1100);
+}
+
 #[derive(Debug, Default)]
 struct SavedFailure(std::sync::Mutex<Option<FlushFailure>>);
 

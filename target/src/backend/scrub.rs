@@ -186,14 +186,7 @@ impl Scrub {
     }
 
     fn run(&self) {
-        let mut reader = Reader {
-            scrub: self,
-            lba: 0,
-            damaged: 0,
-            frames: Vec::new(),
-            suspects: VecDeque::new(),
-            complaints: RateLimit::default(),
-        };
+        let mut reader = Reader::new(self);
         let state = loop {
             let Some(store) = self.store.upgrade() else {
                 break ScrubState::Removed;
@@ -283,7 +276,18 @@ struct Failure {
     hash: u64,
 }
 
-impl Reader<'_> {
+impl<'a> Reader<'a> {
+    fn new(scrub: &'a Scrub) -> Self {
+        Self {
+            scrub,
+            lba: 0,
+            damaged: 0,
+            frames: Vec::new(),
+            suspects: VecDeque::new(),
+            complaints: RateLimit::default(),
+        }
+    }
+
     /// Reads the next chunk, or a failed block again. Returns the time to wait before the next call,
     /// or `None` at the end.
     fn advance(&mut self, store: &Store) -> io::Result<Option<Duration>> {
@@ -295,12 +299,18 @@ impl Reader<'_> {
             };
         };
         let left = RETRY.saturating_sub(suspect.read.elapsed());
-        match is_end || self.suspects.len() >= SUSPECTS {
+        let pause = match is_end || self.suspects.len() >= SUSPECTS {
             _ if left.is_zero() => self.check_suspect(store)?,
-            true => return Ok(Some(left)),
-            false => return self.check_chunk(store).map(Some),
-        }
-        Ok(Some(Duration::ZERO))
+            true => left,
+            false => self.check_chunk(store)?,
+        };
+        Ok(Some(pause))
+    }
+
+    /// Returns the time to wait after reading these bytes because of the rate.
+    fn pause(&self, bytes: u64) -> Duration {
+        let rate = self.scrub.rate;
+        Duration::from_secs_f64(rate.map_or(0.0, |rate| bytes as f64 / rate as f64))
     }
 
     /// Verifies the next blocks. Returns the time to wait because of the rate.
@@ -329,14 +339,15 @@ impl Reader<'_> {
         let mut progress = self.scrub.lock();
         progress.blocks = all;
         progress.checked = self.lba;
-        let pause = rate.map_or(0.0, |rate| (count * block) as f64 / rate as f64);
-        Ok(Duration::from_secs_f64(pause))
+        drop(progress);
+        Ok(self.pause(count * block))
     }
 
-    /// Reads the oldest suspect again, and reports it if it has not changed.
-    fn check_suspect(&mut self, store: &Store) -> io::Result<()> {
+    /// Reads the oldest suspect again, and reports it if it has not changed. Returns the time to wait
+    /// because of the rate.
+    fn check_suspect(&mut self, store: &Store) -> io::Result<Duration> {
         let Some(suspect) = self.suspects.pop_front() else {
-            return Ok(());
+            return Ok(Duration::ZERO);
         };
         let (lba, retries) = (suspect.lba, suspect.retries + 1);
         for (_, failure) in failures(lba, self.read(store, lba, 1))? {
@@ -346,7 +357,7 @@ impl Reader<'_> {
                 self.suspects.push_back(Suspect::new(lba, failure, retries));
             }
         }
-        Ok(())
+        Ok(self.pause(u64::from(store.geometry().block_size)))
     }
 
     fn report(&mut self, lba: u64, defect: Defect) {
@@ -415,4 +426,45 @@ fn check(protection: Protection, lba: u64, frame: &[u8]) -> Result<(), Protectio
     let (block, tuple) = frame.split_at(frame.len() - Tuple::LEN);
     let tuple = Tuple::parse(tuple.try_into().expect("the rest is a tuple"));
     tuple.check_stored(protection.protection_type, lba, block)
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_config::{Direct, Source, Spec};
+    use riser_reactor::simulated::{Disk, Threads};
+    use riser_scsi::config::ProtectionType;
+
+    use super::*;
+    use crate::host::SimulatedHost;
+
+    #[test]
+    fn repeated_read_is_limited_by_rate() {
+        let spec = Spec {
+            name: "f".into(),
+            source: Source::File {
+                path: "/in/memory".into(),
+                size: Some(1 << 20),
+                create: true,
+            },
+            block_size: 512,
+            direct: Direct::Off,
+            write_cache: true,
+            read_only: false,
+            protection: Some(Protection::new(ProtectionType::Type1)),
+            faults: None,
+        };
+        let host = SimulatedHost::new(Threads::default(), Instant::now());
+        let store = Store::on_disk(&spec, &Disk::new(0), Arc::new(host)).unwrap();
+        let scrub = Scrub::start(&store, Some(1024)).unwrap();
+        let mut reader = Reader::new(&scrub);
+        let (defect, hash) = (Defect::Unreadable, 0);
+        let read = Instant::now().checked_sub(RETRY).unwrap();
+        reader.suspects.push_back(Suspect {
+            read,
+            ..Suspect::new(7, Failure { defect, hash }, 0)
+        });
+        let pause = reader.advance(&store).unwrap();
+        assert_eq!(pause, Some(Duration::from_millis(500)));
+        assert!(reader.suspects.is_empty() && reader.lba == 0);
+    }
 }

@@ -13,8 +13,8 @@ use super::Server;
 use crate::backend::{Defect, Scrub, ScrubProgress, ScrubState, Store};
 
 /// Maximum time for the thread of the last scrub to exit before the next scrub. If the file system does
-/// not respond, each scrub would otherwise block another thread.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// not respond, each scrub would otherwise block another thread. This time blocks the control plane.
+const GRACE: Duration = Duration::from_millis(50);
 
 /// Polling interval of this thread.
 const POLL: Duration = Duration::from_millis(5);
@@ -114,7 +114,7 @@ impl Scrubs {
 /// Waits until the thread of a scrub that is not running has exited. Returns `false` if it is still
 /// reading this store.
 fn has_exited(scrub: &Scrub, store: &Arc<Store>) -> bool {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + GRACE;
     while scrub.is_reading(store) {
         if Instant::now() >= until {
             return false;
@@ -201,7 +201,9 @@ mod tests {
         let mut scrubs = Scrubs::default();
         scrubs.start("f", &store, None).unwrap();
         scrubs.0["f"].scrub.stop();
+        let begin = Instant::now();
         let error = scrubs.start("f", &store, None).unwrap_err();
+        assert!(begin.elapsed() < Duration::from_secs(2), "it blocks");
         assert_eq!(
             error,
             "cannot scrub backend `f`: its file system has not completed the last read of the \

@@ -42,6 +42,10 @@ use super::units;
 /// a file system in the kernel can't be used, so it's better to wait for longer.
 const OPERATION: Duration = Duration::from_secs(60);
 
+/// Time before a state that could not be recorded is recorded again. Until then, a process that takes
+/// over from this process does not know a redirect.
+const RETRY: Duration = Duration::from_secs(1);
+
 /// Additional time that the parent process waits for the background process.
 const SLACK: Duration = Duration::from_secs(10);
 
@@ -301,15 +305,23 @@ fn watch_link(
 ) -> Result<(), CliError> {
     let watch = move || {
         let mut known = status.report();
+        let mut is_failing = false;
         loop {
             let note = |report: &SessionReport| match &mut port {
                 Some(port) => port.note_session(report),
                 None => Ok(()),
             };
             match entry.update(known.clone(), note) {
-                Ok(true) => {}
+                Ok(true) => is_failing = false,
                 Ok(false) => return,
-                Err(error) => tracing::warn!(%error, "cannot record the state of the link"),
+                Err(error) => {
+                    if !std::mem::replace(&mut is_failing, true) {
+                        tracing::warn!(%error, "cannot record the state of the link; retrying");
+                    }
+                    thread::sleep(RETRY);
+                    known = status.report();
+                    continue;
+                }
             }
             match status.wait_for_change(&known) {
                 Some(report) => known = report,
@@ -577,7 +589,31 @@ pub(super) fn absolute(path: &Path) -> Result<PathBuf, CliError> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
+    use riser_testkit::eventually;
+
+    use super::super::state::fixture;
     use super::*;
+
+    /// For example because the file system of the state directory was full.
+    #[test]
+    fn failed_record_of_link_is_retried() {
+        let path = std::env::temp_dir().join(format!("riser-record-{}", std::process::id()));
+        let dir = StateDir::at(path.clone()).unwrap();
+        let attachment = fixture::attachment("/run/disk".as_ref());
+        let registration = dir.register(attachment).unwrap();
+        fs::remove_dir_all(&path).unwrap();
+        let status = Arc::new(SessionStatus::default());
+        watch_link(status, registration.link(), None).unwrap();
+        thread::sleep(Duration::from_millis(300));
+        fs::create_dir(&path).unwrap();
+        eventually("the link is recorded", Duration::from_secs(60), || {
+            fs::read_dir(&path).unwrap().count() == 1
+        });
+        drop(registration);
+        fs::remove_dir_all(&path).unwrap();
+    }
 
     #[test]
     fn late_background_process_is_not_killed() {

@@ -56,6 +56,13 @@ impl Client {
         self.0.pool.free() + protected.map_or(0, BufferPool::free)
     }
 
+    /// Returns the number of bytes in [`Self::buffers`], except for the part that is reserved for data
+    /// with protection information.
+    pub(crate) fn unreserved_bytes(&self) -> usize {
+        let protected = self.0.protection_pool.get();
+        self.0.pool.size() - protected.map_or(0, BufferPool::size)
+    }
+
     /// Closes all sessions and waits for the engine to terminate. Outstanding commands fail with
     /// [`RequestError::Closed`].
     pub fn shutdown(&self) {

@@ -344,8 +344,7 @@ impl BlockDevice for Lun {
     }
 
     fn buffer_bytes(&self) -> u64 {
-        let protected = self.shared.prot.as_ref().map_or(0, |prot| prot.pool.size());
-        (self.buffers().size() - protected) as u64
+        self.session.client().unreserved_bytes() as u64
     }
 
     fn wake_when_free(&self, waker: &Waker) {

@@ -125,8 +125,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets whether a login of the earlier process was redirected to another SRP port
-    /// ([`SessionReport::is_redirected`](super::SessionReport::is_redirected)). That port does not
+    /// Sets whether a login of the earlier process was redirected to another port
+    /// ([`SessionReport::is_redirected`](super::SessionReport::is_redirected)). That port may not
     /// know about the login of this process, so reads and writes wait until its commands have had
     /// time to complete. Default: false.
     #[must_use]

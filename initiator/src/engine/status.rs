@@ -68,8 +68,8 @@ pub struct SessionReport {
     /// Generation of the unit's volatile cache, if the unit reports one. A process that takes over
     /// compares it.
     pub cache: Option<[u8; 16]>,
-    /// A login of this session, or of the killed process before it, was redirected to another SRP
-    /// port. A process that takes over must wait for the commands of that port.
+    /// A login of this session, or of the killed process before it, was redirected to another port.
+    /// A process that takes over must wait for the commands of that port.
     pub is_redirected: bool,
 }
 

@@ -52,8 +52,8 @@
 //! - **Other SRP targets.** Linux's `ib_srpt` responds to a login before the commands of the old
 //!   session have completed. We assume that they have completed this long after the end of the
 //!   session.
-//! - **A portal that recovers in another group, or a login that is redirected to another SRP port.**
-//!   The old group or port does not know about the login. The time starts with the login, since a
+//! - **A portal that recovers in another group, or a login that is redirected to another address.**
+//!   The old group or port does not know about the login; a host in the same group might not either. The time starts with the login, since a
 //!   target that is unresponsive now may still execute commands later.
 //! - **A process that replaces a killed process** ([`Paths::recover`]). The outstanding commands of
 //!   the old process are unknown, and so are the target ports of its sessions. So all requests that

@@ -42,7 +42,7 @@ impl Paths {
         }
         let is_fit = |i: &usize| {
             let other = &self.paths[*i];
-            *i != index && other.stage == Stage::Live && path.is_proved(other.port, false)
+            *i != index && other.stage == Stage::Live && path.is_proved(other.port.as_ref(), false)
         };
         (0..self.paths.len()).find(is_fit)
     }
@@ -59,7 +59,7 @@ impl Paths {
     /// the commands of the lost session have completed, or they are given time to complete.
     fn fence_by_own_portal(&mut self, index: usize, now: Instant) {
         let path = &mut self.paths[index];
-        if path.is_proved(path.port, true) {
+        if path.is_proved(path.port.as_ref(), true) {
             self.on_fenced(index);
         } else if path.unfenced {
             let at = *path
@@ -72,7 +72,7 @@ impl Paths {
     /// Takes over from a process with the same initiator ports that exited without logging out: on
     /// each of its paths, any command that modifies the unit may have been outstanding. Reads also
     /// wait for their completion. `was_redirected` is set if a login of the process was redirected:
-    /// the other SRP port does not know about our logins.
+    /// the other port does not know about our logins.
     pub fn recover(&mut self, was_redirected: bool, now: Instant) {
         let at = now + self.config.timing.settle;
         for path in &mut self.paths {
@@ -99,7 +99,7 @@ impl Paths {
             self.outputs.push_back(Output::Check(path));
         } else {
             // If this is not the group of the lost session, it does not know that session.
-            if self.paths[index].is_proved(port, false) {
+            if self.paths[index].is_proved(port.as_ref(), false) {
                 self.on_fenced(index);
             }
             self.close_path(index);
@@ -256,10 +256,11 @@ impl Paths {
         if !was_live {
             return;
         }
-        path.proof = match path.proof {
+        let last = Proof::At(path.port.clone());
+        path.proof = match path.unfenced && path.proof != last {
             // Commands lost with another session are still in flight.
-            before if path.unfenced && before != Proof::At(path.port) => Proof::None,
-            _ => Proof::At(path.port),
+            true => Proof::None,
+            false => last,
         };
         path.unfenced = true;
         // The time restarts at the end of this session.
@@ -274,7 +275,7 @@ impl Paths {
     /// have completed, start the settle time.
     fn plan_settling(&mut self, index: usize, now: Instant) {
         let path = &mut self.paths[index];
-        let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(_)));
+        let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(..)));
         path.settled_at = match path.proof {
             Proof::At(_) if is_provable => None,
             _ => Some(now + self.config.timing.settle),

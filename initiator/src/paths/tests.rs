@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::srp::{TargetPortId, TaskAttr};
 use riser_state::testing::{assert_all_taken, table};
 
@@ -18,7 +19,7 @@ const READ: Effect = Effect::Read {
 };
 const A: PathIndex = PathIndex(0);
 const B: PathIndex = PathIndex(1);
-const GROUP: Option<PortTag> = Some(PortTag::Group(1));
+const GROUP: Option<PortTag> = Some(PortTag::Group(1, None));
 const REDIRECTED: Option<PortTag> = Some(PortTag::Port(
     TargetPortId([7; 16]),
     Some(SocketAddr::new(
@@ -26,6 +27,12 @@ const REDIRECTED: Option<PortTag> = Some(PortTag::Port(
         5555,
     )),
 ));
+
+/// Returns the portal group of [`GROUP`] at a host to which a login was redirected.
+fn redirected_group(host: &str) -> Option<PortTag> {
+    let address = TargetAddress::parse(&format!("{host}:3260,1"));
+    Some(PortTag::Group(1, address))
+}
 
 fn ms(n: u64) -> Duration {
     Duration::from_millis(n)
@@ -319,7 +326,7 @@ fn lost_read_retries_without_login() {
 fn login_in_other_group_never_fences() {
     let mut rig = Rig::new(2);
     rig.activate(A, None);
-    rig.paths.handle_live(B, Some(PortTag::Group(2)));
+    rig.paths.handle_live(B, Some(PortTag::Group(2, None)));
     rig.check(B, Ok(found(None)));
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
@@ -343,7 +350,7 @@ fn fence_requires_unchanged_group() {
     let lost = rig.submit(write(0, 8));
     rig.lose(A, &[lost]);
     assert!(rig.saw(&open(A, B)));
-    rig.paths.handle_live(A, Some(PortTag::Group(7)));
+    rig.paths.handle_live(A, Some(PortTag::Group(7, None)));
     rig.collect_outputs();
     assert!(rig.saw(&Output::Close(A)));
     assert_eq!(rig.started(), []);
@@ -362,7 +369,7 @@ fn fence_requires_unchanged_group() {
 fn timed_out_write_blocks_conflicting_requests() {
     let mut rig = Rig::new(2);
     rig.activate(A, None);
-    rig.paths.handle_live(B, Some(PortTag::Group(2)));
+    rig.paths.handle_live(B, Some(PortTag::Group(2, None)));
     rig.check(B, Ok(found(None)));
     rig.submit(Effect::None);
     let stale = rig.submit(write(0, 8));
@@ -847,15 +854,51 @@ fn redirected_login_fences_after_delay() {
     assert_eq!(rig.started().len(), 1);
 }
 
+/// The host reached by the redirect reports the same portal group, but does not know the session.
+#[test]
+fn redirected_group_fences_after_delay() {
+    let mut rig = Rig::new(1);
+    rig.activate(A, None);
+    let lost = rig.submit(write(0, 8));
+    assert_eq!(rig.started(), [(lost, A)]);
+    let lose = |rig: &mut Rig, port| {
+        rig.lose(A, &[lost]);
+        rig.wait(ms(200));
+        rig.paths.handle_live(A, port);
+        rig.collect_outputs();
+        rig.check(A, Ok(found(None)));
+        assert_eq!(rig.states(), [PathState::Live]);
+    };
+    for host in ["192.0.2.2", "192.0.2.3"] {
+        lose(&mut rig, redirected_group(host));
+        assert_eq!(rig.started(), []);
+        rig.wait(ms(14_900));
+        assert_eq!(rig.started(), []);
+        rig.wait(ms(100));
+        assert_eq!(rig.started(), [(lost, A)]);
+    }
+    // The same host terminates the commands of its lost session.
+    lose(&mut rig, redirected_group("192.0.2.3"));
+    assert_eq!(rig.started(), [(lost, A)]);
+}
+
 #[test]
 fn redirected_takeover_waits_for_dead_process() {
     let own = Some(PortTag::Port(TargetPortId([7; 16]), None));
-    for (port, was_redirected) in [(own, false), (REDIRECTED, false), (own, true)] {
+    let redirected = redirected_group("192.0.2.2");
+    for (port, is_redirected, was_redirected) in [
+        (own.clone(), false, false),
+        (REDIRECTED, true, false),
+        (own, false, true),
+        (GROUP, false, false),
+        (redirected, true, false),
+        (GROUP, false, true),
+    ] {
         let mut rig = Rig::new(1);
         rig.paths.recover(was_redirected, rig.now);
         rig.activate_with_cache(A, port);
         let write = rig.submit(write(0, 8));
-        if port == REDIRECTED || was_redirected {
+        if is_redirected || was_redirected {
             rig.wait(ms(14_900));
             assert_eq!(rig.started(), []);
             rig.wait(ms(100));
@@ -872,7 +915,7 @@ fn changed_group_fences_after_delay() {
     rig.lose(A, &[lost]);
     rig.close(A, ConnectError::Unreachable.into());
     rig.wait(ms(200));
-    rig.paths.handle_live(A, Some(PortTag::Group(7)));
+    rig.paths.handle_live(A, Some(PortTag::Group(7, None)));
     rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     assert_eq!(rig.states(), [PathState::Live; 2]);
@@ -897,7 +940,7 @@ fn login_fences_only_sessions_in_group() {
     let first = rig.submit(write(0, 8));
     rig.lose(A, &[first]);
     rig.wait(ms(200));
-    rig.paths.handle_live(A, Some(PortTag::Group(7)));
+    rig.paths.handle_live(A, Some(PortTag::Group(7, None)));
     rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     let second = rig.submit(write(8, 16));
@@ -925,7 +968,7 @@ fn takeover_writes_after_fencing_all_paths() {
     rig.wait(ms(200));
     assert_eq!(rig.started(), []);
     assert!(rig.saw(&open(B, B)), "{:?}", rig.seen);
-    rig.activate_with_cache(B, Some(PortTag::Group(2)));
+    rig.activate_with_cache(B, Some(PortTag::Group(2, None)));
     let started = rig.started().into_iter().map(|(request, _)| request);
     assert_eq!(started.collect::<Vec<_>>(), [write, read]);
 }

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::lun::WireLun;
 use riser_scsi::srp::TargetPortId;
 use riser_state::State;
@@ -34,20 +35,21 @@ pub struct PathIndex(pub u8);
 
 /// Target port of a session. There is at most one session per initiator port and target port: a new
 /// one replaces the old one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PortTag {
-    /// A portal group of the target, for iSCSI.
-    Group(u16),
+    /// A portal group of the target, for iSCSI, and the address if the login was redirected to it:
+    /// several hosts may report the same group.
+    Group(u16, Option<TargetAddress>),
     /// A target port, for SRP, and its address if the login was redirected to it: several ports may
     /// report the same identifier.
     Port(TargetPortId, Option<SocketAddr>),
 }
 
 impl PortTag {
-    /// Returns whether the login was redirected to an SRP port.
+    /// Returns whether the login was redirected to another address.
     #[must_use]
-    pub fn is_redirected(self) -> bool {
-        matches!(self, Self::Port(_, Some(_)))
+    pub fn is_redirected(&self) -> bool {
+        matches!(self, Self::Group(_, Some(_)) | Self::Port(_, Some(_)))
     }
 }
 
@@ -151,7 +153,7 @@ impl State for Stage {
 }
 
 /// Login that proves that the commands of a lost session have completed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Proof {
     /// A login to this target port, the port of the lost session.
     At(Option<PortTag>),
@@ -236,14 +238,14 @@ impl Path {
     /// proves that no request of the lost session can be executed anymore. An SRP session may
     /// belong to a single port of the target's device, which is only reachable through its own
     /// portal.
-    pub(super) fn is_proved(&self, port: Option<PortTag>, is_own: bool) -> bool {
+    pub(super) fn is_proved(&self, port: Option<&PortTag>, is_own: bool) -> bool {
         let is_kept = match port {
-            Some(PortTag::Group(_)) => true,
+            Some(PortTag::Group(..)) => true,
             Some(PortTag::Port(..)) | None => is_own && self.is_trusted,
         };
         is_kept
-            && match self.proof {
-                Proof::At(lost) => lost == port,
+            && match &self.proof {
+                Proof::At(lost) => lost.as_ref() == port,
                 // The killed process's session may have used another group, or the portal itself
                 // before it redirected logins.
                 Proof::Own => {

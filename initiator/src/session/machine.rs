@@ -52,7 +52,7 @@ pub trait Machine {
     /// flight: waiting requests are not started until these commands have had time to complete. A
     /// login may terminate them (RFC 7143 clause 6.3.5), but only in the portal group that received
     /// them, which is unknown. `was_redirected` is set if the earlier process's login was redirected
-    /// to another SRP port.
+    /// to another port.
     fn recover(&mut self, _was_redirected: bool, _now: Instant) {}
 
     /// Called when the watched unit is unusable here: logs out and disconnects, then either closes

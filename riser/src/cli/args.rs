@@ -240,7 +240,7 @@ pub struct ConnectOptions {
     /// Cache generation of the unit, as recorded by the previous process.
     #[arg(skip)]
     pub noted: Option<[u8; 16]>,
-    /// Set if a login of the previous process was redirected to another SRP port.
+    /// Set if a login of the previous process was redirected to another port.
     #[arg(skip)]
     pub was_redirected: bool,
     /// Required buffer size in bytes, if larger than the default.

@@ -165,7 +165,7 @@ pub struct Attachment {
     /// Generation of the unit's volatile cache if supported, as 32 hexadecimal digits.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
     pub cache: Option<[u8; 16]>,
-    /// A login was redirected to another SRP port.
+    /// A login was redirected to another port.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub was_redirected: bool,
 }

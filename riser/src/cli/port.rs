@@ -37,7 +37,7 @@ struct Entry {
     /// Cache generation of the unit, if supported.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
     cache: Option<[u8; 16]>,
-    /// A login was redirected to another SRP port.
+    /// A login was redirected to another port.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     was_redirected: bool,
 }

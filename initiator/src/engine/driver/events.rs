@@ -189,7 +189,7 @@ impl<E: Env> Driver<E> {
             SessionEvent::UnitReset(lun) => self.note_reset(index, lun),
             SessionEvent::Live => {
                 let port = self.sessions[index].link.port();
-                if port.is_some_and(PortTag::is_redirected) {
+                if port.as_ref().is_some_and(PortTag::is_redirected) {
                     self.user_status(index).set_redirected();
                 }
             }

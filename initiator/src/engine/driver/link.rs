@@ -112,7 +112,10 @@ impl Link {
                 let (port, redirect) = link.machine.target_port();
                 Some(PortTag::Port(port, redirect))
             }
-            Self::Iscsi(link) => link.machine.portal_group().map(PortTag::Group),
+            Self::Iscsi(link) => {
+                let (group, redirect) = link.machine.target_port();
+                group.map(|group| PortTag::Group(group, redirect.cloned()))
+            }
             Self::Paths(_) => None,
         }
     }

@@ -98,7 +98,7 @@ pub(in crate::engine) struct PathsOpen {
     /// Commands of an earlier process may be in flight; see
     /// [`Machine::recover`](crate::session::Machine::recover).
     pub(in crate::engine) recovers: bool,
-    /// A login of the earlier process was redirected to another SRP port.
+    /// A login of the earlier process was redirected to another port.
     pub(in crate::engine) was_redirected: bool,
     pub(in crate::engine) paths: Vec<PathPlan>,
 }

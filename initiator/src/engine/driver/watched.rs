@@ -29,7 +29,7 @@ pub(in crate::engine) struct Watch {
     pub(in crate::engine) recovers: bool,
     /// Generation of the unit's cache recorded by the earlier process, if any.
     pub(in crate::engine) noted: Option<[u8; 16]>,
-    /// A login of the earlier process was redirected to another SRP port.
+    /// A login of the earlier process was redirected to another port.
     pub(in crate::engine) was_redirected: bool,
     /// Watch the unit while this exists; counts losses of its cache.
     pub(in crate::engine) owner: Weak<Losses>,

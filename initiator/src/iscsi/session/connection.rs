@@ -94,7 +94,8 @@ impl IscsiSession {
                 portal_group,
                 ..
             }) => {
-                self.fence.set_group(portal_group);
+                let redirect = self.redirection.address().cloned();
+                self.fence.set_port(portal_group, redirect);
                 self.numbers.on_full_feature(numbers);
                 self.on_full_feature(session, connection, now);
             }

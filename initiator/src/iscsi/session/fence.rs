@@ -2,26 +2,39 @@
 
 use std::time::Instant;
 
-/// Portal groups of the current and of a lost session. A login only terminates the commands of an
-/// old session in the same portal group (RFC 7143 clause 6.3.5); commands in another portal group
-/// need time to complete.
+use riser_scsi::iscsi::name::TargetAddress;
+
+/// Target port of a login. Hosts to which a target redirects logins may use the same portal groups,
+/// without knowledge of each other's sessions.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct LoginPort {
+    /// Portal group, if reported by the target.
+    group: Option<u16>,
+    /// Address to which the login was redirected, if any.
+    redirect: Option<TargetAddress>,
+}
+
+/// Target ports of the current and of a lost session. A login only terminates the commands of an
+/// old session in the same portal group (RFC 7143 clause 6.3.5); commands in another portal group,
+/// or at another host, need time to complete.
 #[derive(Debug, Default)]
 pub(super) struct PortalGroupFence {
-    /// Portal group of the last login, if reported by the target.
-    group: Option<u16>,
-    /// Portal group of a lost session with changes that may still reach the medium, if any. No
-    /// request is started before these have completed, so there is at most one.
-    unfenced: Option<Option<u16>>,
+    /// Port of the last login.
+    port: LoginPort,
+    /// Port of a lost session with changes that may still reach the medium, if any. No request is
+    /// started before these have completed, so there is at most one.
+    unfenced: Option<LoginPort>,
 }
 
 impl PortalGroupFence {
-    /// Returns the portal group of the last login, if reported by the target.
-    pub(super) fn group(&self) -> Option<u16> {
-        self.group
+    /// Returns the portal group of the last login, if reported by the target, and the address to
+    /// which the login was redirected, if any.
+    pub(super) fn port(&self) -> (Option<u16>, Option<&TargetAddress>) {
+        (self.port.group, self.port.redirect.as_ref())
     }
 
-    pub(super) fn set_group(&mut self, group: Option<u16>) {
-        self.group = group;
+    pub(super) fn set_port(&mut self, group: Option<u16>, redirect: Option<TargetAddress>) {
+        self.port = LoginPort { group, redirect };
     }
 
     /// Returns whether no commands of a lost session may modify the medium.
@@ -31,7 +44,7 @@ impl PortalGroupFence {
 
     /// Called when the session was lost with commands that modify the medium.
     pub(super) fn on_changes_lost(&mut self) {
-        self.unfenced.get_or_insert(self.group);
+        self.unfenced.get_or_insert_with(|| self.port.clone());
     }
 
     /// Called when a login has succeeded. Returns the time at which commands may start, or `None`
@@ -42,8 +55,8 @@ impl PortalGroupFence {
         pending: Option<Instant>,
         settle_at: Instant,
     ) -> Option<Instant> {
-        match self.unfenced {
-            Some(group) if group == self.group => {
+        match &self.unfenced {
+            Some(port) if *port == self.port => {
                 self.unfenced = None;
                 None
             }
@@ -69,16 +82,16 @@ mod tests {
         let now = Instant::now();
         let at = |seconds| now + Duration::from_secs(seconds);
         let mut fence = PortalGroupFence::default();
-        fence.set_group(Some(1));
+        fence.set_port(Some(1), None);
         assert_eq!(fence.on_login(None, at(15)), None);
         fence.on_changes_lost();
-        fence.set_group(Some(2));
+        fence.set_port(Some(2), None);
         assert_eq!(fence.on_login(None, at(15)), Some(at(15)));
         assert_eq!(fence.on_login(Some(at(15)), at(20)), Some(at(15)));
         assert!(!fence.is_clear());
         // A later loss does not change the portal group of the old commands.
         fence.on_changes_lost();
-        fence.set_group(Some(1));
+        fence.set_port(Some(1), None);
         assert_eq!(fence.on_login(Some(at(15)), at(20)), None);
         assert!(fence.is_clear());
         // Commands of an earlier process are in an unknown portal group.

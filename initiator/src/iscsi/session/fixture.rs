@@ -5,9 +5,9 @@ use std::time::Duration;
 use riser_scsi::iscsi::Isid;
 use riser_scsi::iscsi::frame::Digests;
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
-use super::SessionConfig;
+use super::{IscsiSession, SessionConfig};
 use crate::session::Timing;
 
 /// Returns the configuration of a session with a queue of 4 commands and up to 1024 bytes of
@@ -40,4 +40,10 @@ pub(crate) fn config() -> SessionConfig {
         timing: Timing::of_tests(),
         ping: Duration::from_secs(3),
     }
+}
+
+/// Assumes that the last login was redirected to another host.
+pub(crate) fn redirect(session: &mut IscsiSession) {
+    let address = TargetAddress::parse("192.0.2.2:3260,1");
+    session.fence.set_port(Some(1), address);
 }

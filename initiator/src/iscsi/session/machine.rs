@@ -64,6 +64,7 @@ impl Machine for IscsiSession {
         self.release_settled(now);
     }
 
+    /// Waits in any case: after the call, no login proves anything about the earlier process.
     fn recover(&mut self, _was_redirected: bool, now: Instant) {
         self.core.recover(now);
     }

@@ -37,8 +37,10 @@
 //! Only a login to the same target portal group reinstates a session. After a redirection, or if an
 //! address has moved, another portal group does not know the old session, whose writes may still be
 //! in flight to the disk. In this case, we don't start any commands until
-//! [`Timing::settle`](crate::session::Timing::settle) after the login. The same applies after the
-//! termination of a process whose portal group is unknown.
+//! [`Timing::settle`](crate::session::Timing::settle) after the login. The same applies if a login
+//! is redirected to another address than the previous one, even if both report the same group,
+//! because the hosts of a cluster may use the same tags; and after the termination of a process
+//! whose portal group is unknown.
 //!
 //! # Discovery
 //! A session without a target requests all targets (SendTargets=All), reports them
@@ -62,6 +64,7 @@ mod types;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{ConnectionParams, InitiatorLogin, SessionParams};
+use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::iscsi::text::Collector;
 use riser_scsi::iscsi::{BHS_LEN, Itt, StatSn};
 
@@ -173,10 +176,11 @@ impl IscsiSession {
         self.params.as_ref()
     }
 
-    /// Returns the portal group of the last login, if reported by the target.
+    /// Returns the portal group of the last login, if reported by the target, and the address to
+    /// which this login was redirected, if any.
     #[must_use]
-    pub fn portal_group(&self) -> Option<u16> {
-        self.fence.group()
+    pub fn target_port(&self) -> (Option<u16>, Option<&TargetAddress>) {
+        self.fence.port()
     }
 
     /// Returns the next expected status number, for headers that acknowledge the previous ones.

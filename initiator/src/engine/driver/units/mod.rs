@@ -150,7 +150,8 @@ impl<E: Env> Driver<E> {
         session.link.machine().set_guarded(true);
         // First watched unit. `riserd` has terminated all previous commands before its login
         // response, unless they were sent to another port.
-        let is_redirected = session.link.port().is_some_and(PortTag::is_redirected);
+        let port = session.link.port();
+        let is_redirected = port.as_ref().is_some_and(PortTag::is_redirected);
         let is_proved = session.units.has_generations() && !is_redirected && !was_redirected;
         if recovers && session.units.len() == 1 && !is_proved {
             session.link.machine().recover(was_redirected, now);

@@ -9,11 +9,11 @@ use riser_scsi::sense::AdditionalSense;
 
 use super::*;
 use crate::engine::driver::{
-    IscsiOpen, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
+    IscsiOpen, Link, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
 };
 use crate::engine::io::{Done, IoCompletion, IoData, ScsiIo, Target, WorkQueue, Workload};
 use crate::engine::tests::world::Sim;
-use crate::iscsi::session::fixture::config;
+use crate::iscsi::session::fixture::{config, redirect};
 use crate::paths::{PathIndex, PathsConfig, PortTag};
 use crate::request::{CHECK_CONDITION, GOOD};
 use crate::session::ConnectError;
@@ -175,13 +175,19 @@ fn takeover_flushes_or_reports_inherited_writes() {
     }
 }
 
-/// The unit proves that the target terminates old commands at its own port, but the old login may
-/// have been redirected.
+/// The unit proves that the target terminates old commands at its own port, but the old or the new
+/// login may have been redirected.
 #[test]
 fn takeover_waits_after_redirected_login() {
-    for was_redirected in [false, true] {
+    for (is_redirected, was_redirected) in [(false, false), (false, true), (true, false)] {
         let now = Instant::now();
         let (mut driver, key) = driver(now);
+        if is_redirected {
+            let Link::Iscsi(link) = &mut driver.sessions[key.index].link else {
+                panic!("another protocol");
+            };
+            redirect(&mut link.machine);
+        }
         driver.sessions[key.index].units.units.clear();
         let owner = Arc::new(Losses::default());
         let watch = Watch {
@@ -200,7 +206,11 @@ fn takeover_waits_after_redirected_login() {
         };
         driver.watch(key.index, watch, now);
         let machine = driver.sessions[key.index].link.machine();
-        assert_eq!(machine.is_settled(), !was_redirected);
+        assert_eq!(machine.is_settled(), !is_redirected && !was_redirected);
+        // The next process must wait as well.
+        driver.handle_event(key.index, SessionEvent::Live, now);
+        let report = driver.sessions[key.index].status.report();
+        assert_eq!(report.is_redirected, is_redirected);
     }
 }
 
@@ -412,7 +422,7 @@ fn identify_with(
 
 const A: PathIndex = PathIndex(0);
 const B: PathIndex = PathIndex(1);
-const GROUP: Option<PortTag> = Some(PortTag::Group(1));
+const GROUP: Option<PortTag> = Some(PortTag::Group(1, None));
 
 /// Two paths to a unit with a volatile cache and an unflushed write. Only the first path is in
 /// use.

@@ -126,10 +126,7 @@ fn other_portal_group_delays_replay() {
         rig.session.release(false, rig.now);
         rig.expect_idle();
         let settle_at = rig.session.core.settle_at.unwrap();
-        while rig.now < settle_at {
-            rig.receive(bhs(0x20, 0x80, u32::MAX), &[]);
-            rig.advance(SEC.min(settle_at - rig.now));
-        }
+        rig.wait_until(settle_at);
         assert_eq!(rig.started().0, write);
     }
 }
@@ -143,6 +140,60 @@ fn same_portal_group_replays_immediately() {
     rig.lose();
     rig.log_in_at(1, 0);
     assert_eq!(rig.started().0, write);
+}
+
+/// Several hosts may use the same portal groups, without knowledge of each other's sessions.
+#[test]
+fn redirected_login_waits_for_lost_changes() {
+    const TEMPORARY: u8 = 1;
+    const STEPS: [(&str, bool); 3] = [
+        ("192.0.2.2", false),
+        ("192.0.2.2", true),
+        ("192.0.2.3", false),
+    ];
+    for is_guarded in [false, true] {
+        let mut rig = Rig::connecting(config());
+        rig.log_in_at(1, 0);
+        rig.session.set_guarded(is_guarded);
+        let write = rig.submit(out(512, 0));
+        rig.started();
+        for (host, is_same) in STEPS {
+            rig.lose();
+            rig.redirected(TEMPORARY, &format!("{host}:3260,1"));
+            rig.connects_to(Some(host));
+            rig.log_in_at(1, 0);
+            rig.session.release(true, rig.now);
+            if !is_same {
+                let settle_at = rig.now + 15 * SEC;
+                rig.wait_until(settle_at - MS);
+                rig.expect_idle();
+                rig.advance(MS);
+            }
+            assert_eq!(rig.started().0, write);
+        }
+    }
+}
+
+#[test]
+fn redirected_takeover_waits_after_check() {
+    for is_redirected in [false, true] {
+        for was_redirected in [false, true] {
+            let mut rig = Rig::connecting(config());
+            if is_redirected {
+                rig.redirected(1, "192.0.2.2:3260,1");
+                rig.connects_to(Some("192.0.2.2"));
+            }
+            rig.log_in_at(1, 0);
+            rig.session.set_guarded(true);
+            rig.session.recover(was_redirected, rig.now);
+            let write = rig.submit(out(512, 0));
+            rig.session.release(true, rig.now);
+            rig.wait_until(rig.now + 15 * SEC - MS);
+            rig.expect_idle();
+            rig.advance(MS);
+            assert_eq!(rig.started().0, write);
+        }
+    }
 }
 
 #[test]

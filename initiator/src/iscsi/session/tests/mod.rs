@@ -483,6 +483,14 @@ impl Rig {
         self.reconnecting(Down::ConnectionLost);
     }
 
+    /// Waits until this time, while the target sends NOP-Ins.
+    fn wait_until(&mut self, at: Instant) {
+        while self.now < at {
+            self.receive(bhs(0x20, 0x80, u32::MAX), &[]);
+            self.advance(SEC.min(at - self.now));
+        }
+    }
+
     /// Returns the wait before the next login.
     fn wait_for_login(&self) -> Duration {
         match self.session.state() {

@@ -111,16 +111,17 @@ impl Session {
         self.handle.client.0.config.protection
     }
 
-    /// Returns the client's pool for data with protection information. The first call takes its
-    /// memory from the client's buffers. If these are in use, the pool is smaller than usual. Waits
-    /// for the minimum, up to the session's timeout.
-    pub(crate) async fn protection_pool(&self) -> Result<BufferPool, Elapsed> {
+    /// Returns the client's pool for data with protection information. The first call, for the unit
+    /// `lun`, takes its memory from the client's buffers. If these are in use, the pool is smaller
+    /// than usual. Waits for the minimum, up to the session's timeout.
+    pub(crate) async fn protection_pool(&self, lun: LunId) -> Result<BufferPool, Elapsed> {
         let shared = &self.handle.client.0;
         if let Some(pool) = shared.protection_pool.get() {
             return Ok(pool.clone());
         }
-        let mut len = protection_pool_len(shared.pool.size());
-        let min = (len / SMALLEST_SHARE).max(PROTECTION_POOL.start);
+        let wanted = protection_pool_len(shared.pool.size());
+        let min = (wanted / SMALLEST_SHARE).max(PROTECTION_POOL.start);
+        let mut len = wanted;
         let part = loop {
             match shared.pool.try_take(len) {
                 Some(part) => break part,
@@ -128,9 +129,17 @@ impl Session {
                 None => break self.buffer(min).await?,
             }
         };
-        let pool = shared
-            .protection_pool
-            .get_or_init(|| shared.pool.split(part));
+        let pool = shared.protection_pool.get_or_init(|| {
+            let reserved = part.len();
+            if reserved < wanted {
+                tracing::warn!(
+                    target = %self.url(),
+                    lun = lun.number(),
+                    "reserved {reserved} instead of {wanted} bytes for protection information, because data buffers are in use"
+                );
+            }
+            shared.pool.split(part)
+        });
         Ok(pool.clone())
     }
 

@@ -270,7 +270,7 @@ impl Session {
             format,
             cdb_size,
             marker: ReadMarker::new(self.random()),
-            pool: self.protection_pool().await.map_err(|Elapsed| {
+            pool: self.protection_pool(info.lun).await.map_err(|Elapsed| {
                 LunError::Unprotected("timed out waiting for free data buffers")
             })?,
         }))

@@ -6,7 +6,9 @@ use riser_block::{
     BlockDevice as _, BlockError, BufferPool, Completion, Operation, Submissions,
     Workload as BlockWorkload,
 };
+use riser_scsi::lun::LunId;
 
+use super::log::log_of;
 use super::*;
 
 const KIB: usize = 1 << 10;
@@ -23,7 +25,7 @@ fn protected_disk(timeout: Duration) -> (Rig, Lun, BufferPool) {
     let session = rig.session.clone().with_timeout(timeout);
     let lun = block_on(session.lun(0)).unwrap();
     assert!(lun.protection().is_some());
-    let pool = block_on(session.protection_pool()).unwrap();
+    let pool = block_on(session.protection_pool(LunId::ZERO)).unwrap();
     (rig, lun, pool)
 }
 
@@ -151,8 +153,25 @@ fn busy_client_reserves_smaller_pool() {
     ] {
         let rig = protected();
         let held = rig.client.buffers().try_take(8 * MIB - free);
-        let pool = block_on(rig.session.protection_pool()).unwrap();
-        assert_eq!(pool.size(), expected);
+        let text = log_of(|| {
+            for lun in [3, 4] {
+                let lun = LunId::new(lun).unwrap();
+                let pool = block_on(rig.session.protection_pool(lun)).unwrap();
+                assert_eq!(pool.size(), expected);
+            }
+        });
+        let note = format!("reserved {expected} instead of {} bytes", 2 * MIB);
+        let is_reduced = expected < 2 * MIB;
+        assert_eq!(
+            text.matches(&note).count(),
+            usize::from(is_reduced),
+            "{text}"
+        );
+        assert_eq!(
+            text.matches("lun=3").count(),
+            usize::from(is_reduced),
+            "{text}"
+        );
         drop(held);
         world::clear();
     }

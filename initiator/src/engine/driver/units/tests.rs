@@ -1,6 +1,4 @@
-use std::cell::RefCell;
-use std::io;
-use std::sync::{Arc, Once, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use riser_block::oneshot::oneshot;
@@ -12,6 +10,7 @@ use crate::engine::driver::{
     IscsiOpen, Link, Open, PathPlan, PathsOpen, Plan, Protocol, Transport, User,
 };
 use crate::engine::io::{Done, IoCompletion, IoData, ScsiIo, Target, WorkQueue, Workload};
+use crate::engine::tests::log::log_of;
 use crate::engine::tests::world::Sim;
 use crate::iscsi::session::fixture::{config, redirect};
 use crate::paths::{PathIndex, PathsConfig, PortTag};
@@ -633,40 +632,6 @@ fn check_waits_for_path_in_use() {
     pair.driver.inputs.push_back(Input::Pinged(key, A));
     pair.driver.run_paths(back);
     assert!(!pair.is_waiting(B));
-}
-
-thread_local! {
-    /// Log lines of a test.
-    static LINES: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Writes log lines of the current thread.
-struct Lines;
-
-impl io::Write for Lines {
-    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        LINES.with_borrow_mut(|lines| lines.extend_from_slice(text));
-        Ok(text.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Runs a function and returns its log. We use a global subscriber, because the first use of an
-/// event in another thread without a subscriber could disable it for all threads.
-fn log_of(run: impl FnOnce()) -> String {
-    static LOG: Once = Once::new();
-    LOG.call_once(|| {
-        tracing_subscriber::fmt()
-            .with_ansi(false)
-            .with_writer(|| Lines)
-            .init();
-    });
-    LINES.take();
-    run();
-    String::from_utf8(LINES.take()).unwrap()
 }
 
 #[test]

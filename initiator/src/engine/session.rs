@@ -126,7 +126,11 @@ impl Session {
             match shared.pool.try_take(len) {
                 Some(part) => break part,
                 None if len > min => len = (len / 2).max(min),
-                None => break self.buffer(min).await?,
+                None => match self.buffer(min).await {
+                    Ok(part) => break part,
+                    // A concurrent call may have reserved the last free buffers.
+                    Err(elapsed) => return shared.protection_pool.get().cloned().ok_or(elapsed),
+                },
             }
         };
         let pool = shared.protection_pool.get_or_init(|| {

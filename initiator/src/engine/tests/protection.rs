@@ -177,6 +177,24 @@ fn busy_client_reserves_smaller_pool() {
     }
 }
 
+/// The first call reserves the last free buffers while both calls wait for them.
+#[test]
+fn concurrent_openings_share_smallest_pool() {
+    let rig = protected();
+    let session = rig.session.clone().with_timeout(Duration::from_secs(2));
+    let buffers = rig.client.buffers();
+    let next = buffers.try_take(256 * KIB).unwrap();
+    let _held = buffers.try_take(buffers.free()).unwrap();
+    let first = begin(session.protection_pool(LunId::ZERO));
+    let second = begin(session.protection_pool(LunId::ZERO));
+    drop(next);
+    let first = block_on(first).unwrap();
+    assert_eq!(first.size(), 256 * KIB);
+    let second = block_on(second).unwrap();
+    let _part = second.try_take(4 * KIB).unwrap();
+    assert_eq!(first.free(), 252 * KIB, "the same pool");
+}
+
 #[test]
 fn protected_unit_without_buffers_fails() {
     let rig = protected();

@@ -9,7 +9,7 @@ use super::{Lun, LunError};
 use crate::engine::{IoCompletion, IoData, IoFuture, ScsiIo};
 use crate::protection::{PiError, PiFormat, ProtectedData, ReadMarker};
 use crate::request::RequestError;
-use crate::scsi::{CdbSize, Command};
+use crate::scsi::{BlockRange, CdbSize, Command};
 
 /// Maximum share of the pool for protected data that a single command uses.
 const COMMAND_SHARE: usize = 4;
@@ -62,6 +62,14 @@ impl Lun {
         wire.map(Some).ok_or(LunError::NoMemory)
     }
 
+    /// Returns the blocks of a transfer by a single command.
+    fn check_command(&self, offset: u64, len: usize) -> Result<BlockRange, LunError> {
+        if len > self.shared.max_command as usize {
+            return Err(LunError::OutOfRange);
+        }
+        self.check_transfer(offset, len)
+    }
+
     /// Returns the command that transfers a whole buffer; `wire` is from [`Self::try_wire`].
     pub(super) fn transfer_io(
         &self,
@@ -70,10 +78,7 @@ impl Lun {
         buffer: Buffer,
         wire: Option<Buffer>,
     ) -> Result<ScsiIo, LunError> {
-        if buffer.len() > self.shared.max_command as usize {
-            return Err(LunError::OutOfRange);
-        }
-        let range = self.check_transfer(offset, buffer.len())?;
+        let range = self.check_command(offset, buffer.len())?;
         if let Some(prot) = &self.shared.prot {
             let wire = wire.ok_or(LunError::NoMemory)?;
             let (size, len) = (prot.cdb_size, wire.len() as u32);
@@ -95,8 +100,11 @@ impl Lun {
     ///
     /// # Errors
     /// [`LunError::OutOfRange`], also if the buffer exceeds the maximum for a single command.
-    /// [`LunError::NoMemory`] if there is no memory for protection information.
+    /// [`LunError::NoMemory`] if there is no memory for protection information: retry after one of
+    /// the unit's commands has completed.
     pub fn read_io(&self, offset: u64, buffer: Buffer) -> Result<ScsiIo, LunError> {
+        // There is never memory for an excessive length, so check the length first.
+        self.check_command(offset, buffer.len())?;
         let wire = self.try_wire(buffer.len())?;
         self.transfer_io(Transfer::Read, offset, buffer, wire)
     }
@@ -106,6 +114,7 @@ impl Lun {
     /// # Errors
     /// Same as for [`Self::read_io`].
     pub fn write_io(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<ScsiIo, LunError> {
+        self.check_command(offset, buffer.len())?;
         let wire = self.try_wire(buffer.len())?;
         let fua = fua && self.shared.info.caching.has_fua;
         self.transfer_io(Transfer::Write { fua }, offset, buffer, wire)

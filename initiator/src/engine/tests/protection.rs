@@ -196,6 +196,25 @@ fn concurrent_openings_share_smallest_pool() {
 }
 
 #[test]
+fn excessive_length_never_lacks_memory() {
+    let (_rig, lun, pool) = protected_disk(Duration::from_secs(1));
+    let check = || {
+        for len in [pool.size(), BLOCK + 1] {
+            let read = lun.read_io(0, lun.buffers().try_take(len).unwrap());
+            let write = lun.write_io(0, lun.buffers().try_take(len).unwrap(), false);
+            for io in [read, write] {
+                assert_eq!(io.err(), Some(LunError::OutOfRange), "{len}");
+            }
+        }
+    };
+    check();
+    let _held = pool.try_take(pool.size()).unwrap();
+    check();
+    let read = lun.read_io(0, lun.buffers().try_take(BLOCK).unwrap());
+    assert_eq!(read.err(), Some(LunError::NoMemory));
+}
+
+#[test]
 fn protected_unit_without_buffers_fails() {
     let rig = protected();
     let buffers = rig.client.buffers();

@@ -54,6 +54,8 @@ pub(crate) struct Knobs {
     /// The disk has protection information of type 1, but does not store it. Reads with protection
     /// information are rejected, except for those without data.
     pub(crate) protected: AtomicBool,
+    /// The disk supports UNMAP.
+    pub(crate) unmaps: AtomicBool,
     /// WRITE SAME is rejected.
     pub(crate) no_write_same: AtomicBool,
     /// A different disk replaces the first one.
@@ -641,6 +643,7 @@ impl Target {
         let mut staged = vec![0; cmd.data_out.data_len() as usize];
         self.channels[&qp].memory.read(STAGING, &mut staged);
         let blocks = (disk.len() / BLOCK) as u64;
+        let unmaps = self.knobs.unmaps.load(Ordering::SeqCst);
         Some(match (cdb[0], cdb[1], cdb[2]) {
             (0x35, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => return None,
             (0x1a, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => vec![3, 0, 0, 0],
@@ -654,6 +657,7 @@ impl Target {
             }
             (0x12, 1, 0x00) => match self.knobs.unlisted.load(Ordering::SeqCst) {
                 true => vec![0, 0, 0, 2, 0, 0xb2],
+                false if unmaps => vec![0, 0, 0, 5, 0, 0x80, 0x83, 0xb0, 0xb2],
                 false => vec![0, 0, 0, 4, 0, 0x80, 0x83, 0xb2],
             },
             (0x12, 1, 0x80) => match self.knobs.exchanged.load(Ordering::SeqCst) {
@@ -661,6 +665,14 @@ impl Target {
                 false => b"\0\x80\0\x02S1".to_vec(),
             },
             (0x12, 1, 0x83) => vec![0, 0x83, 0, 8, 1, 3, 0, 4, 0x61, 2, 3, 4],
+            (0x12, 1, 0xb0) if unmaps => {
+                let mut data = vec![0; 64];
+                (data[1], data[3]) = (0xb0, 60);
+                // MAXIMUM UNMAP LBA COUNT and MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
+                (data[22], data[27]) = (1, 1);
+                data
+            }
+            (0x12, 1, 0xb2) if unmaps => vec![0, 0xb2, 0, 4, 0, 0x80, 0, 0],
             (0x12, 1, 0xb2) => vec![0, 0xb2, 0, 4, 0, 0x40, 0, 0],
             (0x1a, ..) => vec![15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0],
             (0xa0, ..) => [&[0, 0, 0, 8, 0, 0, 0, 0][..], &[0; 8]].concat(),
@@ -683,6 +695,12 @@ impl Target {
                 for (block, data) in blocks.zip(staged.chunks(received)) {
                     block.copy_from_slice(&data[..BLOCK]);
                 }
+                Vec::new()
+            }
+            (0x42, ..) if unmaps => {
+                let start = u64::from_be_bytes(staged[8..16].try_into().unwrap()) as usize * BLOCK;
+                let blocks = u32::from_be_bytes(staged[16..20].try_into().unwrap()) as usize;
+                disk.get_mut(start..start + blocks * BLOCK)?.fill(0);
                 Vec::new()
             }
             (0x93, ..) if self.knobs.no_write_same.load(Ordering::SeqCst) => return None,

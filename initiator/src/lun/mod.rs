@@ -12,6 +12,7 @@
 mod error;
 mod info;
 mod transfer;
+mod waiting;
 mod workload;
 
 use std::future::Future;
@@ -34,7 +35,7 @@ use self::transfer::Prot;
 use crate::engine::{IoCompletion, IoData, IoFuture, ScsiIo, Session};
 use crate::protection::PiFormat;
 use crate::request::{Cdb, DataLen, Retry};
-use crate::scsi::{BlockRange, Command, unmap_list};
+use crate::scsi::{BlockRange, Command, UNMAP_LIST_LEN};
 use crate::unit::Losses;
 
 /// Maximum number of runs per GET LBA STATUS.
@@ -184,10 +185,8 @@ impl Lun {
         let unmaps = self.unmaps();
         for run in self.runs(&range, geometry.max_discard)? {
             if unmaps {
-                let list = unmap_list(run);
-                let buffer = self.session.buffer(list.len()).await?;
-                buffer.slice().write(0, &list);
-                let io = self.io(Command::unmap(run), IoData::One(buffer));
+                let buffer = self.session.buffer(UNMAP_LIST_LEN.into()).await?;
+                let io = self.unmap_io(run, buffer);
                 check_response(&self.session.submit(io).await.result?)?;
             } else {
                 self.write_same(run, true).await?;
@@ -202,10 +201,15 @@ impl Lun {
         info.provisioning.unmap && info.limits.max_unmap > 0
     }
 
-    async fn write_same(&self, run: BlockRange, unmap: bool) -> Result<(), LunError> {
+    /// Returns a WRITE SAME of zeroes.
+    fn write_same_io(&self, run: BlockRange, unmap: bool) -> ScsiIo {
         let block = self.shared.geometry.block_size;
         let buffer = self.buffers().zeroes(block.into());
-        let io = self.io(Command::write_same(run, block, unmap), IoData::One(buffer));
+        self.io(Command::write_same(run, block, unmap), IoData::One(buffer))
+    }
+
+    async fn write_same(&self, run: BlockRange, unmap: bool) -> Result<(), LunError> {
+        let io = self.write_same_io(run, unmap);
         check_response(&self.session.submit(io).await.result?)
     }
 

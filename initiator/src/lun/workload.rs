@@ -1,23 +1,19 @@
 //! Adapter from a block device's workload to a workload of the engine.
 
-use std::collections::VecDeque;
-use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Waker};
 use std::time::Instant;
 
-use riser_block::{
-    BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, TakeBuffer, Workload,
-};
+use riser_block::{BlockError, Buffer, Completion, Operation, SharedBuffer, Submissions, Workload};
 use rustc_hash::FxHashMap;
 
 use super::error::check_response;
 use super::transfer::Transfer;
+use super::waiting::{WaitQueue, WaitingCommand, Work};
 use super::{Lun, LunError};
-use crate::engine::{self, IoCompletion, IoData, ScsiIo, Wakeup, WorkQueue};
+use crate::engine::{self, IoCompletion, IoData, Wakeup, WorkQueue};
 use crate::request::RequestError;
-use crate::scsi::{BlockRange, Command, unmap_list};
+use crate::scsi::BlockRange;
 
 /// Kind of a command, in the upper half of its token.
 const TRANSFER: u64 = 0;
@@ -45,8 +41,8 @@ pub(super) fn start(lun: &Lun, workload: Box<dyn Workload>) {
         workload,
         submissions: Submissions::default(),
         composites: FxHashMap::default(),
-        waiting: VecDeque::new(),
-        first_wire: None,
+        transfers: WaitQueue::default(),
+        discards: WaitQueue::default(),
         waker: wakeup.clone().into(),
         wakeup,
         last_call: None,
@@ -62,25 +58,16 @@ struct LunWorkload {
     submissions: Submissions,
     /// Operations with several commands, by tag.
     composites: FxHashMap<u32, Composite>,
-    /// Transfers without a buffer for their protection information, in order of submission and of
-    /// their deadlines. Bound: the operations of the workload.
-    waiting: VecDeque<WaitingTransfer>,
-    /// Buffer for the first waiting transfer.
-    first_wire: Option<TakeBuffer>,
-    /// Set when this buffer may be available.
+    /// Transfers without a buffer for their protection information.
+    transfers: WaitQueue,
+    /// Discards without a buffer of the client. In a common queue, they could wait for a buffer of a
+    /// transfer behind them.
+    discards: WaitQueue,
+    /// Set when a buffer for the first transfer or discard may be available.
     wakeup: Arc<Wakeup>,
     waker: Waker,
     /// Time of the last call.
     last_call: Option<Instant>,
-}
-
-/// A checked transfer of a command.
-struct WaitingTransfer {
-    token: u64,
-    transfer: Transfer,
-    offset: u64,
-    buffer: Buffer,
-    deadline: Instant,
 }
 
 /// An operation with several commands: a transfer beyond the unit's limit, or a write to stable
@@ -152,7 +139,8 @@ impl LunWorkload {
                 if len > lun.shared.geometry.max_discard {
                     return Err(LunError::OutOfRange);
                 }
-                (DISCARD, discard(lun, lun.blocks(range.start, len)?)?)
+                let run = lun.blocks(range.start, len)?;
+                return self.submit_discard(u64::from(tag) | DISCARD, run, queue);
             }
         };
         queue.submit(u64::from(tag) | kind, io);
@@ -168,7 +156,7 @@ impl LunWorkload {
         queue: &mut WorkQueue,
     ) -> Result<(), LunError> {
         let lun = &self.lun;
-        let wire = match self.waiting.is_empty() {
+        let wire = match self.transfers.is_empty() {
             true => lun.try_wire(buffer.len()),
             false => Err(LunError::NoMemory),
         };
@@ -176,12 +164,15 @@ impl LunWorkload {
             Ok(wire) => queue.submit(token, lun.transfer_io(transfer, offset, buffer, wire)?),
             Err(_) => {
                 lun.check_transfer(offset, buffer.len())?;
-                self.waiting.push_back(WaitingTransfer {
+                let deadline = queue.now() + lun.session.timeout();
+                self.transfers.push(WaitingCommand {
                     token,
-                    transfer,
-                    offset,
-                    buffer,
-                    deadline: queue.now() + lun.session.timeout(),
+                    work: Work::Transfer {
+                        transfer,
+                        offset,
+                        buffer,
+                    },
+                    deadline,
                 });
                 // Registers for a buffer, unless another transfer is already waiting.
                 self.submit_waiting(queue);
@@ -190,38 +181,61 @@ impl LunWorkload {
         Ok(())
     }
 
-    /// Submits waiting transfers for which there are buffers. The pool's queue ensures that other
-    /// users of the pool do not starve them.
+    /// Submits an UNMAP for a run of blocks, or queues it until there is a buffer for its parameter
+    /// list. Submits a WRITE SAME if the unit does not support UNMAP.
+    fn submit_discard(
+        &mut self,
+        token: u64,
+        run: BlockRange,
+        queue: &mut WorkQueue,
+    ) -> Result<(), LunError> {
+        let lun = &self.lun;
+        if !lun.unmaps() {
+            queue.submit(token, lun.write_same_io(run, true));
+            return Ok(());
+        }
+        let list = match self.discards.is_empty() {
+            true => lun.try_list(),
+            false => Err(LunError::NoMemory),
+        };
+        match list {
+            Ok(list) => queue.submit(token, lun.unmap_io(run, list)),
+            Err(_) => {
+                let deadline = queue.now() + lun.session.timeout();
+                self.discards.push(WaitingCommand {
+                    token,
+                    work: Work::Unmap(run),
+                    deadline,
+                });
+                self.submit_waiting(queue);
+            }
+        }
+        Ok(())
+    }
+
+    fn is_waiting(&self) -> bool {
+        !self.transfers.is_empty() || !self.discards.is_empty()
+    }
+
+    /// Submits waiting commands for which there are buffers.
     fn submit_waiting(&mut self, queue: &mut WorkQueue) {
         self.wakeup.reset();
         let mut cx = Context::from_waker(&self.waker);
-        while let Some(first) = self.waiting.front() {
-            let wire = self
-                .first_wire
-                .get_or_insert_with(|| self.lun.take_wire(first.buffer.len()));
-            let Poll::Ready(wire) = Pin::new(wire).poll(&mut cx) else {
-                return;
-            };
-            self.first_wire = None;
-            let first = self.waiting.pop_front().expect("the first one");
-            let io = self
-                .lun
-                .transfer_io(first.transfer, first.offset, first.buffer, Some(wire));
-            let mut io = io.expect("checked before it was queued");
-            io.timeout = first.deadline.saturating_duration_since(queue.now());
-            queue.submit(first.token, io);
+        for waiting in [&mut self.transfers, &mut self.discards] {
+            while let Some((token, io)) = waiting.poll_ready(&self.lun, &mut cx, queue.now()) {
+                queue.submit(token, io);
+            }
         }
     }
 
-    /// Submits waiting transfers for which there are buffers. Transfers past their deadline fail.
+    /// Submits waiting commands for which there are buffers. Commands past their deadline fail.
     fn run_waiting(&mut self, queue: &mut WorkQueue) {
-        while let Some(first) = self.waiting.front()
-            && first.deadline <= queue.now()
+        let now = queue.now();
+        while let Some(token) = self
+            .transfers
+            .take_expired(now)
+            .or_else(|| self.discards.take_expired(now))
         {
-            let token = first.token;
-            // The next transfer may need a buffer of a different length.
-            self.first_wire = None;
-            self.waiting.pop_front();
             let end = IoCompletion {
                 result: Err(RequestError::TimedOut),
                 data: IoData::None,
@@ -231,7 +245,7 @@ impl LunWorkload {
         self.submit_waiting(queue);
     }
 
-    /// Handles the completion of a command, or of a transfer that was not submitted.
+    /// Handles the completion of a command, or the timeout of a command that was not submitted.
     fn finish(&mut self, token: u64, end: IoCompletion, queue: &mut WorkQueue) {
         let (tag, kind) = (token as u32, token & !u64::from(u32::MAX));
         let completion = match kind {
@@ -321,26 +335,6 @@ impl LunWorkload {
     }
 }
 
-/// Returns an UNMAP for a run of blocks, or a WRITE SAME if the unit does not support UNMAP.
-fn discard(lun: &Lun, run: BlockRange) -> Result<ScsiIo, LunError> {
-    let block = lun.shared.geometry.block_size;
-    let list = unmap_list(run);
-    let len = if lun.unmaps() {
-        list.len()
-    } else {
-        block as usize
-    };
-    let buffer = lun.buffers().try_take(len).ok_or(LunError::NoMemory)?;
-    let command = if lun.unmaps() {
-        buffer.slice().write(0, &list);
-        Command::unmap(run)
-    } else {
-        buffer.slice().fill(0, len, 0);
-        Command::write_same(run, block, true)
-    };
-    Ok(lun.io(command, IoData::One(buffer)))
-}
-
 impl engine::Workload for LunWorkload {
     fn start(&mut self, queue: &mut WorkQueue) {
         self.last_call = Some(queue.now());
@@ -351,23 +345,24 @@ impl engine::Workload for LunWorkload {
     fn complete(&mut self, token: u64, end: IoCompletion, queue: &mut WorkQueue) {
         self.last_call = Some(queue.now());
         self.finish(token, end, queue);
-        if !self.waiting.is_empty() {
+        if self.is_waiting() {
             self.run_waiting(queue);
         }
         self.forward(queue);
     }
 
     fn due(&self) -> Option<Instant> {
-        let waiting = self.waiting.front().and_then(|first| {
+        let deadlines = [self.transfers.deadline(), self.discards.deadline()];
+        let waiting = deadlines.into_iter().flatten().min().map(|first| {
             let woken = self.last_call.filter(|_| self.wakeup.is_pending());
-            woken.or(Some(first.deadline))
+            woken.unwrap_or(first)
         });
         [self.workload.due(), waiting].into_iter().flatten().min()
     }
 
     fn wake(&mut self, queue: &mut WorkQueue) {
         self.last_call = Some(queue.now());
-        if !self.waiting.is_empty() {
+        if self.is_waiting() {
             self.run_waiting(queue);
         }
         if self.workload.due().is_some_and(|due| due <= queue.now()) {

@@ -45,24 +45,15 @@ fn reserved_buffers_are_unavailable_to_all_units() {
 /// Completed operations, and the times of their completion.
 type Results = Arc<Mutex<Vec<(u32, Result<(), BlockError>, Instant)>>>;
 
-/// Writes blocks concurrently.
-struct Writes {
-    /// Lengths in bytes.
-    lens: Vec<usize>,
-    lun: Lun,
+/// Submits operations concurrently.
+struct Concurrent {
+    operations: Vec<Operation>,
     results: Results,
 }
 
-impl BlockWorkload for Writes {
+impl BlockWorkload for Concurrent {
     fn submit(&mut self, queue: &mut Submissions) {
-        for (tag, len) in (0..).zip(std::mem::take(&mut self.lens)) {
-            let buffer = self.lun.buffers().try_take(len).unwrap();
-            buffer.slice().write(0, &pattern(tag as usize, len));
-            let operation = Operation::Write {
-                offset: u64::from(tag) * 4096,
-                buffer,
-                fua: false,
-            };
+        for (tag, operation) in (0..).zip(std::mem::take(&mut self.operations)) {
             queue.push(tag, operation);
         }
     }
@@ -77,14 +68,38 @@ impl BlockWorkload for Writes {
     }
 }
 
-fn start_writes(lun: &Lun, lens: &[usize]) -> Results {
+fn start(lun: &Lun, operations: Vec<Operation>) -> Results {
     let results = Results::default();
-    lun.start_workload(Box::new(Writes {
-        lens: lens.to_vec(),
-        lun: lun.clone(),
+    lun.start_workload(Box::new(Concurrent {
+        operations,
         results: results.clone(),
     }));
     results
+}
+
+/// Returns a write of a pattern to one of the first units of 4096 bytes.
+fn write_at(lun: &Lun, index: usize, len: usize) -> Operation {
+    let buffer = lun.buffers().try_take(len).unwrap();
+    buffer.slice().write(0, &pattern(index, len));
+    Operation::Write {
+        offset: index as u64 * 4096,
+        buffer,
+        fua: false,
+    }
+}
+
+fn start_writes(lun: &Lun, lens: &[usize]) -> Results {
+    let writes = lens.iter().enumerate();
+    let writes = writes.map(|(index, len)| write_at(lun, index, *len));
+    start(lun, writes.collect())
+}
+
+/// Waits for a second while the world runs.
+fn wait_a_second() {
+    let until = world::now() + Duration::from_secs(1);
+    while world::now() < until {
+        world::step(Some(until));
+    }
 }
 
 #[test]
@@ -120,10 +135,7 @@ fn waiting_write_starts_when_buffer_is_released() {
     let held = pool.try_take(pool.size()).unwrap();
     let results = start_writes(&lun, &[4096; 3]);
     let second = start_writes(&lun, &[4096]);
-    let released = world::now() + Duration::from_secs(1);
-    while world::now() < released {
-        world::step(Some(released));
-    }
+    wait_a_second();
     assert!(results.lock().unwrap().is_empty() && second.lock().unwrap().is_empty());
     drop(held);
     let released = world::now();
@@ -231,4 +243,64 @@ fn protected_unit_without_buffers_fails() {
     drop(held);
     let lun = block_on(session.lun(0)).unwrap();
     assert!(lun.protection().is_some());
+}
+
+/// Returns a disk that supports UNMAP, and an operation that discards its first 4096 bytes.
+fn unmapping_disk(rig: &Rig, timeout: Duration) -> (Lun, Operation) {
+    rig.target.knobs.unmaps.store(true, Ordering::SeqCst);
+    let session = rig.session.clone().with_timeout(timeout);
+    let lun = block_on(session.lun(0)).unwrap();
+    write_bytes(&lun, 0, &pattern(1, 4096));
+    (lun, Operation::Discard(0..4096))
+}
+
+#[test]
+fn discard_waits_for_free_buffer() {
+    for is_released in [false, true] {
+        let rig = rig("");
+        let timeout = Duration::from_secs(3);
+        let (lun, discard) = unmapping_disk(&rig, timeout);
+        let buffers = lun.buffers().clone();
+        let free = buffers.free();
+        let held = buffers.try_take(free).unwrap();
+        let before = world::now();
+        let results = start(&lun, vec![discard]);
+        wait_a_second();
+        assert!(results.lock().unwrap().is_empty());
+        let held = (!is_released).then_some(held);
+        eventually("the end of the discard", || {
+            !results.lock().unwrap().is_empty()
+        });
+        let disk = rig.target.disk.lock().unwrap()[..4096].to_vec();
+        let (_, result, at) = &results.lock().unwrap()[0];
+        if is_released {
+            assert!(result.is_ok() && disk == [0; 4096], "{result:?}");
+            assert_eq!(buffers.free(), free);
+        } else {
+            assert!(matches!(result, Err(BlockError::TimedOut)), "{result:?}");
+            assert!(*at - before >= timeout && disk == pattern(1, 4096));
+        }
+        drop(held);
+        world::clear();
+    }
+}
+
+/// The discard waits for the buffer of the write.
+#[test]
+fn waiting_discard_never_blocks_write() {
+    let rig = protected();
+    let (lun, discard) = unmapping_disk(&rig, Duration::from_secs(3));
+    let pool = block_on(lun.session().protection_pool(LunId::ZERO)).unwrap();
+    let held = pool.try_take(pool.size()).unwrap();
+    let write = write_at(&lun, 1, 4096);
+    let buffers = lun.buffers();
+    let _others = buffers.try_take(buffers.free()).unwrap();
+    let results = start(&lun, vec![discard, write]);
+    wait_a_second();
+    assert!(results.lock().unwrap().is_empty());
+    drop(held);
+    eventually("both operations", || results.lock().unwrap().len() == 2);
+    let results = results.lock().unwrap();
+    assert!(results.iter().all(|(_, result, _)| result.is_ok()));
+    assert_eq!(results[0].0, 1, "the write");
 }

@@ -35,6 +35,35 @@ fn iscsi() -> Protocol {
     }))
 }
 
+/// Creates the watch of unit 0 for a user with a volatile cache.
+fn watch_of(owner: Weak<Losses>, pool: &BufferPool) -> Watch {
+    Watch {
+        lun: LunId::ZERO,
+        unit: Snapshot::default(),
+        write_cache: true,
+        has_fua: true,
+        recovers: false,
+        noted: None,
+        was_redirected: false,
+        owner,
+        buffer: pool.try_take(4096).unwrap(),
+    }
+}
+
+/// Creates the watch of a process that takes over unit 0 from a killed process, with the generation
+/// of its cache now and as recorded by that process.
+fn takeover_watch(owner: &Arc<Losses>, found: Option<[u8; 16]>, noted: Option<[u8; 16]>) -> Watch {
+    Watch {
+        unit: Snapshot {
+            cache: found,
+            ..Snapshot::default()
+        },
+        recovers: true,
+        noted,
+        ..watch_of(Arc::downgrade(owner), &BufferPool::new(1 << 16).unwrap())
+    }
+}
+
 /// Creates an engine without a thread, with a session that has received a message from its
 /// target before.
 fn driver(now: Instant) -> (Driver<Sim>, SessionKey) {
@@ -58,15 +87,8 @@ fn driver_with(plan: Plan, now: Instant) -> (Driver<Sim>, SessionKey) {
     let key = opened.unwrap();
     driver.sessions[key.index].units.last_received = Some(now);
     let watch = Watch {
-        lun: LunId::new(0).unwrap(),
-        unit: Snapshot::default(),
         write_cache: false,
-        has_fua: true,
-        recovers: false,
-        noted: None,
-        was_redirected: false,
-        owner: Weak::new(),
-        buffer: pool.try_take(4096).unwrap(),
+        ..watch_of(Weak::new(), &pool)
     };
     driver.watch(key.index, watch, now);
     (driver, key)
@@ -145,18 +167,9 @@ fn takeover_flushes_or_reports_inherited_writes() {
         session.status.set_cache(noted.or(found));
         let owner = Arc::new(Losses::default());
         let watch = Watch {
-            lun: LunId::new(0).unwrap(),
-            unit: Snapshot {
-                cache: found,
-                ..Snapshot::default()
-            },
             write_cache,
-            has_fua: true,
             recovers,
-            noted,
-            was_redirected: false,
-            owner: Arc::downgrade(&owner),
-            buffer: BufferPool::new(1 << 16).unwrap().try_take(4096).unwrap(),
+            ..takeover_watch(&owner, found, noted)
         };
         driver.watch(key.index, watch, now);
         let what = (recovers, noted, found, write_cache);
@@ -190,18 +203,8 @@ fn takeover_waits_after_redirected_login() {
         driver.sessions[key.index].units.units.clear();
         let owner = Arc::new(Losses::default());
         let watch = Watch {
-            lun: LunId::new(0).unwrap(),
-            unit: Snapshot {
-                cache: Some([1; 16]),
-                ..Snapshot::default()
-            },
-            write_cache: true,
-            has_fua: true,
-            recovers: true,
-            noted: Some([1; 16]),
             was_redirected,
-            owner: Arc::downgrade(&owner),
-            buffer: BufferPool::new(1 << 16).unwrap().try_take(4096).unwrap(),
+            ..takeover_watch(&owner, Some([1; 16]), Some([1; 16]))
         };
         driver.watch(key.index, watch, now);
         let machine = driver.sessions[key.index].link.machine();
@@ -246,20 +249,7 @@ fn take_over_amid_a_loss(noted: Option<[u8; 16]>) {
     session.units.units.clear();
     session.link.paths_mut().unwrap().generation = Some([2; 16]);
     let owner = Arc::new(Losses::default());
-    let watch = Watch {
-        lun,
-        unit: Snapshot {
-            cache: Some([1; 16]),
-            ..Snapshot::default()
-        },
-        write_cache: true,
-        has_fua: true,
-        recovers: true,
-        noted,
-        was_redirected: false,
-        owner: Arc::downgrade(&owner),
-        buffer: pool.try_take(4096).unwrap(),
-    };
+    let watch = takeover_watch(&owner, Some([1; 16]), noted);
     driver.watch(key.index, watch, now);
     let first = flush(&mut driver, key, now);
     assert_eq!(first, Err(RequestError::CacheLost));
@@ -459,17 +449,7 @@ impl PathPair {
         driver.run_paths(now);
         identify_on(&mut driver, &pool, (key, A), false, now);
         let owner = Arc::new(Losses::default());
-        let watch = Watch {
-            lun,
-            unit: Snapshot::default(),
-            write_cache: true,
-            has_fua: true,
-            recovers: false,
-            noted: None,
-            was_redirected: false,
-            owner: Arc::downgrade(&owner),
-            buffer: pool.try_take(4096).unwrap(),
-        };
+        let watch = watch_of(Arc::downgrade(&owner), &pool);
         driver.watch(key.index, watch, now);
         write(&mut driver, key, now);
         Self {
@@ -953,13 +933,7 @@ fn watch_units(
         let watch = Watch {
             lun: LunId::new(number).unwrap(),
             unit: unit.clone(),
-            write_cache: true,
-            has_fua: true,
-            recovers: false,
-            noted: None,
-            was_redirected: false,
-            owner: Arc::downgrade(owner),
-            buffer: pool.try_take(4096).unwrap(),
+            ..watch_of(Arc::downgrade(owner), pool)
         };
         driver.watch(key.index, watch, now);
     }
@@ -1158,17 +1132,7 @@ fn unreported_loss_survives_process() {
         let (mut second, key) = driver(now);
         second.sessions[key.index].units.units.clear();
         second.sessions[key.index].status.set_cache(left);
-        let watch = Watch {
-            lun: LunId::new(0).unwrap(),
-            unit,
-            write_cache: true,
-            has_fua: true,
-            recovers: true,
-            noted: left,
-            was_redirected: false,
-            owner: Arc::downgrade(&owner),
-            buffer: pool.try_take(4096).unwrap(),
-        };
+        let watch = takeover_watch(&owner, generation, left);
         second.watch(key.index, watch, now);
         let flushed = flush(&mut second, key, now);
         assert_eq!(flushed, Err(RequestError::CacheLost), "{generation:?}");

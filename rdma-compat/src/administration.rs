@@ -32,9 +32,10 @@ use crate::queue::EventQueue;
 /// Timeout of the library's own queries before each retransmission.
 const TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Time without further path queries after the administrator has not responded. Each query blocks a
-/// call until its last retransmission has timed out. (A process that does not find ibacm's daemon
-/// when it starts never uses it.)
+/// Time without further path queries after the administrator has not responded, unless it sends a
+/// response in the meantime. Each query blocks a call until its last retransmission has timed out.
+/// (librdmacm tries to connect to ibacm's daemon only once, at the first `rdma_getaddrinfo` of a
+/// process.)
 const PAUSE: Duration = Duration::from_secs(30);
 
 /// Offset of the transaction identifier in a MAD.

@@ -37,7 +37,7 @@ fn reserved_buffers_are_unavailable_to_all_units() {
     rig.target.knobs.protected.store(true, Ordering::SeqCst);
     let lun = block_on(rig.session.lun(0)).unwrap();
     assert!(lun.protection().is_some() && plain.protection().is_none());
-    let pool = block_on(rig.session.protection_pool()).unwrap();
+    let pool = block_on(rig.session.protection_pool(LunId::ZERO)).unwrap();
     assert_eq!(plain.buffer_bytes(), all - pool.size() as u64);
     assert_eq!(lun.buffer_bytes(), plain.buffer_bytes());
 }

@@ -52,8 +52,8 @@ impl Id {
         is_first.then_some(mtu)
     }
 
-    /// Replaces the port of the peer, and returns the path MTU for the next request. Returns `None`
-    /// if the limit is reached, or if the port cannot be used.
+    /// Replaces the port of the peer, without an alternate path, and returns the path MTU for the next
+    /// request. Returns `None` if the limit is reached, or if the port cannot be used.
     fn follow_redirect(
         &mut self,
         device: &Device,
@@ -74,6 +74,8 @@ impl Id {
         }
         self.redirects += 1;
         self.peer = Some(SocketAddr::new(to, peer.port()));
+        // It leads to the previous port, whose host may be another one.
+        self.alternate = None;
         // The path MTU of the new port can be different.
         self.retried = false;
         Some(self.options.path_mtu.map_or(mtu, |most| most.min(mtu)))

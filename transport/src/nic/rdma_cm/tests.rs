@@ -12,7 +12,8 @@ use super::*;
 use crate::nic::batch::TxBatch;
 use crate::nic::{Nic, NicConfig};
 use crate::verbs::{
-    CmError, CmEventKind, CmOption, Gid, Mtu, QpCap, QpInitAttr, QpType, RdmaCm as _, Verbs as _,
+    AhAttr, AltPath, CmError, CmEventKind, CmOption, Gid, Mtu, QpCap, QpInitAttr, QpType,
+    RdmaCm as _, Verbs as _,
 };
 
 const STATES: [IdState; 12] = [
@@ -427,6 +428,10 @@ impl Three {
     /// Sends a request from the first device to the second, following up to `most` redirections.
     fn connect(&mut self, most: u8) -> CmId {
         let id = resolved(&mut self.nics[0]);
+        self.send_request(id, most)
+    }
+
+    fn send_request(&mut self, id: CmId, most: u8) -> CmId {
         with_qp(&mut self.nics[0], id);
         let option = CmOption::Redirects(most);
         self.nics[0].set_option(id, option).unwrap();
@@ -488,6 +493,42 @@ fn redirected_request_reaches_other_port() {
     let ah = three.nics[0].query_qp(qp).unwrap().ah.unwrap();
     assert_eq!(ah.dgid.ip(), IpAddr::from([10, 0, 0, 3]));
     assert_eq!(three.nics[0].cm.cm.id_count(), 2, "listener and connection");
+}
+
+/// The path leads to the device that redirects the request.
+#[test]
+fn redirected_request_has_no_alternate_path() {
+    let three = &mut Three::new();
+    let id = resolved(&mut three.nics[0]);
+    let gid = Gid::from(IpAddr::from([10, 0, 0, 2]));
+    let path = AltPath {
+        ah: AhAttr::new(gid),
+        pkey_index: 0,
+        timeout: 14,
+    };
+    three.nics[0].load_alternate_path(id, &path).unwrap();
+    three.send_request(id, 1);
+    let request = three.request(1).unwrap();
+    let offered = three.nics[1].cm.ids.get(request).unwrap().alternate;
+    assert!(offered.is_some());
+    three.nics[1]
+        .redirect(request, [10, 0, 0, 3].into())
+        .unwrap();
+    three.exchange();
+    assert_eq!(three.nics[0].cm.ids.get(id).unwrap().alternate, None);
+    let request = three.request(2).expect("a request at the other port");
+    with_qp(&mut three.nics[2], request);
+    three.nics[2]
+        .accept(request, &ConnParam::default())
+        .unwrap();
+    three.exchange();
+    let event = last_event(&mut three.nics[0]);
+    assert!(
+        matches!(event.kind, CmEventKind::Established { .. }),
+        "{event:?}"
+    );
+    let qp = three.nics[0].cm.ids.get(id).unwrap().qp.unwrap();
+    assert_eq!(three.nics[0].query_qp(qp).unwrap().alt_path, None);
 }
 
 #[test]

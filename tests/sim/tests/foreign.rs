@@ -97,7 +97,13 @@ fn late_write_never_overwrites_newer_data() {
 #[test]
 fn late_write_never_follows_redirection() {
     for protocol in [Protocol::Iscsi, Protocol::Iser] {
-        pass_with(protocol, &slow(), 1, Some(ForeignFault::Redirect));
+        for same_group in [false, true] {
+            let traits = Traits {
+                same_group,
+                ..slow()
+            };
+            pass_with(protocol, &traits, 1, Some(ForeignFault::Redirect));
+        }
     }
 }
 

@@ -68,6 +68,9 @@ pub struct Traits {
     pub targets: u32,
     /// Number of channels per SRP session.
     pub channels: u8,
+    /// All nodes report the same portal group tag, without knowledge of each other's sessions. Only
+    /// for a single path: the portals of a group belong to the same target port.
+    pub same_group: bool,
 }
 
 impl Default for Traits {
@@ -85,6 +88,7 @@ impl Default for Traits {
             reports_restarts: false,
             targets: 0,
             channels: 1,
+            same_group: false,
         }
     }
 }
@@ -279,6 +283,7 @@ pub(crate) fn draw(seed: u64, is_wanted: impl Fn(Fault) -> bool) -> Plan {
         reports_restarts: rng.u8(..3) == 0,
         targets: [0, 0, 0, 0, 1, 200, 10_000][rng.usize(..7)],
         channels: rng.u8(1..=3),
+        same_group: false,
     };
     let mut plan = Plan {
         seed,

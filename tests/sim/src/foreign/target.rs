@@ -41,8 +41,11 @@ pub(super) fn portal(node: usize, protocol: Protocol) -> SocketAddr {
 }
 
 /// Returns the target portal group tag of a node.
-fn group(node: usize) -> u16 {
-    1 + node as u16
+fn group(node: usize, traits: &Traits) -> u16 {
+    match traits.same_group {
+        true => 1,
+        false => 1 + node as u16,
+    }
 }
 
 /// Private data to accept an iSER connection: neither zero-based addresses nor remote invalidation.
@@ -626,10 +629,10 @@ impl Target {
         connection.begin_numbers(pdu);
         connection.isid.copy_from_slice(&pdu.bhs[8..14]);
         if self.active.redirects && node == 0 {
-            return redirect(connection, pdu, self.protocol);
+            return redirect(connection, pdu, self.protocol, group(1, &self.traits));
         }
         let is_first = !std::mem::replace(&mut connection.has_declared_group, true);
-        let group = is_first.then(|| group(node));
+        let group = is_first.then(|| group(node, &self.traits));
         let (text, offer) = text::negotiate(&pdu.data, &self.traits, group);
         let all = &mut connection.offer;
         all.max_recv = offer.max_recv.or(all.max_recv);
@@ -794,10 +797,10 @@ fn login_response(pdu: &Pdu, text: Vec<u8>) -> Pdu {
 }
 
 /// Temporarily redirects a login to the second node.
-fn redirect(connection: &mut Connection, pdu: &Pdu, protocol: Protocol) {
+fn redirect(connection: &mut Connection, pdu: &Pdu, protocol: Protocol, group: u16) {
     const REDIRECTION: u8 = 1;
     const MOVED_TEMPORARILY: u8 = 1;
-    let text = format!("TargetAddress={},{}\0", portal(1, protocol), group(1));
+    let text = format!("TargetAddress={},{group}\0", portal(1, protocol));
     let mut response = login_response(pdu, text.into_bytes());
     // No transition to another stage.
     response.bhs[1] &= 0x0c;

@@ -633,14 +633,21 @@ def write(device, lba, count, seed, protect="0", wrong="0"):
         sys.exit(f"cannot write LBA {lba}: {status}")
 
 
+# ib_iser and ib_srp refuse longer transfers.
+MOST_BYTES = 256 << 10
+
+
 def read_all(device, lba, count):
     """Returns blocks and their protection information, which is not checked."""
     unit = device.block + 8
     size = 32 if device.type == 2 else 16
-    outcome = device.send(cdb_of(READ, size, lba, count, 3), length=count * unit)
-    if outcome.status != "good" or len(outcome.data) != count * unit:
-        sys.exit(f"cannot read LBA {lba}: {outcome.status}")
-    rows = [outcome.data[at : at + unit] for at in range(0, len(outcome.data), unit)]
+    rows = []
+    for at in range(0, count, MOST_BYTES // unit):
+        part = min(count - at, MOST_BYTES // unit)
+        outcome = device.send(cdb_of(READ, size, lba + at, part, 3), length=part * unit)
+        if outcome.status != "good" or len(outcome.data) != part * unit:
+            sys.exit(f"cannot read LBA {lba + at}: {outcome.status}")
+        rows += (outcome.data[i : i + unit] for i in range(0, len(outcome.data), unit))
     return [(row[:-8], row[-8:]) for row in rows]
 
 

@@ -24,6 +24,7 @@ pub(crate) fn run(selection: &Selection) -> Result<(), Failure> {
     let run = Run {
         suite: Suite::Everyday,
         lanes: 1,
+        until: None,
     };
     steps::run(STEPS, selection, &run)
 }

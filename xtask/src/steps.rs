@@ -54,6 +54,8 @@ pub(crate) struct Run {
     pub(crate) suite: Suite,
     /// Number of parallel test harnesses.
     pub(crate) lanes: usize,
+    /// Time after which no step is started, if limited.
+    pub(crate) until: Option<Instant>,
 }
 
 pub(crate) const fn step(name: &'static str, run: fn(&Run) -> Outcome) -> Step {
@@ -96,7 +98,10 @@ impl Step {
 
     /// Returns the reason why this step can't run here, if any. We check this before the step
     /// builds anything, but after missing packages were installed.
-    fn obstacle(&self) -> Option<String> {
+    fn obstacle(&self, run: &Run) -> Option<String> {
+        if run.until.is_some_and(|until| until <= Instant::now()) {
+            return Some("no time left (--minutes)".to_owned());
+        }
         let programs = missing_programs(needs(self.required));
         if programs.is_some() {
             return programs;
@@ -159,7 +164,7 @@ pub(crate) fn run(steps: &[Step], selection: &Selection, run: &Run) -> Result<()
     for step in steps {
         println!("── {}", step.name);
         let started = Instant::now();
-        let outcome = match step.obstacle() {
+        let outcome = match step.obstacle(run) {
             Some(why) => Outcome::skipped(why),
             None => (step.run)(run),
         };
@@ -267,7 +272,11 @@ mod tests {
             step("another", |_| panic!("it runs")).suite(Suite::Full),
             step("third", |_| panic!("it runs")).suite(Suite::All),
         ];
-        let run = Run { suite, lanes: 1 };
+        let run = Run {
+            suite,
+            lanes: 1,
+            until: None,
+        };
         let chosen = chosen(STEPS, &selection(words), &run)?;
         Ok(chosen.iter().map(|step| step.name).collect())
     }
@@ -317,6 +326,20 @@ mod tests {
         let why = missing(&["sh", "no-such-program"]);
         assert_eq!(why.as_deref(), Some("missing: no-such-program"));
         assert_eq!(missing(&["sh"]), None);
+    }
+
+    #[test]
+    fn step_is_skipped_after_time_limit() {
+        let run = |until| Run {
+            suite: Suite::Everyday,
+            lanes: 1,
+            until,
+        };
+        let now = Instant::now();
+        let why = NEVER.obstacle(&run(Some(now)));
+        assert_eq!(why.as_deref(), Some("no time left (--minutes)"));
+        let later = now + Duration::from_secs(600);
+        assert_eq!(NEVER.obstacle(&run(Some(later))), None);
     }
 
     #[test]

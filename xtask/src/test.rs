@@ -3,6 +3,8 @@
 //! Without options, it runs all tests that use a single build of the workspace, except the longest.
 //! The longer suites, which use other builds, large sizes or foreign peers, run with `--full`.
 
+use std::time::{Duration, Instant};
+
 use crate::daemon::RELEASE;
 use crate::harnesses::{self, Results, SIMULATOR, cargo_test, run_release};
 use crate::steps::{
@@ -33,6 +35,9 @@ pub(crate) struct Options {
     /// network namespaces, as root usually has [default: 4 with this right, 1 otherwise].
     #[arg(long, value_parser = clap::value_parser!(u8).range(1..))]
     lanes: Option<u8>,
+    /// Start no step after this number of minutes. The remaining steps are skipped and listed.
+    #[arg(long)]
+    minutes: Option<u32>,
 }
 
 impl Options {
@@ -152,6 +157,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
             .lanes
             .unwrap_or_else(harnesses::default_lanes)
             .into(),
+        until: options
+            .minutes
+            .map(|minutes| Instant::now() + Duration::from_secs(u64::from(minutes) * 60)),
     };
     steps::run(STEPS, &options.selection, &run)
 }

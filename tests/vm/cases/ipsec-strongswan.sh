@@ -1,7 +1,6 @@
 #: group: ipsec
 #: about: the book: IPsec with strongSwan, as documented, for all protocols, without visible data
 #: limit: 360
-#: short: yes
 #: packets: 1000
 IQN=iqn.2026-01.com.example:rig
 SRP=srp://10.99.0.2/0 ISER=iser://10.99.0.2/$IQN/0 ISCSI=iscsi://10.99.0.2/$IQN/0

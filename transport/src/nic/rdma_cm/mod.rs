@@ -31,9 +31,9 @@
 //!   value (IBTA 12.6.7.2, reason 26). We then send a new request using this value, without
 //!   notifying the application.
 //! - If the peer redirects the request to another port
-//!   ([`CmOption::Redirects`](crate::verbs::CmOption::Redirects)), we send it there, without notifying
-//!   the application. The number of redirections is limited, because ports could refer to each
-//!   other.
+//!   ([`CmOption::Redirects`](crate::verbs::CmOption::Redirects)), we send it there, without
+//!   notifying the application. The number of redirections is limited, because ports could refer to
+//!   each other.
 //! - A connection is established when we receive the RTU or the first data packet, whichever is
 //!   first. The application does not need to call anything for this.
 //!

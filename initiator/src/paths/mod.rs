@@ -25,14 +25,15 @@
 //! same blocks, the old copy could overwrite it long after its acknowledgement. So:
 //! - **Fence before replay.** Requests that modify the unit and were outstanding on a lost path are
 //!   retried, on any path, only after the path's initiator port has logged in again to the same
-//!   target port (for iSCSI, the same portal group). This login replaces the old session: the
-//!   target responds when the commands of the old session have completed (RFC 7143 6.3.5; SRP
-//!   MULTI-CHANNEL ACTION 0), and anything received later on the old connection has no session. For
-//!   iSCSI, this login may use any portal of the group, so we immediately try the portal of
-//!   another, live path. This session has served its purpose after the login and is closed. If the
-//!   portals are in different groups, or for SRP, a login at another portal proves nothing, and the
-//!   writes wait for their own portal: an SRP session may belong to a single port of the target's
-//!   device, even if several ports report the same identifier.
+//!   target port (for iSCSI, the same portal group, and the same address if a login was
+//!   redirected). This login replaces the old session: the target responds when the commands of the
+//!   old session have completed (RFC 7143 6.3.5; SRP MULTI-CHANNEL ACTION 0), and anything received
+//!   later on the old connection has no session. For iSCSI, this login may use any portal of the
+//!   group, so we immediately try the portal of another, live path. This session has served its
+//!   purpose after the login and is closed. If the portals are in different groups, or for SRP, a
+//!   login at another portal proves nothing, and the writes wait for their own portal: an SRP
+//!   session may belong to a single port of the target's device, even if several ports report the
+//!   same identifier.
 //! - **Remember abandoned writes.** If a request fails without a response while its path is not
 //!   fenced (on timeout, or because it must not be retried), its effect is recorded, and
 //!   conflicting requests wait for the fence. This includes reads of these blocks: otherwise, a
@@ -47,14 +48,16 @@
 //!
 //! # Targets without a proof
 //! We trust the logins of iSCSI targets, like a reconnecting session does, and also of `riserd` on
-//! SRP, which can be identified by its cache generation page ([`crate::unit`]). In these cases we can
-//! only wait for [`Timing::settle`](crate::session::Timing::settle):
+//! SRP, which can be identified by its cache generation page ([`crate::unit`]). In these cases we
+//! can only wait for [`Timing::settle`](crate::session::Timing::settle):
 //! - **Other SRP targets.** Linux's `ib_srpt` responds to a login before the commands of the old
 //!   session have completed. We assume that they have completed this long after the end of the
 //!   session.
 //! - **A portal that recovers in another group, or a login that is redirected to another address.**
-//!   The old group or port does not know about the login; a host in the same group might not either. The time starts with the login, since a
-//!   target that is unresponsive now may still execute commands later.
+//!   The old group or port does not know about the login; a host in the same group might not
+//!   either. The time starts with the login, since a target that is unresponsive now may still
+//!   execute commands later. In the same group, a login at the portal of another, live path also
+//!   starts it, so that the writes don't wait for a portal that never recovers.
 //! - **A process that replaces a killed process** ([`Paths::recover`]). The outstanding commands of
 //!   the old process are unknown, and so are the target ports of its sessions. So all requests that
 //!   modify or read blocks wait. A login at a path's own portal is a proof for `riserd` only, and

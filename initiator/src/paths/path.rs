@@ -31,20 +31,23 @@ impl Paths {
     }
 
     /// Returns a live path whose portal can be used to fence a lost path, if any request is waiting
-    /// for this.
+    /// for this. If no such portal provides a proof, returns a path in the same portal group: a
+    /// login there starts the settle time.
     fn fence(&self, index: usize) -> Option<usize> {
         let path = &self.paths[index];
         let behind = Some(PathIndex(index as u8));
         let is_awaited = path.unfenced
+            && path.settled_at.is_none()
             && (!path.ghosts.is_empty() || self.requests.iter().any(|(_, r)| r.behind == behind));
         if !is_awaited {
             return None;
         }
-        let is_fit = |i: &usize| {
-            let other = &self.paths[*i];
-            *i != index && other.stage == Stage::Live && path.is_proved(other.port.as_ref(), false)
-        };
-        (0..self.paths.len()).find(is_fit)
+        let is_live = |i: &usize| *i != index && self.paths[*i].stage == Stage::Live;
+        let port = |i: usize| self.paths[i].port.as_ref();
+        let mut live = (0..self.paths.len()).filter(is_live);
+        live.clone()
+            .find(|&i| path.is_proved(port(i), false))
+            .or_else(|| live.find(|&i| path.is_in_group(port(i))))
     }
 
     /// Called when no request of a lost session can be executed anymore.
@@ -58,15 +61,20 @@ impl Paths {
     /// Called when a path has logged in through its own portal, and its unit is unchanged: either
     /// the commands of the lost session have completed, or they are given time to complete.
     fn fence_by_own_portal(&mut self, index: usize, now: Instant) {
-        let path = &mut self.paths[index];
+        let path = &self.paths[index];
         if path.is_proved(path.port.as_ref(), true) {
             self.on_fenced(index);
         } else if path.unfenced {
-            let at = *path
-                .settled_at
-                .get_or_insert(now + self.config.timing.settle);
-            self.arm(at);
+            self.start_settling(index, now);
         }
+    }
+
+    /// Called when the commands of a lost session are given time to complete, unless this time has
+    /// already started.
+    fn start_settling(&mut self, index: usize, now: Instant) {
+        let at = now + self.config.timing.settle;
+        let at = *self.paths[index].settled_at.get_or_insert(at);
+        self.arm(at);
     }
 
     /// Takes over from a process with the same initiator ports that exited without logging out: on
@@ -88,7 +96,7 @@ impl Paths {
     }
 
     /// Called when a path's session has logged in, with its target port.
-    pub fn handle_live(&mut self, path: PathIndex, port: Option<PortTag>) {
+    pub fn handle_live(&mut self, path: PathIndex, port: Option<PortTag>, now: Instant) {
         let index = usize::from(path.0);
         let Stage::Opening { through } = self.paths[index].stage else {
             return;
@@ -99,8 +107,11 @@ impl Paths {
             self.outputs.push_back(Output::Check(path));
         } else {
             // If this is not the group of the lost session, it does not know that session.
-            if self.paths[index].is_proved(port.as_ref(), false) {
+            let path = &self.paths[index];
+            if path.is_proved(port.as_ref(), false) {
                 self.on_fenced(index);
+            } else if path.is_in_group(port.as_ref()) {
+                self.start_settling(index, now);
             }
             self.close_path(index);
         }
@@ -274,14 +285,10 @@ impl Paths {
     /// Called when a session that was in use has closed. If no login can prove that its commands
     /// have completed, start the settle time.
     fn plan_settling(&mut self, index: usize, now: Instant) {
-        let path = &mut self.paths[index];
+        let path = &self.paths[index];
         let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(..)));
-        path.settled_at = match path.proof {
-            Proof::At(_) if is_provable => None,
-            _ => Some(now + self.config.timing.settle),
-        };
-        if let Some(at) = path.settled_at {
-            self.arm(at);
+        if !is_provable || !matches!(path.proof, Proof::At(_)) {
+            self.start_settling(index, now);
         }
     }
 

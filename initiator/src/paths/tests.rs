@@ -108,7 +108,7 @@ impl Rig {
 
     /// A path logs in, and leads to the expected unit.
     fn activate(&mut self, path: PathIndex, access: Option<Access>) {
-        self.paths.handle_live(path, GROUP);
+        self.paths.handle_live(path, GROUP, self.now);
         self.collect_outputs();
         assert!(self.saw(&Output::Check(path)));
         self.check(path, Ok(found(access)));
@@ -116,7 +116,7 @@ impl Rig {
 
     /// Same as [`Self::activate`], for a target with a cache generation.
     fn activate_with_cache(&mut self, path: PathIndex, port: Option<PortTag>) {
-        self.paths.handle_live(path, port);
+        self.paths.handle_live(path, port, self.now);
         self.collect_outputs();
         let mut found = found(None);
         found.unit.cache = Some([1; 16]);
@@ -126,7 +126,7 @@ impl Rig {
     /// Same as [`Self::activate`], for an SRP target with this cache generation.
     fn activate_on_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
         let port = PortTag::Port(TargetPortId([7; 16]), None);
-        self.paths.handle_live(path, Some(port));
+        self.paths.handle_live(path, Some(port), self.now);
         self.collect_outputs();
         let mut found = found(None);
         found.unit.cache = cache;
@@ -250,7 +250,7 @@ fn path_transition_coverage_is_complete() {
         rig.paths.close(rig.now);
         rig.close(B, Down::Closed);
         let mut foreign = Rig::new(1);
-        foreign.paths.handle_live(A, GROUP);
+        foreign.paths.handle_live(A, GROUP, foreign.now);
         foreign.check(A, Err(Down::NoIdentity));
     });
 }
@@ -289,7 +289,7 @@ fn lost_write_waits_for_fence_unlike_read() {
     assert_eq!(rig.started(), [(elsewhere, B)]);
     let over = rig.submit(write(7, 9));
     assert_eq!(rig.started(), []);
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started(), [(write_a, B)]);
     assert!(rig.saw(&Output::Close(A)));
@@ -326,7 +326,8 @@ fn lost_read_retries_without_login() {
 fn login_in_other_group_never_fences() {
     let mut rig = Rig::new(2);
     rig.activate(A, None);
-    rig.paths.handle_live(B, Some(PortTag::Group(2, None)));
+    rig.paths
+        .handle_live(B, Some(PortTag::Group(2, None)), rig.now);
     rig.check(B, Ok(found(None)));
     rig.submit(Effect::None);
     let lost = rig.submit(write(0, 8));
@@ -336,7 +337,7 @@ fn login_in_other_group_never_fences() {
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)));
     // A login is no proof either before the unit was identified.
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started(), []);
     rig.check(A, Ok(found(None)));
@@ -350,7 +351,8 @@ fn fence_requires_unchanged_group() {
     let lost = rig.submit(write(0, 8));
     rig.lose(A, &[lost]);
     assert!(rig.saw(&open(A, B)));
-    rig.paths.handle_live(A, Some(PortTag::Group(7, None)));
+    rig.paths
+        .handle_live(A, Some(PortTag::Group(7, None)), rig.now);
     rig.collect_outputs();
     assert!(rig.saw(&Output::Close(A)));
     assert_eq!(rig.started(), []);
@@ -360,7 +362,7 @@ fn fence_requires_unchanged_group() {
     assert!(rig.saw(&open(A, A)));
     rig.close(A, ConnectError::Unreachable.into());
     assert!(rig.saw(&open(A, B)));
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started(), [(lost, B)]);
 }
@@ -369,7 +371,8 @@ fn fence_requires_unchanged_group() {
 fn timed_out_write_blocks_conflicting_requests() {
     let mut rig = Rig::new(2);
     rig.activate(A, None);
-    rig.paths.handle_live(B, Some(PortTag::Group(2, None)));
+    rig.paths
+        .handle_live(B, Some(PortTag::Group(2, None)), rig.now);
     rig.check(B, Ok(found(None)));
     rig.submit(Effect::None);
     let stale = rig.submit(write(0, 8));
@@ -391,7 +394,7 @@ fn timed_out_write_blocks_conflicting_requests() {
         "an earlier command of unknown effect waits"
     );
     assert!(rig.saw(&open(A, A)) || rig.paths.next_deadline().is_some());
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     let started: Vec<_> = rig.started().into_iter().map(|(id, _)| id).collect();
@@ -417,7 +420,7 @@ fn unrepeatable_request_fails_and_blocks_io() {
     let read = rig.submit(READ);
     let inquiry = rig.submit(Effect::None);
     assert_eq!(rig.started(), [(inquiry, B)]);
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started(), [(newer, B), (read, B)]);
 }
@@ -455,7 +458,7 @@ fn returning_path_fences_remaining_lost_path() {
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)) && rig.saw(&open(B, B)));
     // B responds; A is silent, and its attempt is aborted.
-    rig.paths.handle_live(B, GROUP);
+    rig.paths.handle_live(B, GROUP, rig.now);
     rig.collect_outputs();
     rig.check(B, Ok(found(None)));
     assert!(rig.saw(&Output::Event(SessionEvent::Live)));
@@ -463,7 +466,7 @@ fn returning_path_fences_remaining_lost_path() {
     assert_eq!(rig.started(), [(on_b, B), (waiting, B)]);
     rig.close(A, Down::Closed);
     assert!(rig.saw(&open(A, B)));
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started(), [(on_a, B)]);
 }
@@ -472,7 +475,7 @@ fn returning_path_fences_remaining_lost_path() {
 fn opening_fails_on_other_unit() {
     let mut rig = Rig::new(2);
     rig.activate(A, None);
-    rig.paths.handle_live(B, GROUP);
+    rig.paths.handle_live(B, GROUP, rig.now);
     let other = UnitReport {
         unit: unit("two"),
         access: None,
@@ -488,7 +491,7 @@ fn opening_fails_on_other_unit() {
 #[test]
 fn opening_fails_without_unit_identity() {
     let mut rig = Rig::new(2);
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     let nobody = UnitReport {
         unit: Snapshot::default(),
         access: None,
@@ -506,7 +509,7 @@ fn path_to_other_unit_is_retried() {
     rig.lose(A, &[]);
     rig.wait(ms(100));
     assert!(rig.saw(&open(A, A)));
-    rig.paths.handle_live(A, GROUP);
+    rig.paths.handle_live(A, GROUP, rig.now);
     let other = UnitReport {
         unit: unit("two"),
         access: None,
@@ -718,7 +721,7 @@ fn simulate(seed: u64) {
                     // response.
                     held[at].clear();
                     if usize::from(through.0) == at || is_up[usize::from(through.0)] {
-                        rig.paths.handle_live(path, GROUP);
+                        rig.paths.handle_live(path, GROUP, rig.now);
                         rig.collect_outputs();
                     } else {
                         rig.close(path, ConnectError::Unreachable.into());
@@ -864,7 +867,7 @@ fn redirected_group_fences_after_delay() {
     let lose = |rig: &mut Rig, port| {
         rig.lose(A, &[lost]);
         rig.wait(ms(200));
-        rig.paths.handle_live(A, port);
+        rig.paths.handle_live(A, port, rig.now);
         rig.collect_outputs();
         rig.check(A, Ok(found(None)));
         assert_eq!(rig.states(), [PathState::Live]);
@@ -880,6 +883,82 @@ fn redirected_group_fences_after_delay() {
     // The same host terminates the commands of its lost session.
     lose(&mut rig, redirected_group("192.0.2.3"));
     assert_eq!(rig.started(), [(lost, A)]);
+}
+
+/// Returns two live paths to the same group. The login of A was redirected, and a write is
+/// outstanding on A.
+fn redirected_write() -> (Rig, RequestId) {
+    let mut rig = Rig::new(2);
+    rig.paths
+        .handle_live(A, redirected_group("192.0.2.2"), rig.now);
+    rig.collect_outputs();
+    rig.check(A, Ok(found(None)));
+    rig.activate(B, None);
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    assert_eq!(rig.started(), [(lost, A)]);
+    (rig, lost)
+}
+
+#[test]
+fn group_at_other_address_fences_after_delay() {
+    let (mut rig, lost) = redirected_write();
+    rig.lose(A, &[lost]);
+    assert!(rig.saw(&open(A, B)), "{:?}", rig.seen);
+    rig.wait(ms(1_000));
+    rig.paths.handle_live(A, GROUP, rig.now);
+    rig.collect_outputs();
+    assert!(rig.saw(&Output::Close(A)));
+    rig.close(A, Down::Closed);
+    // The portal never returns, and there is no further login through B.
+    let end = rig.now + ms(15_000);
+    while rig.now < end {
+        assert_eq!(rig.started(), []);
+        assert!(!rig.saw(&open(A, B)));
+        if rig.saw(&open(A, A)) {
+            rig.close(A, ConnectError::Unreachable.into());
+        }
+        rig.wait(ms(100));
+    }
+    assert_eq!(rig.started(), [(lost, B)]);
+}
+
+#[test]
+fn lost_address_fences_before_delay() {
+    let (mut rig, lost) = redirected_write();
+    rig.lose(A, &[lost]);
+    rig.paths.handle_live(A, GROUP, rig.now);
+    rig.collect_outputs();
+    rig.close(A, Down::Closed);
+    rig.wait(ms(200));
+    assert!(rig.saw(&open(A, A)), "{:?}", rig.seen);
+    rig.paths
+        .handle_live(A, redirected_group("192.0.2.2"), rig.now);
+    rig.collect_outputs();
+    assert_eq!(rig.started(), []);
+    rig.check(A, Ok(found(None)));
+    assert_eq!(rig.started().len(), 1);
+}
+
+#[test]
+fn fence_prefers_address_of_lost_session() {
+    let mut rig = Rig::new(3);
+    let c = PathIndex(2);
+    for (path, host) in [(A, "192.0.2.2"), (B, "192.0.2.3"), (c, "192.0.2.2")] {
+        rig.paths.handle_live(path, redirected_group(host), rig.now);
+        rig.collect_outputs();
+        rig.check(path, Ok(found(None)));
+    }
+    rig.submit(Effect::None);
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    assert_eq!(rig.started(), [(lost, A)]);
+    rig.lose(A, &[lost]);
+    assert!(rig.saw(&open(A, c)), "{:?}", rig.seen);
+    rig.paths
+        .handle_live(A, redirected_group("192.0.2.2"), rig.now);
+    rig.collect_outputs();
+    assert_eq!(rig.started().len(), 1);
 }
 
 #[test]
@@ -915,7 +994,8 @@ fn changed_group_fences_after_delay() {
     rig.lose(A, &[lost]);
     rig.close(A, ConnectError::Unreachable.into());
     rig.wait(ms(200));
-    rig.paths.handle_live(A, Some(PortTag::Group(7, None)));
+    rig.paths
+        .handle_live(A, Some(PortTag::Group(7, None)), rig.now);
     rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     assert_eq!(rig.states(), [PathState::Live; 2]);
@@ -940,7 +1020,8 @@ fn login_fences_only_sessions_in_group() {
     let first = rig.submit(write(0, 8));
     rig.lose(A, &[first]);
     rig.wait(ms(200));
-    rig.paths.handle_live(A, Some(PortTag::Group(7, None)));
+    rig.paths
+        .handle_live(A, Some(PortTag::Group(7, None)), rig.now);
     rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     let second = rig.submit(write(8, 16));

@@ -255,6 +255,17 @@ impl Path {
             }
     }
 
+    /// Returns whether this target port is in the portal group of the lost session, possibly at
+    /// another address, where the host may not know about that session.
+    pub(super) fn is_in_group(&self, port: Option<&PortTag>) -> bool {
+        match (&self.proof, port) {
+            (Proof::At(Some(PortTag::Group(lost, _))), Some(PortTag::Group(group, _))) => {
+                lost == group
+            }
+            _ => false,
+        }
+    }
+
     pub(super) fn is_usable(&self) -> bool {
         self.stage == Stage::Live && self.access != Access::None
     }

@@ -238,7 +238,7 @@ impl<E: Env> Driver<E> {
                         member.evidence.refused = refused;
                         member.evidence.on_login(outage);
                         member.login = Some(now);
-                        link.machine.handle_live(path, port);
+                        link.machine.handle_live(path, port, now);
                     });
                 }
                 Input::Pinged(paths, path) => self.handle_pinged(paths, path, now),

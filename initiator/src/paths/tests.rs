@@ -2,7 +2,6 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::srp::{TargetPortId, TaskAttr};
 use riser_state::testing::{assert_all_taken, table};
 
@@ -29,9 +28,9 @@ const REDIRECTED: Option<PortTag> = Some(PortTag::Port(
 ));
 
 /// Returns the portal group of [`GROUP`] at a host to which a login was redirected.
-fn redirected_group(host: &str) -> Option<PortTag> {
-    let address = TargetAddress::parse(&format!("{host}:3260,1"));
-    Some(PortTag::Group(1, address))
+fn redirected_group(host: u8) -> Option<PortTag> {
+    let address = SocketAddr::from(([192, 0, 2, host], 3260));
+    Some(PortTag::Group(1, Some(address)))
 }
 
 fn ms(n: u64) -> Duration {
@@ -872,7 +871,7 @@ fn redirected_group_fences_after_delay() {
         rig.check(A, Ok(found(None)));
         assert_eq!(rig.states(), [PathState::Live]);
     };
-    for host in ["192.0.2.2", "192.0.2.3"] {
+    for host in [2, 3] {
         lose(&mut rig, redirected_group(host));
         assert_eq!(rig.started(), []);
         rig.wait(ms(14_900));
@@ -881,7 +880,7 @@ fn redirected_group_fences_after_delay() {
         assert_eq!(rig.started(), [(lost, A)]);
     }
     // The same host terminates the commands of its lost session.
-    lose(&mut rig, redirected_group("192.0.2.3"));
+    lose(&mut rig, redirected_group(3));
     assert_eq!(rig.started(), [(lost, A)]);
 }
 
@@ -889,8 +888,7 @@ fn redirected_group_fences_after_delay() {
 /// outstanding on A.
 fn redirected_write() -> (Rig, RequestId) {
     let mut rig = Rig::new(2);
-    rig.paths
-        .handle_live(A, redirected_group("192.0.2.2"), rig.now);
+    rig.paths.handle_live(A, redirected_group(2), rig.now);
     rig.collect_outputs();
     rig.check(A, Ok(found(None)));
     rig.activate(B, None);
@@ -932,8 +930,7 @@ fn lost_address_fences_before_delay() {
     rig.close(A, Down::Closed);
     rig.wait(ms(200));
     assert!(rig.saw(&open(A, A)), "{:?}", rig.seen);
-    rig.paths
-        .handle_live(A, redirected_group("192.0.2.2"), rig.now);
+    rig.paths.handle_live(A, redirected_group(2), rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started(), []);
     rig.check(A, Ok(found(None)));
@@ -944,7 +941,7 @@ fn lost_address_fences_before_delay() {
 fn fence_prefers_address_of_lost_session() {
     let mut rig = Rig::new(3);
     let c = PathIndex(2);
-    for (path, host) in [(A, "192.0.2.2"), (B, "192.0.2.3"), (c, "192.0.2.2")] {
+    for (path, host) in [(A, 2), (B, 3), (c, 2)] {
         rig.paths.handle_live(path, redirected_group(host), rig.now);
         rig.collect_outputs();
         rig.check(path, Ok(found(None)));
@@ -955,8 +952,7 @@ fn fence_prefers_address_of_lost_session() {
     assert_eq!(rig.started(), [(lost, A)]);
     rig.lose(A, &[lost]);
     assert!(rig.saw(&open(A, c)), "{:?}", rig.seen);
-    rig.paths
-        .handle_live(A, redirected_group("192.0.2.2"), rig.now);
+    rig.paths.handle_live(A, redirected_group(2), rig.now);
     rig.collect_outputs();
     assert_eq!(rig.started().len(), 1);
 }
@@ -964,7 +960,7 @@ fn fence_prefers_address_of_lost_session() {
 #[test]
 fn redirected_takeover_waits_for_dead_process() {
     let own = Some(PortTag::Port(TargetPortId([7; 16]), None));
-    let redirected = redirected_group("192.0.2.2");
+    let redirected = redirected_group(2);
     for (port, is_redirected, was_redirected) in [
         (own.clone(), false, false),
         (REDIRECTED, true, false),

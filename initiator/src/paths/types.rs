@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::lun::WireLun;
 use riser_scsi::srp::TargetPortId;
 use riser_state::State;
@@ -39,7 +38,7 @@ pub struct PathIndex(pub u8);
 pub enum PortTag {
     /// A portal group of the target, for iSCSI, and the address if the login was redirected to it:
     /// several hosts may report the same group.
-    Group(u16, Option<TargetAddress>),
+    Group(u16, Option<SocketAddr>),
     /// A target port, for SRP, and its address if the login was redirected to it: several ports may
     /// report the same identifier.
     Port(TargetPortId, Option<SocketAddr>),

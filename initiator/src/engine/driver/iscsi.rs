@@ -219,6 +219,7 @@ impl IscsiLink {
     }
 
     fn connect_to<E: Env>(&mut self, dst: SocketAddr, cx: &mut Context<'_, E>) {
+        self.machine.set_peer(dst);
         let target = Target {
             dst,
             ..self.target.clone()

@@ -114,7 +114,7 @@ impl Link {
             }
             Self::Iscsi(link) => {
                 let (group, redirect) = link.machine.target_port();
-                group.map(|group| PortTag::Group(group, redirect.cloned()))
+                group.map(|group| PortTag::Group(group, redirect))
             }
             Self::Paths(_) => None,
         }

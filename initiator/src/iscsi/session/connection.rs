@@ -1,5 +1,6 @@
 //! The connection: connecting, login, loss, reconnecting, and closing.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::chap::CHALLENGE_LEN;
@@ -35,6 +36,12 @@ impl IscsiSession {
         self.core
             .outputs
             .push_back(Output::Connect(self.redirection.address().cloned()));
+    }
+
+    /// Sets the address of the next connection. A host name may have several addresses, of hosts
+    /// that don't know about each other's sessions.
+    pub fn set_peer(&mut self, address: SocketAddr) {
+        self.peer = Some(address);
     }
 
     /// Called when the connection is established. `random` must be unpredictable.
@@ -94,7 +101,7 @@ impl IscsiSession {
                 portal_group,
                 ..
             }) => {
-                let redirect = self.redirection.address().cloned();
+                let redirect = self.redirection.address().and(self.peer);
                 self.fence.set_port(portal_group, redirect);
                 self.numbers.on_full_feature(numbers);
                 self.on_full_feature(session, connection, now);

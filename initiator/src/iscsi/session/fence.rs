@@ -1,17 +1,16 @@
 //! Commands of lost sessions that may still modify the medium.
 
+use std::net::SocketAddr;
 use std::time::Instant;
-
-use riser_scsi::iscsi::name::TargetAddress;
 
 /// Target port of a login. Hosts to which a target redirects logins may use the same portal groups,
 /// without knowledge of each other's sessions.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct LoginPort {
     /// Portal group, if reported by the target.
     group: Option<u16>,
     /// Address to which the login was redirected, if any.
-    redirect: Option<TargetAddress>,
+    redirect: Option<SocketAddr>,
 }
 
 /// Target ports of the current and of a lost session. A login only terminates the commands of an
@@ -29,11 +28,11 @@ pub(super) struct PortalGroupFence {
 impl PortalGroupFence {
     /// Returns the portal group of the last login, if reported by the target, and the address to
     /// which the login was redirected, if any.
-    pub(super) fn port(&self) -> (Option<u16>, Option<&TargetAddress>) {
-        (self.port.group, self.port.redirect.as_ref())
+    pub(super) fn port(&self) -> (Option<u16>, Option<SocketAddr>) {
+        (self.port.group, self.port.redirect)
     }
 
-    pub(super) fn set_port(&mut self, group: Option<u16>, redirect: Option<TargetAddress>) {
+    pub(super) fn set_port(&mut self, group: Option<u16>, redirect: Option<SocketAddr>) {
         self.port = LoginPort { group, redirect };
     }
 
@@ -44,7 +43,7 @@ impl PortalGroupFence {
 
     /// Called when the session was lost with commands that modify the medium.
     pub(super) fn on_changes_lost(&mut self) {
-        self.unfenced.get_or_insert_with(|| self.port.clone());
+        self.unfenced.get_or_insert(self.port);
     }
 
     /// Called when a login has succeeded. Returns the time at which commands may start, or `None`
@@ -55,8 +54,8 @@ impl PortalGroupFence {
         pending: Option<Instant>,
         settle_at: Instant,
     ) -> Option<Instant> {
-        match &self.unfenced {
-            Some(port) if *port == self.port => {
+        match self.unfenced {
+            Some(port) if port == self.port => {
                 self.unfenced = None;
                 None
             }

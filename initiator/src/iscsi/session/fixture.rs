@@ -1,11 +1,12 @@
 //! Test fixtures for sessions.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use riser_scsi::iscsi::Isid;
 use riser_scsi::iscsi::frame::Digests;
 use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
+use riser_scsi::iscsi::name::IscsiName;
 
 use super::{IscsiSession, SessionConfig};
 use crate::session::Timing;
@@ -44,6 +45,6 @@ pub(crate) fn config() -> SessionConfig {
 
 /// Assumes that the last login was redirected to another host.
 pub(crate) fn redirect(session: &mut IscsiSession) {
-    let address = TargetAddress::parse("192.0.2.2:3260,1");
-    session.fence.set_port(Some(1), address);
+    let address = SocketAddr::from(([192, 0, 2, 2], 3260));
+    session.fence.set_port(Some(1), Some(address));
 }

@@ -39,7 +39,8 @@
 //! in flight to the disk. In this case, we don't start any commands until
 //! [`Timing::settle`](crate::session::Timing::settle) after the login. The same applies if a login
 //! is redirected to another address than the previous one, even if both report the same group,
-//! because the hosts of a cluster may use the same tags; and after the termination of a process
+//! because the hosts of a cluster may use the same tags (a redirection to a host name counts by the
+//! address in use, since a name may have several); and after the termination of a process
 //! whose portal group is unknown.
 //!
 //! # Discovery
@@ -61,10 +62,10 @@ mod task_table;
 mod tasks;
 mod types;
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::login::{ConnectionParams, InitiatorLogin, SessionParams};
-use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::iscsi::text::Collector;
 use riser_scsi::iscsi::{BHS_LEN, Itt, StatSn};
 
@@ -105,6 +106,8 @@ pub struct IscsiSession {
     params: Option<(SessionParams, ConnectionParams)>,
     fence: PortalGroupFence,
     redirection: Redirection,
+    /// Address of the current or last connection.
+    peer: Option<SocketAddr>,
     tasks: TaskTable,
     numbers: SequenceNumbers,
     /// Serial number of the last task-management request, which is a part of its tag.
@@ -139,6 +142,7 @@ impl IscsiSession {
             params: None,
             fence: PortalGroupFence::default(),
             redirection: Redirection::default(),
+            peer: None,
             tasks: TaskTable::new(config.queue_size),
             numbers: SequenceNumbers::new(),
             tmf_serial: 0,
@@ -179,7 +183,7 @@ impl IscsiSession {
     /// Returns the portal group of the last login, if reported by the target, and the address to
     /// which this login was redirected, if any.
     #[must_use]
-    pub fn target_port(&self) -> (Option<u16>, Option<&TargetAddress>) {
+    pub fn target_port(&self) -> (Option<u16>, Option<SocketAddr>) {
         self.fence.port()
     }
 

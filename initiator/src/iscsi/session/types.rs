@@ -133,8 +133,8 @@ pub enum Placement {
 /// An instruction for the session's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Connect to the target's address, or to the address it moved to; then call
-    /// [`IscsiSession::handle_connected`].
+    /// Connect to the target's address, or to the address it moved to: call
+    /// [`IscsiSession::set_peer`], then [`IscsiSession::handle_connected`].
     Connect(Option<TargetAddress>),
     /// Send a PDU without a command's data.
     Send(ControlPdu),

@@ -146,21 +146,29 @@ fn same_portal_group_replays_immediately() {
 #[test]
 fn redirected_login_waits_for_lost_changes() {
     const TEMPORARY: u8 = 1;
-    const STEPS: [(&str, bool); 3] = [
-        ("192.0.2.2", false),
-        ("192.0.2.2", true),
-        ("192.0.2.3", false),
+    // Redirections, the last byte of the connection's address, and whether it is the same host.
+    const STEPS: [(&str, u8, bool); 3] = [
+        ("192.0.2.2", 2, false),
+        ("192.0.2.2", 2, true),
+        ("192.0.2.3", 3, false),
     ];
-    for is_guarded in [false, true] {
+    // A name with two addresses.
+    const NAME: [(&str, u8, bool); 3] = [
+        ("192.0.2.2", 2, false),
+        ("disk.example", 2, true),
+        ("disk.example", 3, false),
+    ];
+    for (is_guarded, steps) in [(false, STEPS), (true, STEPS), (false, NAME)] {
         let mut rig = Rig::connecting(config());
         rig.log_in_at(1, 0);
         rig.session.set_guarded(is_guarded);
         let write = rig.submit(out(512, 0));
         rig.started();
-        for (host, is_same) in STEPS {
+        for (host, last, is_same) in steps {
             rig.lose();
             rig.redirected(TEMPORARY, &format!("{host}:3260,1"));
             rig.connects_to(Some(host));
+            rig.session.set_peer(([192, 0, 2, last], 3260).into());
             rig.log_in_at(1, 0);
             rig.session.release(true, rig.now);
             if !is_same {

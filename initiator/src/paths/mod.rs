@@ -58,6 +58,8 @@
 //!   either. The time starts with the login, since a target that is unresponsive now may still
 //!   execute commands later. In the same group, a login at the portal of another, live path also
 //!   starts it, so that the writes don't wait for a portal that never recovers.
+//! - **Lost sessions at several target ports.** If the session after such a login is lost before the
+//!   time has passed, the time restarts with the next login.
 //! - **A process that replaces a killed process** ([`Paths::recover`]). The outstanding commands of
 //!   the old process are unknown, and so are the target ports of its sessions. So all requests that
 //!   modify or read blocks wait. A login at a path's own portal is a proof for `riserd` only, and

@@ -268,10 +268,11 @@ impl Paths {
             return;
         }
         let last = Proof::At(path.port.clone());
-        path.proof = match path.unfenced && path.proof != last {
+        path.proof = match path.proof {
+            _ if !path.unfenced || path.proof == last => last,
             // Commands lost with another session are still in flight.
-            true => Proof::None,
-            false => last,
+            Proof::At(_) | Proof::Several => Proof::Several,
+            Proof::Own | Proof::None => Proof::None,
         };
         path.unfenced = true;
         // The time restarts at the end of this session.
@@ -283,11 +284,13 @@ impl Paths {
     }
 
     /// Called when a session that was in use has closed. If no login can prove that its commands
-    /// have completed, start the settle time.
+    /// have completed, start the settle time. If several sessions were lost, the next login starts
+    /// it.
     fn plan_settling(&mut self, index: usize, now: Instant) {
         let path = &self.paths[index];
         let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(..)));
-        if !is_provable || !matches!(path.proof, Proof::At(_)) {
+        let needs_login = matches!(path.proof, Proof::At(_) | Proof::Several);
+        if !is_provable || !needs_login {
             self.start_settling(index, now);
         }
     }

@@ -1023,11 +1023,61 @@ fn login_fences_only_sessions_in_group() {
     let second = rig.submit(write(8, 16));
     assert_eq!(rig.started(), [(second, A)]);
     rig.lose(A, &[second]);
-    rig.wait(ms(200));
+    // A target that is unresponsive may execute commands later.
+    rig.wait(ms(20_000));
     rig.activate(A, None);
     assert_eq!(rig.started(), []);
-    rig.wait(ms(15_000));
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
     assert_eq!(rig.started(), [(first, A), (second, A)]);
+}
+
+#[test]
+fn login_by_other_portal_fences_several_sessions() {
+    let mut rig = Rig::live();
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    rig.lose(A, &[lost]);
+    rig.close(A, ConnectError::Unreachable.into());
+    rig.wait(ms(200));
+    let other = Some(PortTag::Group(7, None));
+    for path in [A, B] {
+        if path == B {
+            rig.lose(B, &[]);
+            rig.wait(ms(200));
+        }
+        rig.paths.handle_live(path, other.clone(), rig.now);
+        rig.collect_outputs();
+        rig.check(path, Ok(found(None)));
+    }
+    rig.lose(A, &[]);
+    assert!(rig.saw(&open(A, B)), "{:?}", rig.seen);
+    rig.wait(ms(20_000));
+    assert_eq!(rig.started(), []);
+    rig.paths.handle_live(A, other, rig.now);
+    rig.collect_outputs();
+    rig.close(A, Down::Closed);
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started(), [(lost, B)]);
+}
+
+/// The commands of the killed process block the whole unit, so they don't wait for a login.
+#[test]
+fn takeover_needs_no_login_after_loss() {
+    let mut rig = Rig::new(2);
+    rig.paths.recover(false, rig.now);
+    rig.activate(A, None);
+    rig.activate(B, None);
+    rig.wait(ms(10_000));
+    rig.lose(A, &[]);
+    let write = rig.submit(write(0, 8));
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started(), [(write, B)]);
 }
 
 #[test]

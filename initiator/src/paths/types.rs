@@ -159,8 +159,11 @@ pub(super) enum Proof {
     /// A login through the path's own portal, because the target port of the lost session is
     /// unknown.
     Own,
-    /// None: sessions with several target ports were lost, or a session of a killed process at a
-    /// port to which its login was redirected.
+    /// None: sessions with several target ports were lost. A login shows that the target responds
+    /// again, and starts the settle time.
+    Several,
+    /// None: a session of a killed process was lost, at a port to which its login was redirected or
+    /// together with a later session.
     None,
 }
 
@@ -250,17 +253,20 @@ impl Path {
                 Proof::Own => {
                     is_own && self.is_trusted && !port.is_some_and(PortTag::is_redirected)
                 }
-                Proof::None => false,
+                Proof::Several | Proof::None => false,
             }
     }
 
-    /// Returns whether this target port is in the portal group of the lost session, possibly at
-    /// another address, where the host may not know about that session.
+    /// Returns whether this target port is in the portal group of the lost session, or of the last
+    /// of several, possibly at another address, where the host may not know about that session.
     pub(super) fn is_in_group(&self, port: Option<&PortTag>) -> bool {
-        match (&self.proof, port) {
-            (Proof::At(Some(PortTag::Group(lost, _))), Some(PortTag::Group(group, _))) => {
-                lost == group
-            }
+        let lost = match &self.proof {
+            Proof::At(lost) => lost.as_ref(),
+            Proof::Several => self.port.as_ref(),
+            Proof::Own | Proof::None => None,
+        };
+        match (lost, port) {
+            (Some(PortTag::Group(lost, _)), Some(PortTag::Group(group, _))) => lost == group,
             _ => false,
         }
     }

@@ -105,4 +105,4 @@ pub enum EngineError {
 #[cfg(test)]
 mod fake_target;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -21,7 +21,7 @@ mod hostile_iser;
 mod iscsi;
 mod iser;
 mod liveness;
-pub(super) mod log;
+pub(crate) mod log;
 mod protection;
 mod services;
 pub(super) mod world;

@@ -1,5 +1,6 @@
 //! Paths: opening, checking, loss, fencing, and closing.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use riser_state::become_state;
@@ -35,11 +36,7 @@ impl Paths {
     /// login there starts the settle time.
     fn fence(&self, index: usize) -> Option<usize> {
         let path = &self.paths[index];
-        let behind = Some(PathIndex(index as u8));
-        let is_awaited = path.unfenced
-            && path.settled_at.is_none()
-            && (!path.ghosts.is_empty() || self.requests.iter().any(|(_, r)| r.behind == behind));
-        if !is_awaited {
+        if !path.unfenced || path.settled_at.is_some() || !self.is_awaited(index) {
             return None;
         }
         let is_live = |i: &usize| *i != index && self.paths[*i].stage == Stage::Live;
@@ -48,6 +45,13 @@ impl Paths {
         live.clone()
             .find(|&i| path.is_proved(port(i), false))
             .or_else(|| live.find(|&i| path.is_in_group(port(i))))
+    }
+
+    /// Returns whether any request is waiting for the commands of a path's lost session.
+    fn is_awaited(&self, index: usize) -> bool {
+        let behind = Some(PathIndex(index as u8));
+        !self.paths[index].ghosts.is_empty()
+            || self.requests.iter().any(|(_, r)| r.behind == behind)
     }
 
     /// Called when no request of a lost session can be executed anymore.
@@ -65,16 +69,28 @@ impl Paths {
         if path.is_proved(path.port.as_ref(), true) {
             self.on_fenced(index);
         } else if path.unfenced {
-            self.start_settling(index, now);
+            let redirect = path.port.as_ref().and_then(PortTag::redirect);
+            self.start_settling(index, redirect, now);
         }
     }
 
     /// Called when the commands of a lost session are given time to complete, unless this time has
-    /// already started.
-    fn start_settling(&mut self, index: usize, now: Instant) {
-        let at = now + self.config.timing.settle;
-        let at = *self.paths[index].settled_at.get_or_insert(at);
-        self.arm(at);
+    /// already started. `redirect` is the address to which the login was redirected, if any.
+    fn start_settling(&mut self, index: usize, redirect: Option<SocketAddr>, now: Instant) {
+        if self.paths[index].settled_at.is_some() {
+            return;
+        }
+        let settle = self.config.timing.settle;
+        self.paths[index].settled_at = Some(now + settle);
+        self.arm(now + settle);
+        if self.is_awaited(index) {
+            let path = PathIndex(index as u8);
+            self.outputs.push_back(Output::Settling {
+                path,
+                settle,
+                redirect,
+            });
+        }
     }
 
     /// Takes over from a process with the same initiator ports that exited without logging out: on
@@ -111,7 +127,8 @@ impl Paths {
             if path.is_proved(port.as_ref(), false) {
                 self.on_fenced(index);
             } else if path.is_in_group(port.as_ref()) {
-                self.start_settling(index, now);
+                let redirect = port.as_ref().and_then(PortTag::redirect);
+                self.start_settling(index, redirect, now);
             }
             self.close_path(index);
         }
@@ -291,7 +308,7 @@ impl Paths {
         let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(..)));
         let needs_login = matches!(path.proof, Proof::At(_) | Proof::Several);
         if !is_provable || !needs_login {
-            self.start_settling(index, now);
+            self.start_settling(index, None, now);
         }
     }
 

@@ -680,7 +680,7 @@ fn simulate(seed: u64) {
                         let (block, value) = writes.remove(&request).unwrap();
                         acked.insert(block, value);
                     }
-                    Output::Changed | Output::Event(_) => {}
+                    Output::Changed | Output::Event(_) | Output::Settling { .. } => {}
                 }
             }
         }
@@ -884,6 +884,35 @@ fn redirected_group_fences_after_delay() {
     assert_eq!(rig.started(), [(lost, A)]);
 }
 
+fn settling(redirect: Option<SocketAddr>) -> Output {
+    Output::Settling {
+        path: A,
+        settle: Timing::default().settle,
+        redirect,
+    }
+}
+
+/// Nothing is logged if no request waits.
+#[test]
+fn wait_for_lost_writes_is_reported() {
+    for is_awaited in [false, true] {
+        let mut rig = Rig::new(1);
+        rig.activate(A, None);
+        let lost = rig.submit(write(0, 8));
+        if is_awaited {
+            rig.lose(A, &[lost]);
+        } else {
+            rig.complete_good(lost);
+            rig.lose(A, &[]);
+        }
+        rig.wait(ms(200));
+        rig.paths.handle_live(A, redirected_group(2), rig.now);
+        rig.check(A, Ok(found(None)));
+        let address = SocketAddr::from(([192, 0, 2, 2], 3260));
+        assert_eq!(rig.saw(&settling(Some(address))), is_awaited);
+    }
+}
+
 /// Returns two live paths to the same group. The login of A was redirected, and a write is
 /// outstanding on A.
 fn redirected_write() -> (Rig, RequestId) {
@@ -906,6 +935,7 @@ fn group_at_other_address_fences_after_delay() {
     rig.wait(ms(1_000));
     rig.paths.handle_live(A, GROUP, rig.now);
     rig.collect_outputs();
+    assert!(rig.saw(&settling(None)));
     assert!(rig.saw(&Output::Close(A)));
     rig.close(A, Down::Closed);
     // The portal never returns, and there is no further login through B.

@@ -48,7 +48,14 @@ impl PortTag {
     /// Returns whether the login was redirected to another address.
     #[must_use]
     pub fn is_redirected(&self) -> bool {
-        matches!(self, Self::Group(_, Some(_)) | Self::Port(_, Some(_)))
+        self.redirect().is_some()
+    }
+
+    /// Returns the address to which the login was redirected, if any.
+    pub(super) fn redirect(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Group(_, redirect) | Self::Port(_, redirect) => *redirect,
+        }
     }
 }
 
@@ -111,6 +118,15 @@ pub enum Output {
         request: RequestId,
         /// Path for the request.
         path: PathIndex,
+    },
+    /// Requests wait for the commands of the path's lost session to complete: log this.
+    Settling {
+        /// Path of the lost session.
+        path: PathIndex,
+        /// Time for their completion.
+        settle: Duration,
+        /// Address to which the login that has started this time was redirected, if any.
+        redirect: Option<SocketAddr>,
     },
     /// The request is complete.
     Complete(RequestId, RequestResult),

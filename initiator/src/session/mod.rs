@@ -11,6 +11,7 @@ mod machine;
 mod task_manager;
 mod writes;
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use riser_scsi::lun::WireLun;
@@ -84,6 +85,17 @@ impl Timing {
             settle: Duration::from_secs(15),
         }
     }
+}
+
+/// Returns the log message for a wait for writes of a lost session, after a login that was redirected
+/// to this address, if any.
+pub(crate) fn settle_message(settle: Duration, redirect: Option<SocketAddr>) -> String {
+    let cause = redirect.map(|to| format!(": the login was redirected to {to}"));
+    format!(
+        "waiting {} s for writes of the lost session{}",
+        settle.as_secs(),
+        cause.unwrap_or_default()
+    )
 }
 
 /// An event of a session, for its user.

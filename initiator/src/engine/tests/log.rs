@@ -25,7 +25,7 @@ impl io::Write for Lines {
 
 /// Runs a function and returns its log. We use a global subscriber, because the first use of an
 /// event in another thread without a subscriber could disable it for all threads.
-pub(in crate::engine) fn log_of(run: impl FnOnce()) -> String {
+pub(crate) fn log_of(run: impl FnOnce()) -> String {
     static LOG: Once = Once::new();
     LOG.call_once(|| {
         tracing_subscriber::fmt()

@@ -19,7 +19,9 @@ use riser_state::become_state;
 use super::numbers::SequenceNumbers;
 use super::types::ConnState;
 use super::{IscsiSession, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_TARGETS, Output, TEXT_TAG};
-use crate::session::{ConnectError, Down, IscsiFault, Machine, SessionState, TaskManager};
+use crate::session::{
+    ConnectError, Down, IscsiFault, Machine, SessionState, TaskManager, settle_message,
+};
 
 impl IscsiSession {
     pub(super) fn connect(&mut self, now: Instant) {
@@ -162,8 +164,13 @@ impl IscsiSession {
     /// Called when a login has succeeded: holds requests until the commands of lost sessions have
     /// completed.
     fn settle_lost_commands(&mut self, now: Instant) {
-        let settle_at = now + self.core.settle;
-        self.core.settle_at = self.fence.on_login(self.core.settle_at, settle_at);
+        let pending = self.core.settle_at;
+        self.core.settle_at = self.fence.on_login(pending, now + self.core.settle);
+        if pending.is_none() && self.core.settle_at.is_some() {
+            let target = self.config.target.as_ref().map_or("", IscsiName::as_str);
+            let (_, redirect) = self.fence.port();
+            tracing::warn!(%target, "{}", settle_message(self.core.settle, redirect));
+        }
         match self.core.settle_at {
             Some(at) => self.core.settle_until(at),
             None => {

@@ -24,7 +24,7 @@ use crate::engine::status::SessionStatus;
 use crate::paths::{Access, Output, PathIndex, PathState, Paths, UnitReport, access};
 use crate::request::{RequestError, RequestId, may_change_unit};
 use crate::scsi::{Command, VPD_LEN};
-use crate::session::{Down, Machine};
+use crate::session::{Down, Machine, settle_message};
 use crate::unit::{Check, Evidence};
 
 struct Member {
@@ -350,6 +350,14 @@ impl<E: Env> Driver<E> {
                 if let Some(member) = session.and_then(|key| self.sessions.find(key)) {
                     self.close(member, now);
                 }
+            }
+            Output::Settling {
+                path,
+                settle,
+                redirect,
+            } => {
+                let portal = link.member(path).target.dst;
+                tracing::warn!(%portal, "{}", settle_message(settle, redirect));
             }
             Output::Start { request, path } => self.start_on_path(index, request, path, now),
             Output::Changed => session.status.set_paths(link.machine.views()),

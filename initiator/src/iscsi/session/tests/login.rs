@@ -1,6 +1,7 @@
 //! Tests for logins, redirections and the time before the next login.
 
 use super::*;
+use crate::engine::tests::log::log_of;
 
 #[test]
 fn redirecting_target_recovers_after_outage() {
@@ -180,6 +181,26 @@ fn redirected_login_waits_for_lost_changes() {
             assert_eq!(rig.started().0, write);
         }
     }
+}
+
+#[test]
+fn wait_for_lost_writes_is_logged_once() {
+    let text = log_of(|| {
+        let mut rig = Rig::connecting(config());
+        rig.log_in_at(1, 0);
+        rig.lose_with_a_write();
+        for _ in 0..2 {
+            rig.redirected(1, "192.0.2.2:3260,1");
+            rig.connects_to(Some("192.0.2.2"));
+            rig.session.set_peer(([192, 0, 2, 2], 3260).into());
+            rig.log_in_at(1, 0);
+            rig.lose();
+        }
+    });
+    let waits = "waiting 15 s for writes of the lost session";
+    assert_eq!(text.matches(waits).count(), 1, "{text}");
+    let cause = ": the login was redirected to 192.0.2.2:3260";
+    assert!(text.contains(&format!("{waits}{cause}")), "{text}");
 }
 
 #[test]

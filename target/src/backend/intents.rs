@@ -9,6 +9,7 @@ use std::time::Instant;
 use riser_block::FlushDescriptor;
 use riser_reactor::{Handle, Waker};
 
+use super::lost_flushes;
 use super::open_error::{OpenError, io_error};
 use super::protected::{self, Begin, BitmapPage, IntentLog, Intents};
 use super::store::Store;
@@ -35,8 +36,22 @@ impl Store {
         let own = file.reopen().map_err(error("open it again"))?;
         let header = protected::read_header(&file.handle, self.geometry.block_size)
             .map_err(error("read its header"))?;
-        let recovered = protected::recover(&file.handle, &header, protection)
+        let mut recovered = protected::recover(&file.handle, &header, protection)
             .map_err(error("repair its protection information"))?;
+        #[cfg(test)]
+        {
+            let mut failing = lost_flushes::FAILING_RECOVERIES.lock().unwrap();
+            let found = failing
+                .iter()
+                .position(|path| self.path() == Some(path.as_path()));
+            if let Some(at) = found {
+                failing.swap_remove(at);
+                recovered.flush_failed = Some(libc::EIO);
+            }
+        }
+        if let Some(id) = self.file() {
+            recovered.flush_failed = lost_flushes::add(id, recovered.flush_failed);
+        }
         if recovered.regions > 0 {
             tracing::info!(
                 backend = self.name(),

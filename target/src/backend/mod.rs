@@ -17,6 +17,7 @@
 //! - `hints`: advice if a file cannot be opened, and notes about an open backend.
 //! - `intents`: the thread that writes the intent log of a protected file.
 //! - [`lio`]: converts disks with protection information between LIO's files and ours.
+//! - `lost_flushes`: failed flushes of recoveries that no unit has recorded yet.
 //! - `medium`: opens, locks and measures files and devices. `made`: reverts the changes made on
 //!   disk when doing so.
 //! - `query`: queries size and space on file systems that may not respond.
@@ -54,6 +55,7 @@ mod hints;
 mod inspection;
 mod intents;
 pub mod lio;
+mod lost_flushes;
 mod made;
 mod medium;
 mod medium_faults;

@@ -414,10 +414,12 @@ impl Opening {
 
 #[cfg(test)]
 mod tests {
+    use riser_scsi::config::{Protection, ProtectionType};
     use riser_testkit::eventually;
 
     use super::*;
     use crate::backend::Direct;
+    use crate::backend::lost_flushes::FAILING_RECOVERIES;
     use crate::backend::waiting::is_waiting;
 
     #[test]
@@ -480,6 +482,49 @@ mod tests {
         let error = error.unwrap().unwrap_err();
         assert!(matches!(error, OpenError::Gone { .. }), "{error}");
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn late_open_keeps_lost_flush() {
+        let name = format!("riserd-opening-lost-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let spec = Spec {
+            name: "disk".into(),
+            source: Source::File {
+                path: path.clone(),
+                size: Some(1 << 20),
+                create: true,
+            },
+            block_size: 512,
+            direct: Direct::Off,
+            write_cache: true,
+            read_only: false,
+            protection: Some(Protection::new(ProtectionType::Type1)),
+            faults: None,
+        };
+        let created = Store::open(&spec).unwrap();
+        created.keep();
+        drop(created);
+        let (release, hangs) = channel::<()>();
+        let open = {
+            let spec = spec.clone();
+            move || {
+                let _ = hangs.recv();
+                let path = spec.source.path().unwrap().to_owned();
+                FAILING_RECOVERIES.lock().unwrap().push(path);
+                Store::open(&spec)
+            }
+        };
+        let opening = Opening::start(&path, channel().0, open).unwrap();
+        opening.finish(&path, Instant::now()).unwrap_err();
+        release.send(()).unwrap();
+        eventually("the late one ends", Duration::from_secs(60), || {
+            !is_waiting(&path)
+        });
+        let store = open_in_time(&spec, true).unwrap();
+        let failure = store.flush_failure();
+        assert_eq!(failure.map(|failure| failure.errno), Some(libc::EIO));
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

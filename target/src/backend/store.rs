@@ -21,6 +21,7 @@ use super::file_id::FileId;
 use super::flush::{FlushFailure, FlushFailures, FlushKeeper};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
+use super::lost_flushes;
 use super::made::Made;
 use super::medium::{
     Geometry, Medium, check_mount, file_len, measure_file, open_device, open_file, plain, simulated,
@@ -142,11 +143,11 @@ impl Store {
             }
         })?;
         let mut store = Self::of(spec, medium, geometry, made, host);
+        store.file = store.file_id();
         store.open_intents().inspect_err(|_| store.undo())?;
         for note in &notes {
             tracing::warn!(backend = store.name, "{note}");
         }
-        store.file = store.file_id();
         // Provide this from the start, before the first periodic measurement.
         if let Err(error) = store.measure_space() {
             tracing::debug!(backend = store.name, %error, "cannot measure the free space of a file \
@@ -609,6 +610,11 @@ impl Store {
     /// Keeps the changes made on disk when opening or growing the backend.
     pub fn keep(&self) {
         *self.made() = None;
+        if let (Some(_), Some(file)) = (self.recovery_failure, self.file) {
+            // The unit that is served has the failure, and an administrator can clear it.
+            self.flush();
+            lost_flushes::remove(file);
+        }
     }
 
     /// Returns the previous length of its file in bytes, if it was extended when opening or growing

@@ -921,6 +921,33 @@ fn recovery_records_failed_flush() {
     }
 }
 
+/// The store may be dropped because another part of the change has failed.
+#[test]
+fn lost_flush_outlives_dropped_store() {
+    let dir = Dir::new(&std::env::temp_dir(), "lost-flush");
+    let path = dir.file("lun");
+    let spec = type_1(path.clone());
+    let created = Store::open(&spec).unwrap();
+    created.keep();
+    drop(created);
+    let errno = |store: &Store| store.flush_failure().map(|failure| failure.errno);
+    lost_flushes::FAILING_RECOVERIES.lock().unwrap().push(path);
+    drop(Store::open(&spec).unwrap());
+    let reverted = Store::open(&spec).unwrap();
+    reverted.share_flush_failures(Arc::default());
+    assert_eq!(errno(&reverted), Some(libc::EIO));
+    reverted.undo();
+    drop(reverted);
+    let served = Store::open(&spec).unwrap();
+    served.share_flush_failures(Arc::default());
+    served.keep();
+    assert_eq!(errno(&served), Some(libc::EIO));
+    assert!(served.clear_flush_failure().is_some());
+    drop(served);
+    let store = Store::open(&spec).unwrap();
+    assert_eq!(errno(&store), None);
+}
+
 #[test]
 fn failed_format_keeps_type() {
     let mut disk = Simulated::new(ProtectionType::Type1);

@@ -19,6 +19,9 @@ const PIECE: u64 = 1 << 20;
 /// Number of bits that are cleared at once, because this requires a flush.
 const CLEARED: usize = 256;
 
+/// The page cache ignores a request to drop a part of a large folio, which is not larger than this.
+const FOLIO: u64 = 2 << 20;
+
 /// Maximum number of repaired frames that are listed.
 const LISTED: usize = 8;
 
@@ -119,10 +122,8 @@ impl Recovery<'_> {
     /// Checks the regions of all bits, and clears the bits.
     fn check_all(&mut self, region_size: u64) -> io::Result<()> {
         let len = sys::file_size(self.file)?;
-        // After a failed write-back, the page cache has frames that differ from the medium, which it
-        // would evict later. Check the frames of the medium, and flush later writes before this.
+        // Cached frames can only be dropped when they are on the medium.
         self.flush();
-        sys::drop_cached(self.file, 0, len);
         let mut checked = Vec::new();
         for bit in 0..BITS {
             if self.bitmap[(bit / 8) as usize] & 1 << (bit % 8) == 0 {
@@ -183,6 +184,13 @@ impl Recovery<'_> {
     fn check_regions(&mut self, regions: impl Iterator<Item = Range<u64>>) -> io::Result<bool> {
         let before = self.recovered.unreadable;
         for region in regions {
+            // After a failed write-back, the page cache has frames that differ from the medium, which
+            // it would evict later. Check the frames of the medium. Cached frames of other regions
+            // remain.
+            let frame = self.layout.frame();
+            let start = region.start.saturating_sub(frame) / FOLIO * FOLIO;
+            let end = (region.end + frame).next_multiple_of(FOLIO);
+            sys::drop_cached(self.file, start, end - start);
             self.check(region)?;
             self.recovered.regions += 1;
         }
@@ -347,6 +355,22 @@ mod tests {
         file.disk().fail_write_back(libc::EIO, |_| true);
         let recovered = recover(&file, &header, protection).unwrap();
         assert_eq!(recovered.listed, lbas);
+    }
+
+    #[test]
+    fn other_regions_remain_cached() {
+        let (file, header, _) = torn();
+        sys::write_at(&file, &[0b001], PAGE as u64).unwrap();
+        file.disk().flush();
+        let far = REGION + FOLIO;
+        // Cached sectors can only be observed after a failed write-back.
+        for at in [REGION - 512, REGION + 512, far] {
+            sys::write_at(&file, &[3], at).unwrap();
+        }
+        file.disk().fail_write_back(libc::EIO, |_| true);
+        let protection = Protection::new(ProtectionType::Type1);
+        recover(&file, &header, protection).unwrap();
+        assert_eq!(file.disk().drop_cache(), [far / 512]);
     }
 
     #[test]

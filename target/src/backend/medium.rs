@@ -20,6 +20,7 @@ use super::open_error::{OpenError, io_error};
 use super::protected::{self, Header, Layout};
 use super::ram::Ram;
 use super::sys::{self, Lock};
+use super::threads::has_thread;
 use crate::holder;
 use crate::patience;
 
@@ -93,6 +94,7 @@ fn until_free<T>(
     patience::until_free(attempt)?.ok_or_else(|| OpenError::Locked {
         path: path.to_owned(),
         holder: holder::of_file(path),
+        is_accessed: has_thread(&path.display().to_string()),
         file: file.and_then(|file| FileId::of(file).ok()),
     })
 }

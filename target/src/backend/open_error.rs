@@ -48,15 +48,21 @@ pub enum OpenError {
     },
     /// In use by another process, or by another backend of this process.
     #[error(
-        "{}: is in use: {} holds its lock",
+        "{}: is in use: {}",
         path.display(),
-        holder.as_ref().map_or("another backend or another program".to_owned(), ToString::to_string)
+        match holder {
+            Some(holder) => format!("{holder} holds its lock"),
+            None if *is_accessed => "a thread of riserd is still accessing it".to_owned(),
+            None => "another backend or another program holds its lock".to_owned(),
+        }
     )]
     Locked {
         /// Path of the backend.
         path: PathBuf,
         /// The process that has opened the file, if this is known.
         holder: Option<Holder>,
+        /// A thread of this process is accessing it, for example to flush a backend that was removed.
+        is_accessed: bool,
         /// The file, if it is one.
         file: Option<FileId>,
     },

@@ -342,7 +342,7 @@ impl Opening {
         let (sender, result) = channel();
         let is_late = Arc::new(Mutex::new(false));
         let spawned = thread::Builder::new().name("open".into()).spawn({
-            let entry = Entry::new(path.display().to_string());
+            let entry = Entry::opening(path.display().to_string());
             let (mark, is_late) = (mark.clone(), Arc::clone(&is_late));
             move || {
                 let _waker = Waker(wake);

@@ -1095,6 +1095,20 @@ fn file_lock_excludes_second_store() {
     assert!(matches!(Store::open(&s), Err(OpenError::Locked { .. })));
 }
 
+/// The thread of a removed backend is not another program.
+#[test]
+fn lock_error_reports_own_thread() {
+    let dir = Dir::new(&std::env::temp_dir(), "own-lock");
+    let spec = spec(file(dir.file("lun"), 1 << 20));
+    let store = Store::open(&spec).unwrap();
+    let error = || open_in_time(&spec, true).unwrap_err().to_string();
+    assert!(error().contains("another backend or another program"));
+    let entry = store.list_thread();
+    let expected = "is in use: a thread of riserd is still accessing it";
+    assert!(error().ends_with(expected), "{}", error());
+    drop(entry);
+}
+
 /// As after a kill, because the kernel closes the files of a ring some time after the process has
 /// exited.
 fn a_store_is_waited_for(s: &Spec) {

@@ -18,27 +18,40 @@ use riser_reactor::Threads;
 /// Polling interval of [`check_threads`].
 const POLL: Duration = Duration::from_millis(1);
 
-/// Active threads by number, with the label of the backend and their start time.
-static ACTIVE: LazyLock<Mutex<BTreeMap<u64, (String, Instant)>>> = LazyLock::new(Mutex::default);
+/// An active thread.
+#[derive(Debug)]
+struct Active {
+    /// Label of the backend.
+    label: String,
+    since: Instant,
+    /// It opens the backend, which is not served yet.
+    is_opening: bool,
+}
+
+/// Active threads by number.
+static ACTIVE: LazyLock<Mutex<BTreeMap<u64, Active>>> = LazyLock::new(Mutex::default);
 
 /// Number of the next thread.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// Updates cannot be partial, so ignore poisoning.
-fn active() -> MutexGuard<'static, BTreeMap<u64, (String, Instant)>> {
+fn active() -> MutexGuard<'static, BTreeMap<u64, Active>> {
     ACTIVE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the label of the backend with the oldest thread, and its start time. Until it exits, this
 /// program cannot be replaced by another one.
 pub(crate) fn oldest_thread() -> Option<(String, Instant)> {
-    active().first_key_value().map(|(_, entry)| entry.clone())
+    let active = active();
+    let (_, thread) = active.first_key_value()?;
+    Some((thread.label.clone(), thread.since))
 }
 
-/// Returns whether a backend with this label has a thread.
-#[cfg(test)]
+/// Returns whether a backend with this label has a thread, except for a thread that opens it.
 pub(super) fn has_thread(label: &str) -> bool {
-    active().values().any(|(of, _)| of == label)
+    let active = active();
+    let mut threads = active.values();
+    threads.any(|thread| thread.label == label && !thread.is_opening)
 }
 
 /// Waits up to `patience` for all threads to exit. Otherwise, `execve(2)` would block until they
@@ -66,8 +79,22 @@ impl Entry {
     /// Adds a thread of this backend. Before it drops the entry, the thread must drop its files or
     /// pass them to another thread.
     pub(super) fn new(label: String) -> Self {
+        Self::add(label, false)
+    }
+
+    /// Same as [`Self::new`], for the thread that opens the backend.
+    pub(super) fn opening(label: String) -> Self {
+        Self::add(label, true)
+    }
+
+    fn add(label: String, is_opening: bool) -> Self {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        active().insert(number, (label, Instant::now()));
+        let thread = Active {
+            label,
+            since: Instant::now(),
+            is_opening,
+        };
+        active().insert(number, thread);
         Self(number)
     }
 }

@@ -191,6 +191,7 @@ mod tests {
             source: OpenError::Locked {
                 path: "disk.img".into(),
                 holder: None,
+                is_accessed: false,
                 file: None,
             },
         }

@@ -19,6 +19,8 @@ use riser_block::FlushRecord;
 use riser_reactor::{Spawned, Threads};
 use riser_scsi::config::Identity;
 
+use super::threads::Entry;
+
 /// Acknowledged writes of a backend did not reach the medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlushFailure {
@@ -157,14 +159,25 @@ impl FlushFailures {
         loaded
     }
 
-    /// Stores the first failure. Returns true if this is the first one.
-    pub(super) fn fail(&self, errno: i32, at: SystemTime, threads: &dyn Threads) -> bool {
+    /// Stores the first failure. Returns true if this is the first one. The entry lists the thread
+    /// that saves it.
+    pub(super) fn fail(
+        &self,
+        errno: i32,
+        at: SystemTime,
+        threads: &dyn Threads,
+        entry: Option<Entry>,
+    ) -> bool {
         if !lock(&self.inner.record).record(FlushFailure { errno, at }) {
             return false;
         }
         // The thread may outlive the store, so it owns a reference to its state.
         let inner = Arc::clone(&self.inner);
-        match threads.spawn("flush-failure", Box::new(move || inner.save())) {
+        let save = move || {
+            inner.save();
+            drop(entry);
+        };
+        match threads.spawn("flush-failure", Box::new(save)) {
             Ok(saver) => *lock(&self.saver) = Some(saver),
             Err(error) => {
                 tracing::error!(%error, "cannot start a thread to save a failed flush");

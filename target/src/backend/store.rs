@@ -538,7 +538,8 @@ impl Store {
     fn record_recovery(&self, failures: &FlushFailures) {
         if let Some(errno) = self.recovery_failure {
             let host = &self.host;
-            failures.fail(errno, host.date(Instant::now()), host.threads());
+            let date = host.date(Instant::now());
+            failures.fail(errno, date, host.threads(), self.list_thread());
         }
     }
 
@@ -596,7 +597,10 @@ impl Store {
     pub(crate) fn on_flush_failed(&self, errno: i32, now: Instant) {
         self.keep_intents();
         let host = &self.host;
-        if self.flush().fail(errno, host.date(now), host.threads()) {
+        let date = host.date(now);
+        // Until the failure is saved, this program must not be replaced by another one.
+        let entry = self.list_thread();
+        if self.flush().fail(errno, date, host.threads(), entry) {
             let error = io::Error::from_raw_os_error(errno);
             tracing::error!(
                 backend = self.name,
@@ -607,7 +611,7 @@ impl Store {
         }
     }
 
-    /// Keeps the changes made on disk when opening or growing the backend.
+    /// Keeps the changes made on disk when opening or growing the backend, because it is served now.
     pub fn keep(&self) {
         *self.made() = None;
         if let (Some(_), Some(file)) = (self.recovery_failure, self.file) {

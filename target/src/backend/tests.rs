@@ -514,6 +514,37 @@ impl FlushKeeper for LastUser {
     }
 }
 
+/// Saves failures as soon as the sender is dropped.
+#[derive(Debug)]
+struct SlowKeeper(std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl FlushKeeper for SlowKeeper {
+    fn load(&self, _: &Identity) -> io::Result<Option<FlushFailure>> {
+        Ok(None)
+    }
+
+    fn save(&self, _: &Identity, _: Option<&FlushFailure>) -> io::Result<()> {
+        let _ = self.0.lock().unwrap().recv();
+        Ok(())
+    }
+}
+
+#[test]
+fn flush_failure_is_saved_by_listed_thread() {
+    let dir = Dir::new(&std::env::temp_dir(), "saved-failure");
+    let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
+    let (resume, blocked) = std::sync::mpsc::channel();
+    let keeper = Arc::new(SlowKeeper(std::sync::Mutex::new(blocked)));
+    let identity = crate::fixture::unit_config(1).identity;
+    store.keep_flush_failures(keeper, &identity, Instant::now());
+    store.on_flush_failed(libc::EIO, Instant::now());
+    assert!(threads::has_thread(store.label()));
+    drop(resume);
+    eventually("the failure is saved", Duration::from_secs(60), || {
+        !threads::has_thread(store.label())
+    });
+}
+
 /// The kernel may write back gigabytes when a file is closed.
 #[test]
 fn detached_store_closes_on_other_thread() {

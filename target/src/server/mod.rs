@@ -89,6 +89,9 @@ const LAST_IO: Duration = Duration::from_secs(60);
 /// Time for threads to exit after a failed shutdown.
 const LAST_EXIT: Duration = Duration::from_secs(5);
 
+/// Time to wait for threads that access files of backends during the shutdown.
+const LAST_THREADS: Duration = Duration::from_secs(3);
+
 /// An error when starting, changing or stopping a server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {

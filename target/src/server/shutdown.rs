@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::mpsc::TryRecvError;
 use std::time::Instant;
 
-use super::{LAST_EXIT, LAST_IO, PATIENCE, Server, ServerError};
-use crate::backend::close_all;
+use super::{LAST_EXIT, LAST_IO, LAST_THREADS, PATIENCE, Server, ServerError};
+use crate::backend::{check_threads, close_all};
 use crate::worker::Report;
 use crate::worker::mail::Mail;
 
@@ -142,6 +142,10 @@ impl Server {
         };
         let until = result.is_err().then(|| Instant::now() + LAST_EXIT);
         self.workers.abandon(until);
+        // A thread of a removed backend may receive the error of a failed flush.
+        if let Err(error) = check_threads(LAST_THREADS) {
+            tracing::warn!(%error, "a backend is still in use at exit: a failed flush may be lost");
+        }
         // If the process exits before a flush failure is stored, the next start would trust the
         // disk.
         self.builder.wait_flush_failures_saved();

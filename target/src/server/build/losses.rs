@@ -548,6 +548,33 @@ fn removed_disk_saves_flush_failure_at_shutdown() {
     assert!(flushes.saved.load(Ordering::Relaxed));
 }
 
+/// The thread of a removed disk receives the error of a failed flush during the shutdown.
+#[test]
+fn shutdown_waits_for_removed_disk() {
+    let dir = Dir::new("failed-removing");
+    fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+    let config = disk(&dir.0, "");
+    let flushes = Arc::new(FullFlushes::default());
+    let keepers = Keepers {
+        flushes: Some(flushes.clone()),
+        ..Keepers::default()
+    };
+    let mut server = start(&config, &keepers);
+    let store = Arc::clone(server.builder.open().next().unwrap().1);
+    let entry = store.list_thread();
+    let mut without = config.clone();
+    without.targets[0].luns.clear();
+    server.change(without).unwrap();
+    let thread = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(700));
+        store.on_flush_failed(libc::EIO, Instant::now());
+        drop(entry);
+    });
+    server.shutdown().unwrap();
+    assert!(flushes.saved.load(Ordering::Relaxed));
+    thread.join().unwrap();
+}
+
 /// Returns whether the cache of a disk is still valid if its file was locked at startup.
 /// `meanwhile` is called before the file is opened.
 fn keeps_cache(

@@ -388,9 +388,13 @@ impl Config {
     /// Returns whether the medium can be formatted with this type of protection information, or
     /// without protection.
     pub(crate) fn allows_format(&self, protection_type: Option<ProtectionType>) -> bool {
+        self.stores_protection_type() || self.initial_protection_type() == protection_type
+    }
+
+    /// Returns whether the type of the protection information is stored on the medium.
+    pub(crate) fn stores_protection_type(&self) -> bool {
         let is_changeable = matches!(self.protection_format, ProtectionFormat::Changeable(_));
-        (self.protection.is_some() && is_changeable)
-            || self.initial_protection_type() == protection_type
+        self.protection.is_some() && is_changeable
     }
 
     /// Returns whether this is thin provisioned.

@@ -158,13 +158,11 @@ impl Steps for FormatUnit {
                 Ok(self.erase(context.lu, protection_type))
             }
             FormatStage::Erasing(protection_type) => {
-                let current = context
-                    .lu
-                    .protection()
-                    .map(|current| current.protection_type);
-                if current == protection_type {
+                if !context.lu.config().stores_protection_type() {
                     return Ok(Next::Respond(DataIn::None));
                 }
+                // Store the current type as well, because it may not be on the medium after a
+                // failed format.
                 self.stage = FormatStage::Changing;
                 Ok(Next::Block(BlockOp::ChangeProtection(ProtectionChange {
                     protection_type,

@@ -67,7 +67,8 @@ impl Store {
                     backend = self.name(),
                     %error,
                     "cannot restore the protection type in the file: after a restart, blocks may fail \
-                     their checks until the unit is formatted again"
+                     their checks; clear the failed flush (riserd clear-flush-failure), and then format \
+                     the unit again"
                 );
                 // Initiators must not consider their next writes as durable.
                 let errno = error.raw_os_error().unwrap_or(libc::EIO);

@@ -6,7 +6,7 @@ use super::{INVALID_FIELD, TYPES, filled, long, protection, sixteen, ten, unit};
 use crate::config::{BlockSize, Config, ProtectionFormat, ProtectionType};
 use crate::opcode::Opcode;
 use crate::protection::ProtectionChange;
-use crate::step::{BackendError, Status, TaskAttribute};
+use crate::step::{BackendError, BlockOp, Status, TaskAttribute};
 use crate::task::{Blocks, Footprint};
 use crate::tests::{A, B, Outcome, Rig, config};
 
@@ -118,6 +118,18 @@ fn format_notifies_other_nexuses_of_change() {
     // The second one does not change the type.
     rig.send(&format(0b10)).good();
     rig.run(B, &[0; 6], &[], 0).good();
+}
+
+/// A failed format may have left another type on the medium.
+#[test]
+fn format_stores_same_type_again() {
+    let current = Some(ProtectionType::Type1);
+    let outcome = Rig::with(changeable(current)).send(&format(0b10)).good();
+    let stored = outcome.ops.last().map(|op| match op {
+        BlockOp::ChangeProtection(change) => change.protection_type,
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(stored, Some(current));
 }
 
 #[test]

@@ -971,6 +971,16 @@ fn unrestored_header_fails_flushes() {
     assert_eq!(failure.map(|failure| failure.errno), Some(libc::EIO));
     let flush = disk.flush();
     assert!(matches!(flush, StepResult::Failed(_)), "{flush:?}");
+    // The header is replaced on the medium when the unit is formatted with the same type.
+    assert!(disk.store.clear_flush_failure().is_some());
+    disk.store
+        .set_protection_type(Some(ProtectionType::Type1))
+        .unwrap();
+    assert_eq!(disk.disk.dirty(), []);
+    disk.disk.drop_cache();
+    disk.reopen();
+    let protection = disk.store.protection().unwrap();
+    assert_eq!(protection.protection_type, ProtectionType::Type1);
 }
 
 /// A step of a load that may be interrupted by a power failure.

@@ -59,7 +59,15 @@ impl Store {
             protection_type,
             ..previous
         };
-        if let Err(error) = protected::write_header(&file.handle, &header) {
+        let written = sys::write_at(&file.handle, &header.encode(), 0);
+        // For example, the file system is full.
+        if written.is_err()
+            && let Ok(found) = protected::read_header(&file.handle, self.geometry.block_size)
+            && found == previous
+        {
+            return written;
+        }
+        if let Err(error) = written.and_then(|()| sys::sync_data(&file.handle)) {
             // Blocks that are written with the current type may not match the new type, which
             // the next start would read from the file.
             if let Err(error) = protected::write_header(&file.handle, &previous) {

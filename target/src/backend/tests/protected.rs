@@ -960,6 +960,29 @@ fn failed_format_keeps_type() {
     assert_eq!(protection.protection_type, ProtectionType::Type1);
 }
 
+/// The file refuses writes, as if its file system were full.
+#[test]
+fn refused_header_fails_no_flush() {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let mut file = File::from(memfd_create("header", flags).unwrap());
+    let header = Header::new(512, Some(ProtectionType::Type1));
+    file.write_all(&header.encode()).unwrap();
+    file.set_len(FIRST + 128 * 520).unwrap();
+    let source = Source::File {
+        path: format!("/proc/self/fd/{}", file.as_raw_fd()).into(),
+        size: None,
+        create: false,
+    };
+    let store = Store::open(&protected(source, ProtectionType::Type1)).unwrap();
+    fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
+    let error = store.set_protection_type(None).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+    assert_eq!(store.flush_failure(), None);
+    let current = store.protection().map(|current| current.protection_type);
+    assert_eq!(current, Some(ProtectionType::Type1));
+}
+
 #[test]
 fn unrestored_header_fails_flushes() {
     let mut disk = Simulated::new(ProtectionType::Type1);

@@ -260,6 +260,7 @@ impl Target {
             return Err(OpenError::Locked {
                 path: path(),
                 holder: None,
+                is_accessed: true,
                 file: None,
             });
         }

@@ -153,7 +153,7 @@ impl Store {
         if let Some(intents) = &self.intents
             && intents.log.begin_clear(None)
         {
-            self.perform_attempts(intents, now);
+            intents.update(self, now);
         }
     }
 
@@ -163,7 +163,7 @@ impl Store {
         let (store, entry) = (Arc::clone(self), self.list_thread());
         let run = move || {
             if let Some(intents) = &store.intents {
-                store.perform_attempts(intents, now);
+                intents.update(&store, now);
             }
             drop(store);
             drop(entry);
@@ -173,50 +173,48 @@ impl Store {
             intents.perform_attempts(|_| Err(errno(&error)), |_| ());
         }
     }
+}
 
-    fn perform_attempts(&self, intents: &Intents, now: Instant) {
-        let attempt = |pages: &[BitmapPage]| self.record_intents(intents, pages, now);
+impl Intents {
+    /// Performs all attempts for this store. Blocks if the file system does not respond.
+    fn update(&self, store: &Store, now: Instant) {
+        let attempt = |pages: &[BitmapPage]| self.record(store, pages, now);
         let clear = |pages: &[BitmapPage]| {
             // If this fails, the next recovery checks more frames than necessary.
-            if let Err(error) = write_pages(&self.intent_file(intents, now), pages) {
-                tracing::debug!(backend = self.name(), %error, "cannot clear the intent log");
+            if let Err(error) = write_pages(&self.current_file(store, now), pages) {
+                tracing::debug!(backend = store.name(), %error, "cannot clear the intent log");
             }
         };
-        intents.perform_attempts(attempt, clear);
+        self.perform_attempts(attempt, clear);
     }
 
     /// Writes pages and flushes the file. Returns whether all data that was written before is
     /// durable as well. A failed flush may be due to data of initiators.
-    fn record_intents(
-        &self,
-        intents: &Intents,
-        pages: &[BitmapPage],
-        now: Instant,
-    ) -> Result<bool, i32> {
-        let file = self.intent_file(intents, now);
+    fn record(&self, store: &Store, pages: &[BitmapPage], now: Instant) -> Result<bool, i32> {
+        let file = self.current_file(store, now);
         write_pages(&file, pages).map_err(|error| errno(&error))?;
         sys::sync_data(&file).map_err(|error| {
-            self.on_flush_failed(errno(&error), now);
+            store.on_flush_failed(errno(&error), now);
             errno(&error)
         })?;
-        Ok(self.flush_failure().is_none())
+        Ok(store.flush_failure().is_none())
     }
 
     /// Returns the descriptor of the log. After a flush failure was cleared, the previous descriptor
     /// may still report it.
-    fn intent_file(&self, intents: &Intents, now: Instant) -> Handle {
+    fn current_file(&self, store: &Store, now: Instant) -> Handle {
         // The value is replaced as a whole, so ignore poisoning.
-        let mut file = intents.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let clears = self.flush_clears();
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let clears = store.flush_clears();
         if file.is_outdated(clears)
-            && let Some(open) = self.open_file()
+            && let Some(open) = store.open_file()
             && let Ok(renewed) = open.reopen()
         {
             drop(file.renew(Some(renewed), false, clears));
             // A durable write has received an error that the kernel may not report to the new
             // descriptor, so a flush by this thread would succeed before the error is recorded.
             if open.flush_checks.is_active() {
-                self.on_flush_failed(libc::EIO, now);
+                store.on_flush_failed(libc::EIO, now);
             }
         }
         file.handle().expect("the file is open").clone()

@@ -33,6 +33,8 @@ pub(super) struct Library {
     comp_fd: RawFd,
     /// Posted work requests in order, using the library's numbers.
     pub(super) posted: Vec<u64>,
+    /// For each send of a posted list, whether it is signaled.
+    pub(super) signaled: Vec<bool>,
     /// Length of each posted list.
     pub(super) lists: Vec<usize>,
     /// Number of requests that can still be posted. The next request after that will be reported as
@@ -130,7 +132,13 @@ unsafe extern "C" fn post_send(
     bad: *mut *mut ibv_send_wr,
 ) -> c_int {
     // SAFETY: the provider passes a null-terminated list.
-    unsafe { post(wr, bad, |wr| ((*wr).wr_id, (*wr).next)) }
+    unsafe {
+        post(wr, bad, |wr| {
+            let is_signaled = (*wr).send_flags & IBV_SEND_SIGNALED != 0;
+            library(|library| library.signaled.push(is_signaled));
+            ((*wr).wr_id, (*wr).next)
+        })
+    }
 }
 
 unsafe extern "C" fn post_recv(

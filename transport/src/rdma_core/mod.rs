@@ -36,6 +36,9 @@
 //! - For any [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index), we use the local GID of the
 //!   address that the device was opened with.
 //! - Unbinding a type 1 window requires a valid region, because several libraries read its key.
+//! - On iWARP adapters, unsignaled SENDs and WRITEs of 4 KiB or more are signaled in the device, and
+//!   their completions are not reported. A completion queue needs an entry for each of them. This
+//!   ensures that `siw` doesn't send memory that was changed after a subsequent completion.
 //! - If a device is unplugged, the application must close it, because `rdma_rxe` waits for this. It
 //!   also waits if all users in this process have closed the device *before* it is unplugged,
 //!   because librdmacm keeps it open. In this case, the only solution is to exit the process.

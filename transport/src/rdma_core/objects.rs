@@ -51,6 +51,8 @@ pub(super) struct Slot {
     /// Queue used for this request. Requests in a queue complete in order, so this determines which
     /// of them have completed.
     pub(super) queue: SlotQueue,
+    /// Set if only the provider signals this request. Its successful completion is not reported.
+    pub(super) is_quiet: bool,
 }
 
 /// Queue used for a request.

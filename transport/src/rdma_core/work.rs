@@ -17,6 +17,9 @@ use crate::rc::recv_queue::message_len;
 use crate::rc::send_queue::check_shape;
 use crate::verbs::*;
 
+/// Minimum length of unsignaled requests that siw sends without a copy (a page).
+const SIW_IN_PLACE: u32 = 4096;
+
 /// Invalid QP handle, because generations start at 1.
 const GONE: QpId = QpId(Handle::new(0, 0));
 
@@ -89,6 +92,7 @@ impl RdmaCoreDevice {
             wr_id: wr.wr_id,
             opcode: WcOpcode::BindMw,
             queue: SlotQueue::Send(qp),
+            is_quiet: false,
         };
         let slot = self.slots.insert(slot).map_err(|_| PostReason::QueueFull)?;
         theirs.wr_id = pack(slot.0);
@@ -211,21 +215,36 @@ impl RdmaCoreDevice {
         let theirs = self.send_wr(init, wr)?;
         let before = scratch.sges.len();
         self.push_sges(wr, init, scratch)?;
+        let is_quiet = self.is_sent_in_place(wr)?;
         // Create the slot last, so that we don't leak it if there is an error.
         let slot = Slot {
             wr_id: wr.wr_id,
             opcode: wr.op.wc_opcode(),
             queue: SlotQueue::Send(qp),
+            is_quiet,
         };
         let slot = self.slots.insert(slot).map_err(|_| PostReason::QueueFull)?;
         scratch.slots.push(slot);
         scratch.sends.push(ibv_send_wr {
             wr_id: pack(slot.0),
             num_sge: (scratch.sges.len() - before) as i32,
-            send_flags: convert::send_flags(wr),
+            send_flags: match is_quiet {
+                true => convert::send_flags(wr) | IBV_SEND_SIGNALED,
+                false => convert::send_flags(wr),
+            },
             ..theirs
         });
         Ok(())
+    }
+
+    /// Returns whether siw would send this request from the caller's memory. TCP then reads the
+    /// memory after subsequent requests have completed, possibly as late as the peer, and the
+    /// caller may already have overwritten it. siw copies the data of signaled requests.
+    fn is_sent_in_place(&self, wr: &SendWr<'_>) -> Result<bool, PostReason> {
+        Ok(self.attr.registered_reads
+            && !wr.flags.contains(SendFlags::SIGNALED)
+            && matches!(wr.op.wc_opcode(), WcOpcode::Send | WcOpcode::Write)
+            && message_len(wr.sges)? >= SIW_IN_PLACE)
     }
 
     fn push_sges(
@@ -423,6 +442,7 @@ impl RdmaCoreDevice {
                 wr_id: wr.wr_id,
                 opcode: WcOpcode::Recv,
                 queue,
+                is_quiet: false,
             };
             let slot = message_len(wr.sges)
                 .and_then(|_| self.slots.insert(slot).map_err(|_| PostReason::QueueFull));
@@ -509,7 +529,7 @@ impl RdmaCoreDevice {
     }
 
     /// Converts a completion. This will return `None` if the QP, and therefore the request, has
-    /// been destroyed.
+    /// been destroyed, or if the caller didn't signal the request.
     fn completion(&mut self, wc: &ibv_wc) -> Option<Completion> {
         let id = SlotId(unpack(wc.wr_id));
         let slot = self.slots.remove(id).ok()?;
@@ -545,6 +565,9 @@ impl RdmaCoreDevice {
         };
         // If the request has failed, only the number, status and QP are valid (ibv_poll_cq(3)).
         let ok = wc.status == IBV_WC_SUCCESS;
+        if ok && slot.is_quiet {
+            return None;
+        }
         let has = |flag| ok && wc.wc_flags & flag != 0;
         // SAFETY: both union fields are plain 32-bit numbers. The flags indicate which one to use.
         let (imm, key) = unsafe {
@@ -700,6 +723,37 @@ mod tests {
         assert_eq!(poll_ids(&mut device, cq), [3]);
         assert_eq!(device.slots.len(), 2, "the WRITE is complete as well");
         device.fake_completion(cq, posted[1]);
+        assert_eq!(poll_ids(&mut device, cq), [1]);
+        assert_eq!(device.slots.len(), 0);
+    }
+
+    #[test]
+    fn iwarp_signals_large_writes_silently() {
+        let mut device = RdmaCoreDevice::fake();
+        device.attr.registered_reads = true;
+        let (cq, qp) = device.fake_queues();
+        let lkey = LKey(1);
+        let sges = [4095, 4096].map(|length| Sge {
+            addr: 0,
+            length,
+            lkey,
+        });
+        let list = [0, 1, 1].map(|at| SendWr {
+            sges: &sges[at..=at],
+            ..write(at as u64, SendFlags::empty())
+        });
+        device.post_send(qp, &list).unwrap();
+        assert_eq!(library(|l| l.signaled.clone()), [false, true, true]);
+        let posted = library(|library| library.posted.clone());
+        device.fake_completion(cq, posted[1]);
+        assert_eq!(poll_ids(&mut device, cq), [0; 0]);
+        assert_eq!(device.slots.len(), 1, "the first is complete as well");
+        // Failures are reported as for any unsignaled request.
+        let failure = ibv_wc {
+            status: IBV_WC_WR_FLUSH_ERR,
+            ..completion(posted[2])
+        };
+        device.fake_end(cq, failure);
         assert_eq!(poll_ids(&mut device, cq), [1]);
         assert_eq!(device.slots.len(), 0);
     }

@@ -438,14 +438,9 @@ fn open_shm(
 
 fn open_on_host(addr: IpAddr, slot: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
     let device = RdmaCoreDevice::open(addr)?;
-    let attr = device.device_attr();
-    if attr.registered_reads {
-        let name = attr.name.clone();
-        return Err(ServerError::IwarpAdapter { addr, name });
-    }
     // This does not mean that we can listen on it. That is checked later, and retried every few
     // seconds.
-    tracing::debug!(%addr, device = %attr.name, "opened an RDMA device");
+    tracing::debug!(%addr, device = %device.device_attr().name, "opened an RDMA device");
     let device = Opened::RdmaCore(Box::new(device));
     acquired.parts[0].devices.push((slot, device));
     acquired.slots.fill(slot, 1);

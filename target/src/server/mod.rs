@@ -159,17 +159,6 @@ pub enum ServerError {
     /// An RDMA device of the host cannot be opened.
     #[error(transparent)]
     RdmaCore(#[from] riser_transport::rdma_core::OpenError),
-    /// The device at this address is an iWARP adapter.
-    #[error(
-        "unsupported device {name} at {addr}: riserd does not serve on iWARP adapters, because reads \
-         through siw returned wrong blocks; use provider: iwarp"
-    )]
-    IwarpAdapter {
-        /// The address.
-        addr: IpAddr,
-        /// Name of the device.
-        name: String,
-    },
     /// A device from a previous configuration has not been closed.
     #[error("the device at {0} is still being closed; try again")]
     Closing(IpAddr),

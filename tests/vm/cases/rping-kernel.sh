@@ -25,11 +25,6 @@ as_server() { # our address, size, count
     ended $server
 }
 
-for size in 64:2000 65535:100; do
-    at_once "as_client 10.99.0.1 10.99.0.2 ${size/:/ }" "as_server 10.99.0.3 ${size/:/ }" \
-        "as_client fd99::1 fd99::2 ${size/:/ }" "as_server fd99::3 ${size/:/ }"
-done
-
 # The kernel replies with an MRA to a repeated REQ or REP that its program has not processed yet. A stopped
 # program processes nothing.
 sent_mras() { # count
@@ -63,6 +58,11 @@ wait_for 30 sent_mras $((after_req + 1))
 kill -CONT $CLIENT
 wait $CLIENT || fail "rping failed after an MRA"
 ended $SERVER
+
+for size in 64:2000 65535:100; do
+    at_once "as_client 10.99.0.1 10.99.0.2 ${size/:/ }" "as_server 10.99.0.3 ${size/:/ }" \
+        "as_client fd99::1 fd99::2 ${size/:/ }" "as_server fd99::3 ${size/:/ }"
+done
 
 end_capture
 # Prints the number of captured MRAs for a message: CM MADs (class 7) with attribute 0x11, over IPv4.

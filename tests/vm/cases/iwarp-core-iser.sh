@@ -43,9 +43,12 @@ wait_for 10 no_objects
 # The connection ends while data are written.
 iscsi_login
 fio --name=cut --filename="$DISK" --size=32m --rw=randwrite --bs=64k --direct=1 --ioengine=libaio --iodepth=16 \
-    --time_based --runtime=60 --output="$KEEP/fio-cut.txt" &
+    --time_based --runtime=60 --allow_file_create=0 --output="$KEEP/fio-cut.txt" &
 LOAD=$!
-sleep 5
+has_writes() {
+    [ "$(awk '{ print $5 }' "/sys/block/${DISK#/dev/}/stat")" -gt 100 ]
+}
+wait_for 60 has_writes
 iscsiadm -m node -T $IQN -u || true
 wait_for 30 no_disk
 wait "$LOAD" || true

@@ -43,6 +43,16 @@ fn atomic(remote: RemoteAddr, compare_add: u64, swap: u64) -> ibv_send_wr__bindg
     }
 }
 
+/// Returns whether siw would send this request from the caller's memory. TCP then reads the memory
+/// after subsequent requests have completed, possibly as late as the peer, and the caller may already
+/// have overwritten it. siw copies the data of signaled requests.
+fn is_sent_in_place(attr: &DeviceAttr, wr: &SendWr<'_>) -> Result<bool, PostReason> {
+    Ok(attr.registered_reads
+        && !wr.flags.contains(SendFlags::SIGNALED)
+        && matches!(wr.op.wc_opcode(), WcOpcode::Send | WcOpcode::Write)
+        && message_len(wr.sges)? >= SIW_IN_PLACE)
+}
+
 impl RdmaCoreDevice {
     pub(super) fn post_requests(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
         let mut done = 0;
@@ -215,7 +225,7 @@ impl RdmaCoreDevice {
         let theirs = self.send_wr(init, wr)?;
         let before = scratch.sges.len();
         self.push_sges(wr, init, scratch)?;
-        let is_quiet = self.is_sent_in_place(wr)?;
+        let is_quiet = is_sent_in_place(&self.attr, wr)?;
         // Create the slot last, so that we don't leak it if there is an error.
         let slot = Slot {
             wr_id: wr.wr_id,
@@ -235,16 +245,6 @@ impl RdmaCoreDevice {
             ..theirs
         });
         Ok(())
-    }
-
-    /// Returns whether siw would send this request from the caller's memory. TCP then reads the
-    /// memory after subsequent requests have completed, possibly as late as the peer, and the
-    /// caller may already have overwritten it. siw copies the data of signaled requests.
-    fn is_sent_in_place(&self, wr: &SendWr<'_>) -> Result<bool, PostReason> {
-        Ok(self.attr.registered_reads
-            && !wr.flags.contains(SendFlags::SIGNALED)
-            && matches!(wr.op.wc_opcode(), WcOpcode::Send | WcOpcode::Write)
-            && message_len(wr.sges)? >= SIW_IN_PLACE)
     }
 
     fn push_sges(

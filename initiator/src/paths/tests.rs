@@ -195,6 +195,13 @@ impl Rig {
         self.collect_outputs();
     }
 
+    /// Waits for 15 seconds ([`Timing::settle`]), and ensures that no request starts before.
+    fn wait_for_settling(&mut self) {
+        self.wait(ms(14_900));
+        assert_eq!(self.started(), []);
+        self.wait(ms(100));
+    }
+
     fn started(&self) -> Vec<(RequestId, PathIndex)> {
         let start = |output: &Output| match output {
             Output::Start { request, path } => Some((*request, *path)),
@@ -850,9 +857,7 @@ fn redirected_login_fences_after_delay() {
     rig.activate_with_cache(A, REDIRECTED);
     assert_eq!(rig.states(), [PathState::Live; 2]);
     assert_eq!(rig.started(), []);
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started().len(), 1);
 }
 
@@ -874,9 +879,7 @@ fn redirected_group_fences_after_delay() {
     for host in [2, 3] {
         lose(&mut rig, redirected_group(host));
         assert_eq!(rig.started(), []);
-        rig.wait(ms(14_900));
-        assert_eq!(rig.started(), []);
-        rig.wait(ms(100));
+        rig.wait_for_settling();
         assert_eq!(rig.started(), [(lost, A)]);
     }
     // The same host terminates the commands of its lost session.
@@ -1004,9 +1007,7 @@ fn redirected_takeover_waits_for_dead_process() {
         rig.activate_with_cache(A, port);
         let write = rig.submit(write(0, 8));
         if is_redirected || was_redirected {
-            rig.wait(ms(14_900));
-            assert_eq!(rig.started(), []);
-            rig.wait(ms(100));
+            rig.wait_for_settling();
         }
         assert_eq!(rig.started(), [(write, A)]);
     }
@@ -1033,9 +1034,7 @@ fn changed_group_fences_after_delay() {
     // A later check is no proof either.
     rig.check(A, Ok(found(None)));
     assert_eq!(rig.started(), []);
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started().len(), 1);
 }
 
@@ -1057,9 +1056,7 @@ fn login_fences_only_sessions_in_group() {
     rig.wait(ms(20_000));
     rig.activate(A, None);
     assert_eq!(rig.started(), []);
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started(), [(first, A), (second, A)]);
 }
 
@@ -1088,9 +1085,7 @@ fn login_by_other_portal_fences_several_sessions() {
     rig.paths.handle_live(A, other, rig.now);
     rig.collect_outputs();
     rig.close(A, Down::Closed);
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started(), [(lost, B)]);
 }
 
@@ -1104,9 +1099,7 @@ fn takeover_needs_no_login_after_loss() {
     rig.wait(ms(10_000));
     rig.lose(A, &[]);
     let write = rig.submit(write(0, 8));
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started(), [(write, B)]);
 }
 
@@ -1138,9 +1131,7 @@ fn takeover_trusts_no_unknown_group() {
     rig.activate(A, None);
     rig.activate(B, None);
     let write = rig.submit(write(0, 8));
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started().len(), 1, "{write:?}");
 }
 
@@ -1165,8 +1156,6 @@ fn takeover_delays_writes_for_absent_path() {
     rig.activate(A, None);
     rig.close(B, ConnectError::Unreachable.into());
     let write = rig.submit(write(0, 8));
-    rig.wait(ms(14_900));
-    assert_eq!(rig.started(), []);
-    rig.wait(ms(100));
+    rig.wait_for_settling();
     assert_eq!(rig.started(), [(write, A)]);
 }

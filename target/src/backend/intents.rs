@@ -38,17 +38,6 @@ impl Store {
             .map_err(error("read its header"))?;
         let mut recovered = protected::recover(&file.handle, &header, protection)
             .map_err(error("repair its protection information"))?;
-        #[cfg(test)]
-        {
-            let mut failing = lost_flushes::FAILING_RECOVERIES.lock().unwrap();
-            let found = failing
-                .iter()
-                .position(|path| self.path() == Some(path.as_path()));
-            if let Some(at) = found {
-                failing.swap_remove(at);
-                recovered.flush_failed = Some(libc::EIO);
-            }
-        }
         if let Some(id) = self.file() {
             recovered.flush_failed = lost_flushes::add(id, recovered.flush_failed);
         }

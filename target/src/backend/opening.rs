@@ -419,7 +419,7 @@ mod tests {
 
     use super::*;
     use crate::backend::Direct;
-    use crate::backend::lost_flushes::FAILING_RECOVERIES;
+    use crate::backend::lost_flushes::injection::fail_next_recovery;
     use crate::backend::waiting::is_waiting;
 
     #[test]
@@ -510,8 +510,7 @@ mod tests {
             let spec = spec.clone();
             move || {
                 let _ = hangs.recv();
-                let path = spec.source.path().unwrap().to_owned();
-                FAILING_RECOVERIES.lock().unwrap().push(path);
+                fail_next_recovery(spec.source.path().unwrap());
                 Store::open(&spec)
             }
         };

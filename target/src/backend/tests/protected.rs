@@ -931,7 +931,7 @@ fn lost_flush_outlives_dropped_store() {
     created.keep();
     drop(created);
     let errno = |store: &Store| store.flush_failure().map(|failure| failure.errno);
-    lost_flushes::FAILING_RECOVERIES.lock().unwrap().push(path);
+    lost_flushes::injection::fail_next_recovery(&path);
     drop(Store::open(&spec).unwrap());
     let reverted = Store::open(&spec).unwrap();
     reverted.share_flush_failures(Arc::default());

@@ -31,7 +31,7 @@ pub(crate) struct Options {
 const COMBINATIONS: u64 = 4;
 
 /// Number of disk kinds that lose power (`tests/tests/crash/power.rs`).
-const DISKS: u64 = 3;
+const DISKS: u64 = 4;
 
 /// Number of images per load to start a daemon on. `WHOLE` is the number of loads per kind for
 /// which we create an image for every point of power loss.

@@ -14,20 +14,6 @@ use riser_tests::history::BLOCK;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Data on a disk.
-pub(crate) struct Image(Vec<u8>);
-
-impl Image {
-    pub(crate) fn new(blocks: u64) -> Self {
-        Self(vec![0; blocks as usize * BLOCK])
-    }
-
-    pub(crate) fn block(&mut self, block: u64) -> &mut [u8] {
-        let at = block as usize * BLOCK;
-        &mut self.0[at..at + BLOCK]
-    }
-}
-
 /// A daemon that can be started with several images in sequence.
 pub(crate) struct Images {
     pair: Pair,
@@ -37,11 +23,11 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// Creates the daemon using these backend keys.
-    pub(crate) fn new(network: u8, blocks: u64, keys: &str) -> Self {
+    /// Creates the daemon using these backend keys and this content of its file.
+    pub(crate) fn new(network: u8, content: &[u8], keys: &str) -> Self {
         let name = format!("riser-image-{}-{network}", std::process::id());
         let file = std::env::temp_dir().join(name);
-        fs::write(&file, Image::new(blocks).0).unwrap();
+        fs::write(&file, content).unwrap();
         change_owner(&file);
         let backend = format!("{{ kind: file, path: {}, {keys} }}", file.display());
         let mut pair = Pair::with_target(network, &backend, &portals(network));
@@ -54,12 +40,13 @@ impl Images {
         }
     }
 
-    /// Starts the daemon and reads the whole image, using a different protocol each time.
+    /// Starts the daemon with this content of its file and reads the disk, using a different protocol
+    /// each time.
     ///
     /// # Panics
     /// Panics if an initiator reads different data.
-    pub(crate) fn check(&mut self, image: &Image) {
-        fs::write(&self.file, &image.0).unwrap();
+    pub(crate) fn check(&mut self, file: &[u8], data: &[u8]) {
+        fs::write(&self.file, file).unwrap();
         change_owner(&self.file);
         self.pair.serve();
         let scheme = ["srp", "iser", "iscsi"][self.count % 3];
@@ -69,10 +56,10 @@ impl Images {
             block_on(client.connect(url(self.network, scheme)))
         });
         let lun = block_on(session.lun(0)).unwrap();
-        let buffer = block_on(lun.buffers().take_buffer(image.0.len()));
+        let buffer = block_on(lun.buffers().take_buffer(data.len()));
         let buffer = block_on(lun.read(0, buffer)).unwrap();
         let found = buffer.slice().to_vec();
-        let mut blocks = found.chunks(BLOCK).zip(image.0.chunks(BLOCK));
+        let mut blocks = found.chunks(BLOCK).zip(data.chunks(BLOCK));
         let differs = blocks.position(|(found, expected)| found != expected);
         assert_eq!(differs, None, "a block that differs, over {scheme}");
         drop((lun, buffer));

@@ -6,7 +6,8 @@
 //! - [`kernel`]: SIGKILL while there is a verified load on kernel initiators, in the `cargo xtask
 //!   interop` rig.
 //! - [`power`]: the possible states of a disk after a power failure at each point of a load, and a
-//!   daemon started with these images ([`images`]).
+//!   daemon started with these images ([`images`]), also with protection information
+//!   ([`frames`]).
 //! - [`errors`]: failed system calls, one in each run ([`inject`]).
 //! - [`state`]: SIGKILL before each system call that changes the state directory.
 //! - [`cuts`]: the possible states of the state directory after a power failure at each point of an
@@ -20,6 +21,7 @@
 mod cuts;
 mod daemon;
 mod errors;
+mod frames;
 mod images;
 mod inject;
 mod kernel;

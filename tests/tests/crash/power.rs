@@ -39,10 +39,11 @@ use riser_tests::contest::portals;
 use riser_tests::history::{BLOCK, Port, Version};
 use riser_tests::load::{Chance, setting};
 
-use crate::images::{Image, Images, client, url};
+use crate::frames::{self, Frames};
+use crate::images::{Images, client, url};
 
 /// Disk size in blocks, as used in the record.
-const DISK: u64 = 3 * 64;
+pub(crate) const DISK: u64 = 3 * 64;
 
 /// Offset of the network number for daemons that use an image.
 const IMAGES: u8 = 40;
@@ -59,12 +60,19 @@ const GOOD: u8 = 0;
 const CHECK_CONDITION: u8 = 2;
 
 /// Block versions by block number. Zeroes have version 0.
-type Blocks = BTreeMap<u64, u64>;
+pub(crate) type Blocks = BTreeMap<u64, u64>;
 
 /// An event, in order.
-enum Event {
+pub(crate) enum Event {
     /// The daemon has written these versions. With FUA, they are immediately stable.
     Written { blocks: Blocks, is_stable: bool },
+    /// The daemon has written these sectors of a file with frames.
+    Sectors {
+        /// Offset in bytes.
+        offset: u64,
+        bytes: Vec<u8>,
+        is_stable: bool,
+    },
     /// All previous writes are stable.
     Flushed,
     /// An initiator has been notified that these or later versions are stable.
@@ -73,9 +81,11 @@ enum Event {
 
 /// Events, and the versions that are zero.
 #[derive(Default)]
-struct Record {
+pub(crate) struct Record {
     events: Mutex<Vec<Event>>,
     zeroes: Mutex<Zeroes>,
+    /// Numbers of all commands that may have changed a block.
+    issued: Mutex<BTreeMap<u64, BTreeSet<u64>>>,
 }
 
 /// Zeroes don't contain a version. But each block is only used by a single initiator, which sends
@@ -96,22 +106,37 @@ impl Record {
         self.zeroes.lock().unwrap()
     }
 
+    /// Must be called before a command that changes these blocks is sent.
+    pub(crate) fn issue(&self, blocks: Range<u64>, sequence: u64) {
+        let mut issued = self.issued.lock().unwrap();
+        for block in blocks {
+            issued.entry(block).or_default().insert(sequence);
+        }
+    }
+
+    /// Returns the numbers of all commands that may have changed a block.
+    pub(crate) fn issued(&self, block: u64) -> BTreeSet<u64> {
+        let issued = self.issued.lock().unwrap();
+        issued.get(&block).cloned().unwrap_or_default()
+    }
+
     /// Must be called before a command that writes zeroes is sent.
     fn announce(&self, blocks: Range<u64>, sequence: u64) {
+        self.issue(blocks.clone(), sequence);
         let mut zeroes = self.zeroes();
         zeroes.all.insert(sequence);
         zeroes.latest.extend(blocks.map(|block| (block, sequence)));
     }
 
     /// Returns the data of a block with this version.
-    fn fill(&self, block: u64, sequence: u64, bytes: &mut [u8]) {
+    pub(crate) fn fill(&self, block: u64, sequence: u64, bytes: &mut [u8]) {
         match sequence == 0 || self.zeroes().all.contains(&sequence) {
             true => bytes.fill(0),
             false => Version::new(sequence, Port(1)).fill(block, bytes),
         }
     }
 
-    fn push(&self, event: Event) {
+    pub(crate) fn push(&self, event: Event) {
         self.events().push(event);
     }
 }
@@ -120,10 +145,20 @@ impl Record {
 struct Recorder {
     disk: MemoryDevice,
     record: Arc<Record>,
+    /// Record sectors instead of the versions of blocks.
+    has_frames: bool,
 }
 
 impl Recorder {
     fn zeroed(&self, range: Range<u64>, is_stable: bool) {
+        if self.has_frames {
+            let (offset, bytes) = (range.start, vec![0; (range.end - range.start) as usize]);
+            return self.record.push(Event::Sectors {
+                offset,
+                bytes,
+                is_stable,
+            });
+        }
         let blocks = range.start / BLOCK as u64..range.end / BLOCK as u64;
         let latest = self.record.zeroes().latest.clone();
         let number = |block| (block, latest.get(&block).copied().unwrap_or_default());
@@ -156,6 +191,15 @@ impl BlockDevice for Recorder {
     async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, BlockError> {
         let mut bytes = vec![0; buffer.len()];
         buffer.slice().read(0, &mut bytes);
+        if self.has_frames {
+            let result = self.disk.write(offset, buffer, fua).await;
+            self.record.push(Event::Sectors {
+                offset,
+                bytes,
+                is_stable: fua,
+            });
+            return result;
+        }
         let first = offset / BLOCK as u64;
         let latest = self.record.zeroes().latest.clone();
         let blocks = bytes
@@ -225,6 +269,7 @@ impl Disk {
                 }
                 self.writes += 1;
             }
+            Event::Sectors { .. } => unreachable!("a disk without frames"),
             Event::Flushed => {
                 for (block, versions) in std::mem::take(&mut self.cached) {
                     let last = versions.last().map(|&(_, version)| (block, version));
@@ -297,23 +342,12 @@ struct Totals {
     images: usize,
 }
 
-/// Checks all possible states after a power failure at any point in the record, and calls `show`
-/// for each point.
-///
-/// # Panics
-/// Panics if a block could be older than guaranteed.
-fn check(events: &[Event], mut show: impl FnMut(&Disk) -> usize) -> Totals {
-    let mut totals = Totals::default();
-    let mut disk = Disk::default();
-    for (at, event) in events.iter().enumerate() {
-        totals.cuts += 1;
-        totals.flushes += usize::from(matches!(event, Event::Flushed));
-        totals.promises += usize::from(matches!(event, Event::Promised(_)));
-        disk.apply(event);
-        disk.check(at);
-        totals.images += show(&disk);
+impl Totals {
+    fn count(&mut self, event: &Event) {
+        self.cuts += 1;
+        self.flushes += usize::from(matches!(event, Event::Flushed));
+        self.promises += usize::from(matches!(event, Event::Promised(_)));
     }
-    totals
 }
 
 /// State known to the initiators, which is protected by a lock: the number of a write must be
@@ -405,6 +439,7 @@ impl User {
         let range = self.any_blocks(chance, LONGEST);
         let fua = chance.below(4) == 0;
         let sequence = self.next_number();
+        self.record.issue(range.clone(), sequence);
         let blocks: Blocks = range.clone().map(|block| (block, sequence)).collect();
         let bytes = new_bytes(&blocks);
         let buffer = block_on(self.lun.buffers().take_buffer(bytes.len()));
@@ -462,6 +497,7 @@ impl User {
         let len = bytes.len();
         bytes[len - 1] ^= u8::from(!is_equal);
         let sequence = self.next_number();
+        self.record.issue(range.clone(), sequence);
         let blocks: Blocks = range.clone().map(|block| (block, sequence)).collect();
         bytes.extend(new_bytes(&blocks));
         let mut cdb = [0; 16];
@@ -496,8 +532,8 @@ struct Mounted {
 }
 
 impl Mounted {
-    /// Skips the test and returns `None` if FUSE is not available.
-    fn new(record: &Arc<Record>, name: &str) -> Option<Self> {
+    /// Mounts a file with this content. Skips the test and returns `None` if FUSE is not available.
+    fn new(record: &Arc<Record>, name: &str, content: &[u8], has_frames: bool) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
             skip("crash power", "there is no /dev/fuse");
             return None;
@@ -516,9 +552,14 @@ impl Mounted {
             caching: Caching::Direct,
             allow_other: false,
         };
+        let disk = MemoryDevice::new(content.len() as u64, BLOCK as u32).unwrap();
+        let buffer = disk.try_buffer(content.len()).unwrap();
+        buffer.slice().write(0, content);
+        block_on(disk.write(0, buffer, false)).unwrap();
         let disk = Recorder {
-            disk: MemoryDevice::new(DISK * BLOCK as u64, BLOCK as u32).unwrap(),
+            disk,
             record: Arc::clone(record),
+            has_frames,
         };
         match FuseMount::new(Arc::new(ByteDevice::new(Arc::new(disk))), options, || {}) {
             Ok(mount) => mounted.mount = Some(mount),
@@ -538,8 +579,22 @@ impl Drop for Mounted {
     }
 }
 
-/// Runs loads on a file using these backend keys.
-fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, keys: &str) {
+/// A kind of disk.
+struct Kind {
+    /// Name of the test.
+    name: &'static str,
+    network: u8,
+    write_cache: bool,
+    block_size: u64,
+    /// Additional backend keys.
+    keys: &'static str,
+    /// The file has protection information.
+    has_frames: bool,
+}
+
+/// Runs loads on a file.
+fn power_is_lost(kind: &Kind) {
+    let &Kind { name, network, .. } = kind;
     let seed = setting("RISER_POWER_SEED", 1);
     let runs = setting("RISER_POWER_RUNS", 2);
     let images = setting("RISER_POWER_IMAGES", 4) as usize;
@@ -549,20 +604,34 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
          RISER_POWER_WHOLE={whole} cargo test -p riser-tests --test crash {name}"
     );
     let record = Arc::new(Record::default());
-    let Some(mounted) = Mounted::new(&record, name) else {
+    let content = match kind.has_frames {
+        true => frames::new_file(IMAGES + network),
+        false => vec![0; DISK as usize * BLOCK],
+    };
+    let Some(mounted) = Mounted::new(&record, name, &content, kind.has_frames) else {
         return;
     };
+    let keys = format!(
+        "write_cache: {}, block_size: {}",
+        kind.write_cache, kind.block_size
+    );
     let backend = format!(
-        "{{ kind: file, path: {}, write_cache: {write_cache}, block_size: {block_size}{keys} }}",
-        mounted.directory.join("disk").display()
+        "{{ kind: file, path: {}, {keys}{} }}",
+        mounted.directory.join("disk").display(),
+        kind.keys
     );
     // The file on this disk is only accessible for the current user.
     let pair = Pair::with_rights(network, &backend, &portals(network));
     let schemes = ["srp", "iser", "iscsi"];
     let luns = schemes.map(|scheme| log_in(network, scheme));
     let known: Arc<Mutex<Known>> = Arc::default();
-    let keys = format!("write_cache: {write_cache}, block_size: {block_size}");
-    let mut started = Images::new(IMAGES + network, DISK, &keys);
+    // The image of a daemon with direct I/O is on a file system that may not support it.
+    let keys = match kind.has_frames {
+        true => format!("{keys}{}", kind.keys),
+        false => keys,
+    };
+    let mut started = Images::new(IMAGES + network, &content, &keys);
+    let mut file = Frames::new(Arc::clone(&record), content);
     let mut chance = Chance::new(seed, 100);
     let mut sum = Totals::default();
     for run in seed..seed + runs {
@@ -572,8 +641,8 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
                 let mut user = User {
                     lun: lun.clone(),
                     blocks: stream * part..(stream + 1) * part,
-                    grain: block_size / BLOCK as u64,
-                    writes_are_stable: !write_cache,
+                    grain: kind.block_size / BLOCK as u64,
+                    writes_are_stable: !kind.write_cache,
                     known: Arc::clone(&known),
                     record: Arc::clone(&record),
                     content: known.lock().unwrap().acknowledged.clone(),
@@ -588,30 +657,44 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
             false => (events.len() / images.max(1)).max(1),
         };
         let mut until_next = chance.below(step as u64) as usize;
-        let totals = check(&events, |disk| {
-            if until_next > 0 {
-                until_next -= 1;
-                return 0;
+        let mut is_chosen = || {
+            let is_chosen = until_next == 0;
+            until_next = if is_chosen { step } else { until_next } - 1;
+            is_chosen
+        };
+        let mut disk = Disk::default();
+        for (at, event) in events.iter().enumerate() {
+            sum.count(event);
+            if kind.has_frames {
+                file.apply(at, event);
+                if is_chosen() {
+                    let image = file.cut(&mut chance);
+                    started.check(&image, &frames::data(&image));
+                    sum.images += 1;
+                }
+                continue;
             }
-            until_next = step - 1;
-            let mut image = Image::new(DISK);
-            for (block, sequence) in disk.cut(&mut chance) {
-                record.fill(block, sequence, image.block(block));
+            disk.apply(event);
+            disk.check(at);
+            if is_chosen() {
+                let mut image = vec![0; DISK as usize * BLOCK];
+                let blocks = disk.cut(&mut chance).into_iter();
+                for ((block, sequence), bytes) in blocks.zip(image.chunks_exact_mut(BLOCK)) {
+                    record.fill(block, sequence, bytes);
+                }
+                started.check(&image, &image);
+                sum.images += 1;
             }
-            started.check(&image);
-            1
-        });
-        // Each run ends with a flush, so the next run can start with a disk that has a single
-        // state, which includes all guarantees.
-        let acknowledged = known.lock().unwrap().acknowledged.clone();
-        record.push(Event::Written {
-            blocks: acknowledged,
-            is_stable: true,
-        });
-        sum.images += totals.images;
-        sum.cuts += totals.cuts;
-        sum.flushes += totals.flushes;
-        sum.promises += totals.promises;
+        }
+        if !kind.has_frames {
+            // Each run ends with a flush, so the next run can start with a disk that has a single
+            // state, which includes all guarantees.
+            let acknowledged = known.lock().unwrap().acknowledged.clone();
+            record.push(Event::Written {
+                blocks: acknowledged,
+                is_stable: true,
+            });
+        }
     }
     println!(
         "result: {runs} loads, {} points at which power is lost, {} promises, {} flushes of the \
@@ -624,7 +707,7 @@ fn power_is_lost(name: &str, network: u8, write_cache: bool, block_size: u64, ke
     drop(pair);
 }
 
-fn log_in(network: u8, scheme: &str) -> Lun {
+pub(crate) fn log_in(network: u8, scheme: &str) -> Lun {
     let client = client(network, scheme);
     let session = eventually_ok("a login", PATIENCE, || {
         block_on(client.connect(url(network, scheme)))
@@ -634,18 +717,50 @@ fn log_in(network: u8, scheme: &str) -> Lun {
 
 #[test]
 fn power_loss_with_write_cache() {
-    power_is_lost("power_loss_with_write_cache", 171, true, 512, "");
+    power_is_lost(&Kind {
+        name: "power_loss_with_write_cache",
+        network: 171,
+        write_cache: true,
+        block_size: 512,
+        keys: "",
+        has_frames: false,
+    });
 }
 
 #[test]
 fn power_loss_with_cache_and_direct_io() {
-    let name = "power_loss_with_cache_and_direct_io";
-    power_is_lost(name, 172, true, 4096, ", direct: on");
+    power_is_lost(&Kind {
+        name: "power_loss_with_cache_and_direct_io",
+        network: 172,
+        write_cache: true,
+        block_size: 4096,
+        keys: ", direct: on",
+        has_frames: false,
+    });
 }
 
 #[test]
 fn power_loss_without_write_cache() {
-    power_is_lost("power_loss_without_write_cache", 173, false, 512, "");
+    power_is_lost(&Kind {
+        name: "power_loss_without_write_cache",
+        network: 173,
+        write_cache: false,
+        block_size: 512,
+        keys: "",
+        has_frames: false,
+    });
+}
+
+#[test]
+fn power_loss_with_protected_disk() {
+    power_is_lost(&Kind {
+        name: "power_loss_with_protected_disk",
+        network: 179,
+        write_cache: true,
+        block_size: 512,
+        keys: frames::KEYS,
+        has_frames: true,
+    });
 }
 
 mod oracle {
@@ -657,7 +772,11 @@ mod oracle {
     }
 
     fn check_all(events: &[Event]) {
-        check(events, |_| 0);
+        let mut disk = Disk::default();
+        for (at, event) in events.iter().enumerate() {
+            disk.apply(event);
+            disk.check(at);
+        }
     }
 
     /// Returns all final states, using many attempts.

@@ -164,18 +164,12 @@ impl LunWorkload {
             Ok(wire) => queue.submit(token, lun.transfer_io(transfer, offset, buffer, wire)?),
             Err(_) => {
                 lun.check_transfer(offset, buffer.len())?;
-                let deadline = queue.now() + lun.session.timeout();
-                self.transfers.push(WaitingCommand {
-                    token,
-                    work: Work::Transfer {
-                        transfer,
-                        offset,
-                        buffer,
-                    },
-                    deadline,
-                });
-                // Registers for a buffer, unless another transfer is already waiting.
-                self.submit_waiting(queue);
+                let work = Work::Transfer {
+                    transfer,
+                    offset,
+                    buffer,
+                };
+                self.wait_for_buffer(token, work, queue);
             }
         }
         Ok(())
@@ -200,17 +194,24 @@ impl LunWorkload {
         };
         match list {
             Ok(list) => queue.submit(token, lun.unmap_io(run, list)),
-            Err(_) => {
-                let deadline = queue.now() + lun.session.timeout();
-                self.discards.push(WaitingCommand {
-                    token,
-                    work: Work::Unmap(run),
-                    deadline,
-                });
-                self.submit_waiting(queue);
-            }
+            Err(_) => self.wait_for_buffer(token, Work::Unmap(run), queue),
         }
         Ok(())
+    }
+
+    /// Queues a command until there is a buffer for it.
+    fn wait_for_buffer(&mut self, token: u64, work: Work, queue: &mut WorkQueue) {
+        let waiting = match work {
+            Work::Transfer { .. } => &mut self.transfers,
+            Work::Unmap(_) => &mut self.discards,
+        };
+        waiting.push(WaitingCommand {
+            token,
+            work,
+            deadline: queue.now() + self.lun.session.timeout(),
+        });
+        // Registers for a buffer, unless another command is already waiting in this queue.
+        self.submit_waiting(queue);
     }
 
     fn is_waiting(&self) -> bool {

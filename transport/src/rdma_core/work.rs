@@ -46,8 +46,13 @@ fn atomic(remote: RemoteAddr, compare_add: u64, swap: u64) -> ibv_send_wr__bindg
 /// Returns whether siw would send this request from the caller's memory. TCP then reads the memory
 /// after subsequent requests have completed, possibly as late as the peer, and the caller may already
 /// have overwritten it. siw copies the data of signaled requests.
-fn is_sent_in_place(attr: &DeviceAttr, wr: &SendWr<'_>) -> Result<bool, PostReason> {
+fn is_sent_in_place(
+    attr: &DeviceAttr,
+    init: &QpInitAttr,
+    wr: &SendWr<'_>,
+) -> Result<bool, PostReason> {
     Ok(attr.registered_reads
+        && !init.sq_sig_all
         && !wr.flags.contains(SendFlags::SIGNALED)
         && matches!(wr.op.wc_opcode(), WcOpcode::Send | WcOpcode::Write)
         && message_len(wr.sges)? >= SIW_IN_PLACE)
@@ -225,7 +230,7 @@ impl RdmaCoreDevice {
         let theirs = self.send_wr(init, wr)?;
         let before = scratch.sges.len();
         self.push_sges(wr, init, scratch)?;
-        let is_quiet = is_sent_in_place(&self.attr, wr)?;
+        let is_quiet = is_sent_in_place(&self.attr, init, wr)?;
         // Create the slot last, so that we don't leak it if there is an error.
         let slot = Slot {
             wr_id: wr.wr_id,
@@ -756,6 +761,33 @@ mod tests {
         device.fake_end(cq, failure);
         assert_eq!(poll_ids(&mut device, cq), [1]);
         assert_eq!(device.slots.len(), 0);
+    }
+
+    /// All requests of this queue pair are signaled without a flag.
+    #[test]
+    fn iwarp_reports_large_write_of_signaling_qp() {
+        let mut device = RdmaCoreDevice::fake();
+        device.attr.registered_reads = true;
+        let pd = device.alloc_pd().unwrap();
+        let cq = device.create_cq(8).unwrap();
+        let init = QpInitAttr {
+            sq_sig_all: true,
+            ..QpInitAttr::new(pd, cq, QpType::Rc, QpCap::new(8, 8))
+        };
+        let qp = device.create_qp(&init).unwrap();
+        let sges = [Sge {
+            addr: 0,
+            length: SIW_IN_PLACE,
+            lkey: LKey(1),
+        }];
+        let wr = SendWr {
+            sges: &sges,
+            ..write(7, SendFlags::empty())
+        };
+        device.post_send(qp, &[wr]).unwrap();
+        let posted = library(|library| library.posted.clone());
+        device.fake_completion(cq, posted[0]);
+        assert_eq!(poll_ids(&mut device, cq), [7]);
     }
 
     #[test]

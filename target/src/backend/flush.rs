@@ -159,6 +159,21 @@ impl FlushFailures {
         loaded
     }
 
+    /// Records and saves the failure of a store that was dropped before it was served.
+    pub(crate) fn record_lost(
+        &self,
+        errno: i32,
+        keeper: Option<&Arc<dyn FlushKeeper>>,
+        unit: &Identity,
+    ) {
+        let at = SystemTime::now();
+        lock(&self.inner.record).record(FlushFailure { errno, at });
+        if let Some(keeper) = keeper {
+            self.keep(Arc::clone(keeper), unit, at);
+        }
+        self.inner.save();
+    }
+
     /// Stores the first failure. Returns true if this is the first one. The entry lists the thread
     /// that saves it.
     pub(super) fn fail(

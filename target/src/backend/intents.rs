@@ -31,7 +31,8 @@ impl Store {
         let (Some(protection), Some(file)) = (self.geometry.protection, self.open_file()) else {
             return Ok(());
         };
-        let error = |action| io_error(self.path().unwrap_or(Path::new("")), action);
+        let path = self.path().unwrap_or(Path::new(""));
+        let error = |action| io_error(path, action);
         // Do this first: after a failed flush, the file must be opened successfully.
         let own = file.reopen().map_err(error("open it again"))?;
         let header = protected::read_header(&file.handle, self.geometry.block_size)
@@ -39,7 +40,7 @@ impl Store {
         let mut recovered = protected::recover(&file.handle, &header, protection)
             .map_err(error("repair its protection information"))?;
         if let Some(id) = self.file() {
-            recovered.flush_failed = lost_flushes::add(id, recovered.flush_failed);
+            recovered.flush_failed = lost_flushes::add(id, path, recovered.flush_failed);
         }
         if recovered.regions > 0 {
             tracing::info!(

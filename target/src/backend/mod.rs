@@ -78,6 +78,9 @@ pub(crate) use flush::FlushFailures;
 pub use flush::{FlushFailure, FlushKeeper};
 pub use health::{Failing, Space};
 #[cfg(test)]
+pub(crate) use lost_flushes::injection::fail_next_recovery;
+pub(crate) use lost_flushes::lost_flushes;
+#[cfg(test)]
 pub(crate) use made::HANGING_UNDO;
 pub use medium::Geometry;
 pub use open_error::OpenError;

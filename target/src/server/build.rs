@@ -27,8 +27,8 @@ use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{
-    FileId, FlushFailures, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, open_all, query,
-    undo_all, unit_config,
+    FileId, FlushFailures, OpenError, OpenRequest, OpenedStores, Ram, Spec, Store, lost_flushes,
+    open_all, query, undo_all, unit_config,
 };
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::fabric::{Unit, UnitIdx};
@@ -728,6 +728,26 @@ impl Builder {
         store.share_flush_failures(Arc::clone(failures));
         if let Some(keeper) = &self.keepers.flushes {
             store.keep_flush_failures(Arc::clone(keeper), identity, Instant::now());
+        }
+    }
+
+    /// Saves failed flushes of backends that were opened but are not served, because the next process
+    /// does not receive these errors.
+    pub(super) fn save_lost_flushes(&mut self, config: &Config) {
+        for lost in lost_flushes() {
+            let is_at = |backend: &&Backend| backend.spec.source.path() == Some(&lost.path);
+            let backend = config.backends.iter().find(is_at);
+            let unit = backend.and_then(|backend| self.units.get(&backend.name));
+            let Some(unit) = unit.filter(|unit| unit.lu.has_names()) else {
+                let error = io::Error::from_raw_os_error(lost.errno);
+                let path = lost.path.display();
+                tracing::error!(%path, %error, "cannot save the failed flush of a file without a unit: \
+                                                acknowledged writes may be lost");
+                continue;
+            };
+            let identity = &unit.lu.config().identity;
+            let failures = self.flush_failures.entry(identity.clone()).or_default();
+            failures.record_lost(lost.errno, self.keepers.flushes.as_ref(), identity);
         }
     }
 

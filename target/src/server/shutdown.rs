@@ -146,6 +146,7 @@ impl Server {
         if let Err(error) = check_threads(LAST_THREADS) {
             tracing::warn!(%error, "a backend is still in use at exit: a failed flush may be lost");
         }
+        self.builder.save_lost_flushes(&self.config);
         // If the process exits before a flush failure is stored, the next start would trust the
         // disk.
         self.builder.wait_flush_failures_saved();

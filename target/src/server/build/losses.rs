@@ -15,7 +15,9 @@ use riser_testkit::skip::skip;
 
 use super::LOCK_WAIT;
 use super::portals::tests::{Dir, problems, retry};
-use crate::backend::{FlushFailure, FlushKeeper, OpenedStores, open_in_time, query};
+use crate::backend::{
+    FlushFailure, FlushKeeper, OpenedStores, Store, fail_next_recovery, open_in_time, query,
+};
 use crate::config::Config;
 use crate::control::identities::IdentityFile;
 use crate::control::state::StateDir;
@@ -573,6 +575,28 @@ fn shutdown_waits_for_removed_disk() {
     server.shutdown().unwrap();
     assert!(flushes.saved.load(Ordering::Relaxed));
     thread.join().unwrap();
+}
+
+/// A disk was opened too late to be served. Its recovery has received the error of a failed
+/// write-back, which the next process does not receive.
+#[test]
+fn unserved_disk_saves_lost_flush_at_shutdown() {
+    let dir = Dir::new("lost-flush");
+    let config = disk(&dir.0, ", create: true, protection: { type: 1 }");
+    let flushes = Arc::new(FullFlushes::default());
+    let keepers = Keepers {
+        flushes: Some(flushes.clone()),
+        ..keepers(&dir)
+    };
+    serve(&config, &keepers);
+    away(&dir);
+    let server = start(&config, &keepers);
+    back(&dir);
+    fail_next_recovery(&dir.0.join("a"));
+    drop(Store::open(&config.backends[0].spec).unwrap());
+    assert!(!flushes.saved.load(Ordering::Relaxed));
+    server.shutdown().unwrap();
+    assert!(flushes.saved.load(Ordering::Relaxed));
 }
 
 /// Returns whether the cache of a disk is still valid if its file was locked at startup.
